@@ -1,0 +1,34 @@
+# Two commands set everything up from a fresh clone: `make demo` and `make test`.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test proof check bench clean
+
+demo: $(READY)
+	$(BIN)/braid demo
+
+test: $(READY) check
+	$(BIN)/python -m pytest -m "not proof"
+
+proof: $(READY) check
+	$(BIN)/python -m pytest
+	$(BIN)/python -m braid.bench.proof
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(READY)
+	$(BIN)/braid bench comm
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs dist build

@@ -1,0 +1,67 @@
+"""braid: every classic way of training PyTorch models in parallel, on one communication core.
+
+Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is found in its
+room: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from braid._version import __version__
+
+if TYPE_CHECKING:
+    from braid.errors import (
+        BraidError,
+        CheckpointError,
+        CommError,
+        CommTimeout,
+        ConfigError,
+        InternalError,
+        MismatchError,
+        PeerLostError,
+        RendezvousError,
+        StaleError,
+    )
+
+_ROOT_NAMES = {
+    "BraidError": "errors",
+    "CheckpointError": "errors",
+    "CommError": "errors",
+    "CommTimeout": "errors",
+    "ConfigError": "errors",
+    "InternalError": "errors",
+    "MismatchError": "errors",
+    "PeerLostError": "errors",
+    "RendezvousError": "errors",
+    "StaleError": "errors",
+}
+
+__all__ = [
+    "BraidError",
+    "CheckpointError",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "InternalError",
+    "MismatchError",
+    "PeerLostError",
+    "RendezvousError",
+    "StaleError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    room = _ROOT_NAMES.get(name)
+    if room is None:
+        msg = f"module 'braid' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(import_module(f"braid.{room}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

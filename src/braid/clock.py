@@ -1,0 +1,65 @@
+"""Time as an argument.
+
+Anything that waits is handed a `Clock`. Programs get `MonotonicClock`; tests of deadlines, heartbeats and
+rate limits get `VirtualClock`, which moves only when told to, so no test ever sleeps.
+
+`CLOCK_MONOTONIC` is shared by all processes of a host, so events of ranks of one host line up without
+any adjustment.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+__all__ = ["Clock", "MonotonicClock", "VirtualClock"]
+
+
+class Clock(Protocol):
+    """Source of time: monotonic, in nanoseconds, with an arbitrary origin."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary fixed origin; never goes back."""
+        ...
+
+    def sleep(self, duration_s: float) -> None:
+        """Let `duration_s` seconds pass."""
+        ...
+
+
+class MonotonicClock:
+    """The clock of this host."""
+
+    now_ns = staticmethod(time.monotonic_ns)
+    sleep = staticmethod(time.sleep)
+
+    def __repr__(self) -> str:
+        return "MonotonicClock()"
+
+
+class VirtualClock:
+    """A clock that stands still until it is advanced; sleeping advances it.
+
+    >>> clock = VirtualClock()
+    >>> clock.sleep(1.5)
+    >>> clock.now_ns()
+    1500000000
+    """
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self._now_ns = start_ns
+
+    def now_ns(self) -> int:
+        """Nanoseconds since the start of this clock."""
+        return self._now_ns
+
+    def sleep(self, duration_s: float) -> None:
+        """Advance by `duration_s` seconds at once."""
+        self.advance(round(duration_s * 1e9))
+
+    def advance(self, duration_ns: int) -> None:
+        """Advance by `duration_ns` nanoseconds."""
+        self._now_ns += duration_ns
+
+    def __repr__(self) -> str:
+        return f"VirtualClock(now_ns={self._now_ns})"

@@ -1,0 +1,79 @@
+"""Everything that braid raises, as one tree.
+
+    BraidError
+    ├── ConfigError      (ValueError)      what you passed cannot work; nothing has been started
+    ├── CommError        (RuntimeError)    a collective or message failed
+    │   ├── PeerLostError                  a rank died, left or was declared dead
+    │   ├── CommTimeout  (TimeoutError)    a deadline passed; says who has not arrived
+    │   └── MismatchError                  ranks asked for different things; carries the table
+    ├── RendezvousError  (RuntimeError)    ranks could not find or did not trust each other
+    ├── StaleError       (RuntimeError)    an object of an earlier epoch, or of a closed group
+    ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or does not fit
+    └── InternalError    (RuntimeError)    a bug in braid: please report it
+
+Messages have four parts: what was expected, what was found, where (rank, group, operation, parameter)
+and what to do. `CommError` is also a RuntimeError because programs written for torch catch that.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BraidError",
+    "CheckpointError",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "InternalError",
+    "MismatchError",
+    "PeerLostError",
+    "RendezvousError",
+    "StaleError",
+]
+
+
+class BraidError(Exception):
+    """Root of every error that braid raises on purpose."""
+
+
+class ConfigError(BraidError, ValueError):
+    """An argument, option or environment that cannot work; raised before anything is started."""
+
+
+class CommError(BraidError, RuntimeError):
+    """A collective or a message failed; tensors that took part in it are undefined."""
+
+
+class PeerLostError(CommError):
+    """A rank that this operation needs is gone.
+
+    Attributes:
+        rank: Global rank of the lost process, -1 when unknown.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A deadline passed; the message names who has not arrived and what it last did."""
+
+
+class MismatchError(CommError):
+    """Ranks asked for different operations, shapes, dtypes or roots; the message holds the table."""
+
+
+class RendezvousError(BraidError, RuntimeError):
+    """Ranks could not find each other, or one could not prove that it belongs to the job."""
+
+
+class StaleError(BraidError, RuntimeError):
+    """An object that belongs to an earlier epoch or to a closed group was used."""
+
+
+class CheckpointError(BraidError, RuntimeError):
+    """A checkpoint is missing, incomplete, corrupt or does not fit the model."""
+
+
+class InternalError(BraidError, RuntimeError):
+    """An invariant of braid was broken: a bug in braid, not in the program that uses it."""

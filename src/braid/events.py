@@ -1,0 +1,378 @@
+"""Black box: what each rank did last, readable after it has died.
+
+Problem: a rank that was killed cannot say what it was doing, and a rank that hangs will not. Logs are lost in
+buffers; profilers write their file at the end.
+
+Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the *launcher* made and
+handed over by file descriptor. The pages outlive the writer, so the launcher reads the testimony of a dead rank
+and, after the run, builds the trace of all ranks from the same memory. Nothing is formatted and nothing is
+flushed while the program runs: beginning and ending a span costs about one microsecond.
+
+    +--------------------+---------------------------------+--------------------------------+
+    | header, 4 KiB      | records: capacity x 64 bytes    | names: append-only table       |
+    +--------------------+---------------------------------+--------------------------------+
+
+A span is written when it *begins*, with `dur_ns` = `OPEN`; ending it fills in the duration. Open records are
+therefore what a rank is (or was) inside of. Texts (kinds, call sites) are stored once in the name table and
+referred to by a 63-bit digest; `NameTable` is also used by the collectives to tell peers what they ask for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import struct
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from braid.clock import Clock, MonotonicClock
+from braid.errors import ConfigError
+from braid.types import text_digest
+
+__all__ = ["OPEN", "Event", "EventRing", "NameTable", "Recorder", "Span", "call_site"]
+
+OPEN = (1 << 64) - 1  # the duration of a span that has not ended
+MAGIC = int.from_bytes(b"BRAIDEV1", "little")
+HEADER_BYTES = 4096
+RECORD = struct.Struct("=8Q")
+NAME_HEAD = struct.Struct("=QH")
+NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
+DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
+MAX_NAME_BYTES = 400
+
+# header words
+_MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID = range(6)
+
+
+class Event(NamedTuple):
+    """One record of the ring.
+
+    Attributes:
+        t_ns: Begin, on the rank's clock.
+        dur_ns: Duration, `OPEN` while the span lasts, 0 for an instant.
+        kind: Digest of the name, see `EventRing.name`.
+        group: Number of the group, 0 when none.
+        channel: Channel of the group.
+        seq: Sequence number: the step, or the number of the collective.
+        nbytes: Bytes moved.
+        site: Digest of the call site, or 0.
+    """
+
+    t_ns: int
+    dur_ns: int
+    kind: int
+    group: int
+    channel: int
+    seq: int
+    nbytes: int
+    site: int
+
+    @property
+    def open(self) -> bool:
+        """Whether the span has begun and not ended."""
+        return self.dur_ns == OPEN
+
+
+class NameTable:
+    """Append-only digest -> text table in a piece of (shared) memory; one writer, any readers.
+
+    Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text.
+    A full table keeps what it has and returns digests that readers print as hexadecimal.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory.cast("B")
+        self._used = memory.cast("B")[:8].cast("Q")
+        self._known: dict[str, int] = {}
+        self._texts: dict[int, str] = {}
+        self._read_to = 0
+
+    def add(self, text: str) -> int:
+        """Store `text` unless it is there, and return its digest."""
+        digest = self._known.get(text)
+        if digest is not None:
+            return digest
+        digest = text_digest(text)
+        raw = text.encode(errors="replace")[:MAX_NAME_BYTES]
+        start = 8 + self._used[0]
+        end = start + NAME_HEAD.size + len(raw)
+        if end <= len(self._memory):
+            NAME_HEAD.pack_into(self._memory, start, digest, len(raw))
+            self._memory[start + NAME_HEAD.size : end] = raw
+            self._used[0] = end - 8  # published last: a reader never sees half an entry
+        self._known[text] = digest
+        self._texts[digest] = text
+        return digest
+
+    def lookup(self, digest: int) -> str:
+        """Text of `digest`; its hexadecimal form when the writer had no room for it."""
+        text = self._texts.get(digest)
+        if text is None:
+            self._read_new()
+            text = self._texts.get(digest, f"#{digest:016x}" if digest else "")
+        return text
+
+    def _read_new(self) -> None:
+        end = min(self._used[0], len(self._memory) - 8)
+        while self._read_to < end:
+            start = 8 + self._read_to
+            digest, length = NAME_HEAD.unpack_from(self._memory, start)
+            start += NAME_HEAD.size
+            raw = bytes(self._memory[start : start + length])
+            self._texts[digest] = raw.decode(errors="replace")
+            self._read_to = start + length - 8
+
+    def release(self) -> None:
+        """Drop the views, so that the memory below can be unmapped."""
+        self._used.release()
+        self._memory.release()
+
+
+class EventRing:
+    """The memory of one rank's events: made by the launcher, written by the rank, read by both.
+
+    Args:
+        memory: At least `EventRing.nbytes_for(capacity)` bytes, zeroed when `capacity` is given.
+        capacity: Number of records to format a new ring with; None opens an existing one.
+        rank: Rank that will write it (new rings only).
+
+    Raises:
+        ConfigError: The memory does not hold a ring.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap | memoryview | bytearray | bytes,
+        capacity: int | None = None,
+        *,
+        rank: int = 0,
+    ) -> None:
+        view = memoryview(memory).cast("B")
+        self.header = view[:HEADER_BYTES].cast("Q")
+        if capacity is not None:
+            self.header[_CAPACITY] = capacity
+            self.header[_RANK] = rank
+            self.header[_MAGIC] = MAGIC
+        if len(view) < HEADER_BYTES or self.header[_MAGIC] != MAGIC:
+            msg = (
+                f"expected the memory of a braid event ring, found {len(view)} bytes "
+                "without its mark: open a ring that a launcher or Recorder wrote"
+            )
+            raise ConfigError(msg)
+        self.capacity = int(self.header[_CAPACITY])
+        end = HEADER_BYTES + self.capacity * RECORD.size
+        self.records = view[HEADER_BYTES:end]
+        self.names = NameTable(view[end : end + NAMES_BYTES])
+        self._view = view
+
+    @staticmethod
+    def nbytes_for(capacity: int = DEFAULT_CAPACITY) -> int:
+        """Bytes of memory that a ring of `capacity` records needs."""
+        return HEADER_BYTES + capacity * RECORD.size + NAMES_BYTES
+
+    @property
+    def rank(self) -> int:
+        """Rank that writes this ring."""
+        return int(self.header[_RANK])
+
+    @property
+    def pid(self) -> int:
+        """Process id of the writer, 0 until it has opened the ring."""
+        return int(self.header[_PID])
+
+    @pid.setter
+    def pid(self, value: int) -> None:
+        self.header[_PID] = value
+
+    @property
+    def written(self) -> int:
+        """Number of records ever begun; older ones than `capacity` have been overwritten."""
+        return int(self.header[_HEAD])
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """What to add to `t_ns` to get the launcher's clock; 0 on the launcher's own host."""
+        raw = int(self.header[_CLOCK_OFFSET])
+        return raw - (1 << 64) if raw >> 63 else raw
+
+    @clock_offset_ns.setter
+    def clock_offset_ns(self, value: int) -> None:
+        self.header[_CLOCK_OFFSET] = value & ((1 << 64) - 1)
+
+    def name(self, digest: int) -> str:
+        """Text of a kind or call site."""
+        return self.names.lookup(digest)
+
+    def tail(self, count: int | None = None) -> list[Event]:
+        """The last `count` records (all that are kept when None), oldest first."""
+        written = self.written
+        kept = min(written, self.capacity)
+        count = kept if count is None else min(count, kept)
+        size = RECORD.size
+        events = []
+        for index in range(written - count, written):
+            event = Event(*RECORD.unpack_from(self.records, index % self.capacity * size))
+            if event.t_ns:
+                events.append(event)
+        return events
+
+    def open_spans(self) -> list[Event]:
+        """Spans that have begun and not ended, outermost first: what the rank is inside of."""
+        return sorted((e for e in self.tail() if e.open), key=lambda event: event.t_ns)
+
+    def release(self) -> None:
+        """Drop all views, so that the memory can be unmapped."""
+        self.names.release()
+        self.records.release()
+        self.header.release()
+        self._view.release()
+
+
+class Span:
+    """A span in progress; ends when the `with` block is left, or by `end()`."""
+
+    __slots__ = ("_index", "_recorder", "t_ns")
+
+    def __init__(self, recorder: Recorder, index: int, t_ns: int) -> None:
+        self._recorder = recorder
+        self._index = index
+        self.t_ns = t_ns
+
+    def end(self) -> int:
+        """Fill in the duration and return it, in nanoseconds."""
+        return self._recorder._end(self._index, self.t_ns)  # noqa: SLF001 - its continuation
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._recorder._end(self._index, self.t_ns)  # noqa: SLF001 - its continuation
+
+
+class Recorder:
+    """Writes the events of one rank; one per process, carried by its `RankContext`.
+
+    Any thread may record. `listener`, when set, is called with (kind, seq) at the begin of every span; scripted
+    faults use it to strike at a given step.
+
+    Args:
+        ring: Memory to write to; a private one when None.
+        clock: Time source; the host's when None.
+
+    Cost: about 1 microsecond for a span, begin and end together.
+    """
+
+    def __init__(self, ring: EventRing | None = None, clock: Clock | None = None) -> None:
+        if ring is None:
+            ring = EventRing(bytearray(EventRing.nbytes_for(4096)), 4096)
+        self.ring = ring
+        self.listener: Callable[[str, int], None] | None = None
+        self._now_ns = (clock or MonotonicClock()).now_ns
+        self._kinds: dict[str, int] = {}
+        self._indices = itertools.count(ring.written)
+        self._words = ring.records.cast("Q")
+        self._header = ring.header
+        self._capacity = ring.capacity
+        self._sites: dict[tuple[object, int], int] = {}
+
+    def span(
+        self,
+        kind: str,
+        *,
+        group: int = 0,
+        channel: int = 0,
+        seq: int = 0,
+        nbytes: int = 0,
+        site: int = 0,
+    ) -> Span:
+        """Begin a span named `kind`; end it by leaving a `with` block or by `Span.end()`."""
+        if self.listener is not None:
+            self.listener(kind, seq)
+        t_ns = self._now_ns()
+        return Span(self, self._write(t_ns, OPEN, kind, group, channel, seq, nbytes, site), t_ns)
+
+    def instant(self, kind: str, *, seq: int = 0, nbytes: int = 0, site: int = 0) -> None:
+        """Record that something happened now."""
+        if self.listener is not None:
+            self.listener(kind, seq)
+        self._write(self._now_ns(), 0, kind, 0, 0, seq, nbytes, site)
+
+    def complete(
+        self,
+        kind: str,
+        t_ns: int,
+        dur_ns: int,
+        *,
+        group: int = 0,
+        channel: int = 0,
+        seq: int = 0,
+        nbytes: int = 0,
+        site: int = 0,
+    ) -> None:
+        """Record a span that has already ended."""
+        self._write(t_ns, dur_ns, kind, group, channel, seq, nbytes, site)
+
+    def tail(self, n: int) -> list[Event]:
+        """The last `n` events, oldest first."""
+        return self.ring.tail(n)
+
+    def intern(self, text: str) -> int:
+        """Digest of `text`, stored in the ring's name table."""
+        digest = self._kinds.get(text)
+        if digest is None:
+            digest = self._kinds[text] = self.ring.names.add(text)
+        return digest
+
+    def site(self, depth: int = 1) -> int:
+        """Digest of the call site `depth` frames above the caller, as `file.py:41 in function`."""
+        frame = sys._getframe(depth + 1)  # noqa: SLF001 - the only way to see the caller
+        key = (frame.f_code, frame.f_lasti)
+        digest = self._sites.get(key)
+        if digest is None:
+            text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            digest = self._sites[key] = self.ring.names.add(text)
+        return digest
+
+    def _write(  # noqa: PLR0917 - the words of one record
+        self,
+        t_ns: int,
+        dur_ns: int,
+        kind: str,
+        group: int,
+        channel: int,
+        seq: int,
+        nbytes: int,
+        site: int,
+    ) -> int:
+        index = next(self._indices)
+        digest = self._kinds.get(kind)
+        if digest is None:
+            digest = self.intern(kind)
+        RECORD.pack_into(
+            self.ring.records,
+            index % self._capacity * RECORD.size,
+            t_ns,
+            dur_ns,
+            digest,
+            group,
+            channel,
+            seq,
+            nbytes,
+            site,
+        )
+        self._header[_HEAD] = index + 1
+        return index
+
+    def _end(self, index: int, t_ns: int) -> int:
+        dur_ns = self._now_ns() - t_ns
+        word = index % self._capacity * 8
+        if self._words[word] == t_ns:  # else the ring has come round; the begin is gone as well
+            self._words[word + 1] = dur_ns
+        return dur_ns
+
+
+def call_site(depth: int = 1) -> str:
+    """Call site `depth` frames above the caller, as `file.py:41 in function`."""
+    frame = sys._getframe(depth + 1)  # noqa: SLF001 - the only way to see the caller
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

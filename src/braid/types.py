@@ -1,0 +1,73 @@
+"""Words that several floors share: what a tensor looks like and what a collective is asked to do.
+
+Both are plain tuples without torch, so that state machines, planners and error reports can use them.
+Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache line instead
+of a message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+__all__ = ["OpDesc", "TensorSpec", "text_digest"]
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor.
+
+    Attributes:
+        shape: Extent of each dim.
+        dtype: torch's name without the prefix, such as `float32`.
+        requires_grad: Whether autograd follows it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+
+    def __str__(self) -> str:
+        """`float32[4, 8]`, as error messages and traces print it."""
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class OpDesc(NamedTuple):
+    """What one rank asks of a collective; every rank of the group must ask for the same.
+
+    Attributes:
+        kind: Name of the operation, such as `all_reduce`.
+        spec: The tensor that all ranks must agree on.
+        reduce: Reduction, one of sum avg min max product; ignored by operations that do not reduce.
+        root: Group rank of the root, -1 when the operation has none.
+        wire: Number format on the wire; `same` sends the tensor's own.
+    """
+
+    kind: str
+    spec: TensorSpec
+    reduce: str = "sum"
+    root: int = -1
+    wire: str = "same"
+
+    @property
+    def digest(self) -> int:
+        """64 bits that stand for this description; never 0."""
+        return text_digest(str(self))
+
+    def __str__(self) -> str:
+        """`all_reduce(float32[1024], sum)`."""
+        parts = [str(self.spec)]
+        if "reduce" in self.kind:
+            parts.append(self.reduce)
+        if self.root >= 0:
+            parts.append(f"root={self.root}")
+        if self.wire != "same":
+            parts.append(f"wire={self.wire}")
+        return f"{self.kind}({', '.join(parts)})"
+
+
+@lru_cache(maxsize=65536)
+def text_digest(text: str) -> int:
+    """First 63 bits of BLAKE2b of `text`, as a non-zero integer."""
+    value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return (value >> 1) or 1
