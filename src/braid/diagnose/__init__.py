@@ -1,0 +1,44 @@
+"""diagnose: from what is left of a run to who is guilty, in words (pure: text and records in, words out)."""
+
+from __future__ import annotations
+
+from braid.diagnose.block import (
+    SavedCheckpoint,
+    StopReport,
+    error_block,
+    rank_list,
+    render_block,
+)
+from braid.diagnose.testimony import last_step, testimony
+from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
+from braid.diagnose.verdict import (
+    Ending,
+    MemoryKill,
+    RankEnd,
+    Verdict,
+    describe,
+    judge,
+    signal_name,
+)
+
+__all__ = [
+    "Ending",
+    "MemoryKill",
+    "ParsedError",
+    "RankEnd",
+    "SavedCheckpoint",
+    "Stack",
+    "StopReport",
+    "Verdict",
+    "describe",
+    "error_block",
+    "judge",
+    "last_step",
+    "parse_error",
+    "parse_stack",
+    "rank_list",
+    "render_block",
+    "short_site",
+    "signal_name",
+    "testimony",
+]

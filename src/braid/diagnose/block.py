@@ -1,0 +1,187 @@
+"""The last thing a failed run prints: what happened, to whom, and what to do next, in at most a dozen lines.
+
+Problem: N ranks print N tracebacks, interleaved, and the launcher adds its own; the one that matters has scrolled
+away. Idea: one block, after everything else, always with the same labels in the same order, so that people and
+programs find the guilty rank without reading.
+
+    braid: run stopped at step 213 after 41 s (exit 1)
+      guilty   rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
+      others   ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step - stopped cleanly
+      saved    checkpoint step 200 (sha256 ok), 13 steps not saved
+      resume   braid run --resume auto -n 4 train.py
+      logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f
+"""
+
+from __future__ import annotations
+
+import signal as signals
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe
+
+__all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_block"]
+
+LABEL_WIDTH = 9
+WHERE_GAP = "      "
+
+
+class SavedCheckpoint(NamedTuple):
+    """The last complete checkpoint of a run."""
+
+    step: int
+    path: str
+    sha256_ok: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StopReport:
+    """Everything that the block says.
+
+    Attributes:
+        verdict: Who is guilty.
+        exit_code: Exit code of the run.
+        elapsed_s: Seconds since its start.
+        step: The last step that any rank began, None when unknown.
+        saved: The last checkpoint, None when there is none.
+        resume: Command that continues the run from it.
+        log_dir: Directory of logs as the user wrote it; empty when there are none.
+        has_timeline: Whether events were recorded, so that a timeline can be drawn.
+        limit_s: The time limit that passed, for a verdict of kind `timeout`.
+    """
+
+    verdict: Verdict
+    exit_code: int
+    elapsed_s: float
+    step: int | None = None
+    saved: SavedCheckpoint | None = None
+    resume: str = ""
+    log_dir: str = ""
+    has_timeline: bool = False
+    limit_s: float | None = None
+
+
+def error_block(report: StopReport) -> list[tuple[str, str]]:
+    """Rows of the block, as (label, text); the first has the label `braid:`, a continuation has an empty one."""
+    rows = [("braid:", _headline(report))]
+    rows += _labelled("guilty", _guilty(report.verdict))
+    rows += _labelled("others", _others(report.verdict))
+    if report.saved is not None:
+        rows.append(("saved", _saved(report.saved, report.step)))
+        if report.resume:
+            rows.append(("resume", report.resume))
+    if report.log_dir:
+        rows.append(("logs", _logs(report)))
+    return rows
+
+
+def render_block(rows: Iterable[tuple[str, str]]) -> str:
+    """The block as text; further lines of a row are aligned below its first."""
+    lines = []
+    for label, text in rows:
+        first, *rest = text.split("\n")
+        if label == "braid:":
+            lines.append(f"braid: {first}")
+        else:
+            lines.append(f"  {label:<{LABEL_WIDTH}}{first}".rstrip())
+        lines += [f"  {'':<{LABEL_WIDTH}}{line}".rstrip() for line in rest]
+    return "\n".join(lines)
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0,2,3`, `ranks 0-15`: runs of four and more are shortened."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [f"{r[0]}-{r[-1]}" if len(r) > 3 else ",".join(map(str, r)) for r in runs]
+    return f"rank{'s' if len(ordered) > 1 else ''} {','.join(parts)}"
+
+
+def _headline(report: StopReport) -> str:
+    kind = report.verdict.kind
+    verb = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
+    text = f"run {verb.get(kind, 'stopped')}"
+    if report.step is not None:
+        text += f" at step {report.step}"
+    text += f" after {_seconds(report.elapsed_s)}"
+    if kind == "timeout" and report.limit_s is not None:
+        text += f" (limit {_seconds(report.limit_s)}, exit {report.exit_code})"
+        return text
+    return f"{text} (exit {report.exit_code})"
+
+
+def _guilty(verdict: Verdict) -> list[str]:
+    if not verdict.guilty:
+        return []
+    ends = verdict.guilty
+    first = ends[0]
+    who = rank_list(end.rank for end in ends)
+    if len(ends) == 1:
+        host = f" on host {first.host}" if first.host else ""
+        who += f"{host} (pid {first.pid})"
+    what = describe(first).removeprefix("raised ")
+    where = first.error.where if first.error is not None else ""
+    if first.testimony and not where:
+        what += f" {first.testimony}"
+    line = f"{who}: {what}"
+    if where:
+        line += f"{WHERE_GAP}{where}"
+    lines = [line, *(first.error.details if first.error is not None else ())]
+    if not verdict.certain:
+        lines.append("uncertain: every rank failed because of another one; this is the likeliest")
+    return ["\n".join(lines)]
+
+
+def _others(verdict: Verdict) -> list[str]:
+    """One line for all ranks that did and ended the same."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for end in verdict.others:
+        groups.setdefault((end.testimony, _how_it_ended(end)), []).append(end.rank)
+    lines = []
+    for (doing, ending), ranks in groups.items():
+        who = rank_list(ranks)
+        were = "was" if len(ranks) == 1 else "were"
+        lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
+    return lines
+
+
+def _how_it_ended(end: RankEnd) -> str:
+    if end.stopped_s is not None:
+        return describe(end)
+    ending = end.ending
+    if ending is Ending.FINISHED:
+        return "finished"
+    if ending is Ending.CAUSE:
+        return f"also failed: {describe(end)}"
+    if ending is Ending.STOPPED_BY_US and end.signal == signals.SIGKILL:
+        return "did not stop when asked, killed by braid"
+    return "stopped cleanly"
+
+
+def _saved(saved: SavedCheckpoint, step: int | None) -> str:
+    text = f"checkpoint step {saved.step} (sha256 {'ok' if saved.sha256_ok else 'not checked'})"
+    if step is not None and step > saved.step:
+        lost = step - saved.step
+        text += f", {lost} step{'s' if lost > 1 else ''} not saved"
+    return text
+
+
+def _logs(report: StopReport) -> str:
+    ends = report.verdict.guilty or report.verdict.others
+    text = f"{report.log_dir}/rank{ends[0].rank}.log" if len(ends) == 1 else f"{report.log_dir}/"
+    if report.has_timeline:
+        text += f"   timeline: braid report {report.log_dir}"
+    return text
+
+
+def _labelled(label: str, texts: list[str]) -> list[tuple[str, str]]:
+    return [(label if i == 0 else "", text) for i, text in enumerate(texts)]
+
+
+def _seconds(duration_s: float) -> str:
+    return f"{duration_s:.1f} s" if duration_s < 10 else f"{duration_s:.0f} s"

@@ -1,0 +1,234 @@
+"""What a process printed as it died, as data: the error's type, its message and the user's own line.
+
+Problem: the stderr of a dying rank ends with a traceback of forty frames, thirty-five of them torch's and braid's,
+followed by warnings of the interpreter's teardown; the line that its owner must look at is somewhere inside. The
+`traceback` module prints such texts and cannot read them; log scrapers take the last line and miss chained
+exceptions, notes, exception groups and `SyntaxError`, which has no header.
+
+Idea: find the blocks (`Traceback (most recent call last):`, a `File` line of a syntax error, `Fatal Python error`,
+C++'s `terminate called`), drop those of threads and finalizers unless nothing else is there, and show the deepest
+frame that belongs neither to an installed package, nor to the standard library, nor to braid.
+
+Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`), libstdc++'s verbose
+terminate handler, and torch's `[rankN]: ` prefix (`torch/distributed/distributed_c10d.py`, `_distributed_excepthook`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import NamedTuple
+
+__all__ = ["ParsedError", "Stack", "parse_error", "parse_stack", "short_site"]
+
+BRAID_ROOT = str(PurePath(__file__).parents[1])
+MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; a program's last words do not
+
+RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+GROUP_PREFIX = re.compile(r"^\s*[|+] (?=\s*\S)")
+HEADER = re.compile(r"^(Exception Group )?Traceback \(most recent call last\):\s*$")
+FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
+FIRST_FRAME = re.compile(r'^\s+File "[^"]*", line \d+$')
+SYNTAX_ERROR = re.compile(r"^(SyntaxError|IndentationError|TabError)(?::|$)")
+ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?::(?: (?P<message>.*))?)?$")
+CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+FOREIGN = re.compile(  # what begins another topic after a traceback
+    r"^(?:Exception ignored |Exception in thread |Fatal Python error: |terminate called |"
+    r"\[[WEIF]\d{3,}|[WEIF]\d{4} |sys:\d+: |\S+\.py:\d+: \w*Warning: |\+-[-+])"
+)
+TERMINATE = re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']+)'")
+WHAT = re.compile(r"^\s*what\(\):\s*(?P<message>.*)$")
+FATAL = re.compile(r"^Fatal Python error: (?P<message>.*)$")
+STACK_HEADER = re.compile(r"^(?P<current>Current )?[Tt]hread .*\(most recent call first\):\s*$")
+INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedError:
+    """How a process says that it failed.
+
+    Attributes:
+        type: Name of the exception without its module, such as `ValueError`.
+        message: First line of its message.
+        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; may be empty.
+        details: Further lines of the message and its notes.
+        chain: Errors that led to this one, oldest first, each as `Type: message`.
+    """
+
+    type: str
+    message: str = ""
+    where: str = ""
+    details: tuple[str, ...] = ()
+    chain: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """`ValueError: dataset file shard-7 is missing`."""
+        return f"{self.type}: {self.message}" if self.message else self.type
+
+
+class Stack(NamedTuple):
+    """One thread of a stack dump: whether it is the one that held the interpreter, and where it was."""
+
+    current: bool
+    where: str
+
+
+class _Frame(NamedTuple):
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        place = f"{PurePath(self.file).name}:{self.line}"
+        return f"{place} in {self.name}" if self.name else place
+
+    @property
+    def is_users(self) -> bool:
+        generated = self.file.startswith("<")
+        ours = self.file.startswith(BRAID_ROOT)
+        return not (generated or ours or INSTALLED.search(self.file))
+
+
+def parse_error(text: str) -> ParsedError | None:
+    """The error that ended a process, from the end of what it wrote to stderr.
+
+    The last traceback counts. Those of threads count when there is no other, those of finalizers never.
+
+    Args:
+        text: End of the process's stderr, at any cut.
+
+    Returns:
+        The error, or None when the text holds none.
+    """
+    lines = [RANK_PREFIX.sub("", line) for line in text.splitlines()]
+    if any("Exception Group Traceback" in line for line in lines):
+        lines = [GROUP_PREFIX.sub("", line) for line in lines]
+    return (
+        _last_traceback(lines, threads=False)
+        or _syntax_error(lines)
+        or _fatal_error(lines)
+        or _cpp_exception(lines)
+        or _last_traceback(lines, threads=True)
+    )
+
+
+def parse_stack(text: str) -> list[Stack]:
+    """Where each thread was, from a dump by `faulthandler`; the last dump when there are several."""
+    stacks: list[Stack] = []
+    frames: list[_Frame] = []
+    current: bool | None = None
+    for line in [*text.splitlines(), "Thread end (most recent call first):"]:
+        header = STACK_HEADER.match(line)
+        frame = FRAME.match(line)
+        if frame is not None and current is not None:
+            frames.append(_to_frame(frame))
+        elif header is not None:
+            if current is not None and frames:
+                stacks.append(Stack(current, _shown_frame(frames[::-1])))
+            current, frames = header["current"] is not None, []
+    return stacks
+
+
+def short_site(site: str) -> str:
+    """`train.py:41 in step` from `/home/me/train.py:41 in step`."""
+    path, _, rest = site.partition(":")
+    return f"{PurePath(path).name}:{rest}" if rest else site
+
+
+def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
+    errors: list[str] = []
+    found: ParsedError | None = None
+    for start in (i for i, line in enumerate(lines) if HEADER.match(line)):
+        before = lines[start - 1] if start else ""
+        if before.startswith("Exception ignored "):
+            continue
+        if before.startswith("Exception in thread ") and not threads:
+            continue
+        error = _error_at(lines, start + 1)
+        if error is None:
+            continue
+        linked = any(line in CHAINED for line in lines[max(0, start - 3) : start])
+        in_group = "Group" in (found.type if found else "")
+        errors = [*errors, str(found)] if found and (linked or in_group) else []
+        found = ParsedError(
+            type=error.type,
+            message=error.message,
+            where=error.where,
+            details=error.details,
+            chain=tuple(errors),
+        )
+    return found
+
+
+def _error_at(lines: list[str], start: int) -> ParsedError | None:
+    """The error whose frames begin at line `start`; None when the text is cut before its end."""
+    frames: list[_Frame] = []
+    for index in range(start, len(lines)):
+        line = lines[index]
+        frame = FRAME.match(line)
+        if frame is not None:
+            frames.append(_to_frame(frame))
+        elif line and not line[0].isspace():
+            match = ERROR.match(line)
+            if match is None or not frames:
+                return None
+            return ParsedError(
+                type=match["type"].rpartition(".")[2] or match["type"],
+                message=(match["message"] or "").strip(),
+                where=_shown_frame(frames),
+                details=_details(lines[index + 1 :]),
+            )
+    return None
+
+
+def _details(lines: list[str]) -> tuple[str, ...]:
+    kept: list[str] = []
+    for line in lines[:MAX_DETAIL_LINES]:
+        if FOREIGN.match(line) or HEADER.match(line) or line in CHAINED:
+            break
+        kept.append(line.rstrip())
+    while kept and not kept[-1]:
+        kept.pop()
+    return tuple(kept)
+
+
+def _syntax_error(lines: list[str]) -> ParsedError | None:
+    for index in range(len(lines) - 1, -1, -1):
+        if SYNTAX_ERROR.match(lines[index]):
+            for start in range(index - 1, max(-1, index - 5), -1):
+                if FIRST_FRAME.match(lines[start]):
+                    return _error_at(lines, start)
+    return None
+
+
+def _fatal_error(lines: list[str]) -> ParsedError | None:
+    for index in range(len(lines) - 1, -1, -1):
+        match = FATAL.match(lines[index])
+        if match is not None:
+            stacks = parse_stack("\n".join(lines[index:]))
+            where = next((s.where for s in stacks if s.current), "")
+            return ParsedError(type="Fatal Python error", message=match["message"], where=where)
+    return None
+
+
+def _cpp_exception(lines: list[str]) -> ParsedError | None:
+    for index in range(len(lines) - 1, -1, -1):
+        match = TERMINATE.match(lines[index])
+        if match is not None:
+            what = WHAT.match(lines[index + 1]) if index + 1 < len(lines) else None
+            return ParsedError(type=match["type"], message=what["message"] if what else "")
+    return None
+
+
+def _to_frame(match: re.Match[str]) -> _Frame:
+    return _Frame(match["file"], int(match["line"][:9]), match["name"] or "")
+
+
+def _shown_frame(frames: list[_Frame]) -> str:
+    """The deepest frame of the user's own code; the deepest of all when there is none."""
+    own = [frame for frame in frames if frame.is_users]
+    return str((own or frames)[-1])

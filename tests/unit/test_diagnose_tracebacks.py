@@ -1,0 +1,222 @@
+"""Claims of braid.diagnose.tracebacks, on texts that real processes wrote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.diagnose import ParsedError, Stack, parse_error, parse_stack, short_site
+
+PLAIN = """\
+epoch 3 begins
+Traceback (most recent call last):
+  File "/home/me/train.py", line 90, in <module>
+    main()
+  File "/home/me/train.py", line 57, in load_shard
+    raise ValueError("dataset file shard-7 is missing")
+ValueError: dataset file shard-7 is missing
+"""
+
+
+def test_plain_traceback_gives_type_message_and_line():
+    assert parse_error(PLAIN) == ParsedError(
+        type="ValueError",
+        message="dataset file shard-7 is missing",
+        where="train.py:57 in load_shard",
+    )
+
+
+def test_frames_of_packages_and_the_standard_library_are_passed_over():
+    text = """\
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/home/me/train.py", line 12, in step
+    loss = model(x)
+  File "/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1700, in __call__
+    return self.forward(x)
+  File "/usr/lib/python3.11/json/decoder.py", line 355, in raw_decode
+    raise JSONDecodeError
+json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
+"""
+    assert parse_error(text) == ParsedError(
+        type="JSONDecodeError",
+        message="Expecting value: line 1 column 1 (char 0)",
+        where="train.py:12 in step",
+    )
+
+
+def test_chain_is_kept_oldest_first():
+    text = """\
+Traceback (most recent call last):
+  File "a.py", line 2, in f
+KeyError: 'x'
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 4, in g
+OSError: [Errno 5] gone
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 6, in h
+RuntimeError: cannot go on
+"""
+    assert parse_error(text) == ParsedError(
+        type="RuntimeError",
+        message="cannot go on",
+        where="a.py:6 in h",
+        chain=("KeyError: 'x'", "OSError: [Errno 5] gone"),
+    )
+
+
+def test_an_earlier_traceback_that_was_logged_is_no_cause():
+    assert parse_error(PLAIN.replace("ValueError", "KeyError") + PLAIN) == parse_error(PLAIN)
+
+
+def test_notes_and_further_lines_of_the_message_are_details():
+    text = PLAIN + "note: seen by rank 3\n  rank 0  float32[4]\n\n"
+    error = parse_error(text)
+    assert error is not None
+    assert error.details == ("note: seen by rank 3", "  rank 0  float32[4]")
+
+
+def test_torchs_rank_prefix_is_taken_off():
+    prefixed = "".join(f"[rank1]: {line}\n" for line in PLAIN.splitlines())
+    assert parse_error(prefixed) == parse_error(PLAIN)
+
+
+def test_tracebacks_of_finalizers_and_threads_do_not_hide_the_error():
+    thread = "Exception in thread loader (run):\n" + PLAIN.split("\n", 1)[1].replace("Value", "Key")
+    finalizer = "Exception ignored in: <function X.__del__ at 0x7f>\n" + thread.split("\n", 1)[1]
+    assert parse_error(PLAIN + thread + finalizer) == parse_error(PLAIN)
+
+
+def test_a_threads_traceback_counts_when_there_is_no_other():
+    error = parse_error("Exception in thread loader (run):\n" + PLAIN.split("\n", 1)[1])
+    assert error == parse_error(PLAIN)
+
+
+def test_syntax_error_without_header():
+    text = (
+        '  File "/home/me/train.py", line 3\n    x = = 3\n        ^\nSyntaxError: invalid syntax\n'
+    )
+    assert parse_error(text) == ParsedError(
+        type="SyntaxError", message="invalid syntax", where="train.py:3"
+    )
+
+
+def test_exception_group_shows_the_last_member():
+    text = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/home/me/train.py", line 9, in <module>
+  |     raise ExceptionGroup("two", [ValueError("a"), KeyError("b")])
+  | ExceptionGroup: two (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/train.py", line 4, in load
+    | ValueError: a
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/me/train.py", line 5, in store
+    | KeyError: 'b'
+    +------------------------------------
+"""
+    error = parse_error(text)
+    assert error is not None
+    assert (error.type, error.where) == ("KeyError", "train.py:5 in store")
+
+
+def test_cpp_exception_is_read():
+    text = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+        "  what():  [enforce fail at pair.cc:460] op.preamble.length <= op.nbytes. 64 vs 32\n"
+    )
+    assert parse_error(text) == ParsedError(
+        type="gloo::EnforceNotMet",
+        message="[enforce fail at pair.cc:460] op.preamble.length <= op.nbytes. 64 vs 32",
+    )
+
+
+FAULT = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f00 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/home/me/loader.py", line 8 in pump
+
+Current thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/home/me/train.py", line 31 in step
+"""
+
+
+def test_fatal_error_shows_the_users_frame():
+    assert parse_error(FAULT) == ParsedError(
+        type="Fatal Python error", message="Segmentation fault", where="train.py:31 in step"
+    )
+
+
+def test_stack_dump_gives_each_threads_place():
+    assert parse_stack(FAULT) == [
+        Stack(current=False, where="loader.py:8 in pump"),
+        Stack(current=True, where="train.py:31 in step"),
+    ]
+
+
+@pytest.mark.parametrize("cut", range(0, len(PLAIN), 7))
+def test_a_text_cut_anywhere_gives_the_error_or_nothing(cut):
+    error = parse_error(PLAIN[cut:])
+    assert error is None or error.type == "ValueError"
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_read_without_an_error(text):
+    parse_error(text)
+    parse_stack(text)
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *((PLAIN + FAULT).splitlines()),
+        "",
+        "  | ",
+        "KeyError",
+        "é: x",
+        "Error: ",
+        "SyntaxError: x",
+        '  File "", line 1',
+        "terminate called",
+        "terminate called after throwing an instance of 'x'",
+        "Exception Group Traceback (most recent call last):",
+        "During handling of the above exception, another exception occurred:",
+    ]
+)
+
+
+@given(st.lists(FRAGMENTS, max_size=12))
+def test_any_order_of_lines_is_read_without_an_error(lines):
+    error = parse_error("\n".join(lines))
+    assert error is None or error.type
+
+
+def test_short_site_drops_the_directories():
+    assert short_site("/home/me/train.py:41 in step") == "train.py:41 in step"
+
+
+@pytest.mark.procs
+def test_this_interpreter_prints_what_is_parsed(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("def load():\n    raise OSError(5, 'gone')\nload()\n")
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", script], check=False, capture_output=True, text=True
+    )
+    assert parse_error(run.stderr) == ParsedError(
+        type="OSError", message="[Errno 5] gone", where="train.py:2 in load"
+    )

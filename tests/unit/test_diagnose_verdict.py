@@ -1,0 +1,297 @@
+"""Claims of braid.diagnose.verdict and block: the guilty rank, and the block that says so."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.diagnose import (
+    MemoryKill,
+    ParsedError,
+    RankEnd,
+    SavedCheckpoint,
+    StopReport,
+    describe,
+    error_block,
+    judge,
+    rank_list,
+    render_block,
+)
+
+
+def raised(rank: int, text: str, *, at: int = 0, **more: object) -> RankEnd:
+    kind, _, message = text.partition(": ")
+    error = ParsedError(type=kind, message=message, **more)
+    return RankEnd(rank=rank, pid=100 + rank, ended_ns=at, exit_code=1, error=error)
+
+
+def killed(rank: int, number: int, *, at: int = 0, **more: object) -> RankEnd:
+    return RankEnd(rank=rank, pid=100 + rank, ended_ns=at, signal=number, **more)
+
+
+def exited(rank: int, code: int, *, at: int = 0, **more: object) -> RankEnd:
+    return RankEnd(rank=rank, pid=100 + rank, ended_ns=at, exit_code=code, **more)
+
+
+def verdict(*ends: RankEnd, stopped_by: str = "") -> tuple[str, list[int], bool]:
+    """The verdict, which must not depend on the order of the endings."""
+    verdicts = {
+        (v.kind, tuple(e.rank for e in v.guilty), v.certain)
+        for order in itertools.permutations(ends)
+        for v in [judge(order, stopped_by=stopped_by)]
+    }
+    ((kind, ranks, certain),) = verdicts
+    return kind, list(ranks), certain
+
+
+SYMPTOMS = [
+    "PeerLostError: rank 1 died: killed by signal 9 (SIGKILL)",
+    "CommTimeout: no progress for 300 s",
+    "RuntimeError: [/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4",
+    "ConnectionResetError: [Errno 104] Connection reset by peer",
+    "DistNetworkError: The client socket has timed out",
+    "DistBackendError: NCCL error in: x",
+    "RuntimeError: stopped because rank 1 failed",
+]
+
+
+@pytest.mark.parametrize("text", SYMPTOMS)
+def test_a_symptom_is_never_guilty_while_there_is_a_cause(text):
+    assert verdict(raised(0, text, at=1), killed(1, 9, at=2)) == ("signal", [1], True)
+
+
+def test_the_first_ordinary_exception_is_guilty():
+    ends = (raised(0, "KeyError: 'a'", at=9), raised(2, "ValueError: b", at=4), exited(1, 0, at=2))
+    assert verdict(*ends) == ("exception", [2], True)
+
+
+def test_an_exception_raised_because_of_a_lost_peer_is_a_symptom():
+    wrapped = raised(0, "TrainError: epoch failed", at=1, chain=("PeerLostError: rank 2 died",))
+    assert verdict(wrapped, exited(2, 3, at=5)) == ("exit", [2], True)
+
+
+def test_abort_after_a_reset_connection_is_a_symptom():
+    error = ParsedError(type="gloo::EnforceNotMet", message="Connection reset by peer")
+    ends = (killed(0, signal.SIGABRT, at=1, error=error), killed(1, signal.SIGSEGV, at=2))
+    assert verdict(*ends) == ("signal", [1], True)
+
+
+def test_abort_of_its_own_is_a_cause():
+    assert verdict(killed(0, signal.SIGABRT, at=5), raised(1, SYMPTOMS[0], at=1)) == (
+        "signal",
+        [0],
+        True,
+    )
+
+
+def test_a_rank_killed_by_the_launcher_is_not_guilty():
+    ends = (killed(0, 9, at=3, asked_to_stop=True), raised(1, "ValueError: x", at=1))
+    assert verdict(*ends) == ("exception", [1], True)
+
+
+def test_what_a_rank_raises_after_it_was_asked_to_stop_is_no_cause():
+    late = RankEnd(
+        rank=0, ended_ns=3, exit_code=1, asked_to_stop=True, error=ParsedError(type="OSError")
+    )
+    assert verdict(late, exited(1, 3, at=5)) == ("exit", [1], True)
+
+
+def test_a_mismatch_names_all_ranks_that_report_it():
+    ends = (
+        raised(0, "MismatchError: t", at=2),
+        raised(1, "MismatchError: t", at=1),
+        raised(2, "PeerLostError: rank 0 left", at=3),
+    )
+    assert verdict(*ends) == ("mismatch", [0, 1], True)
+
+
+def test_a_rank_that_left_early_and_is_missed_is_guilty():
+    ends = (exited(1, 0, at=1), raised(0, "PeerLostError: rank 1 left with exit code 0", at=2))
+    assert verdict(*ends) == ("left", [1], True)
+
+
+def test_a_rank_that_finished_and_is_not_missed_is_innocent():
+    ends = (exited(2, 0, at=1), killed(1, 9, at=2), raised(0, "PeerLostError: rank 1 died", at=3))
+    assert verdict(*ends) == ("signal", [1], True)
+
+
+def test_symptoms_after_an_unnamed_early_exit_point_to_it_with_doubt():
+    ends = (exited(1, 0, at=1), raised(0, SYMPTOMS[2], at=2))
+    assert verdict(*ends) == ("left", [1], False)
+
+
+def test_only_symptoms_name_the_earliest_with_doubt():
+    ends = (raised(0, SYMPTOMS[1], at=4), raised(1, SYMPTOMS[2], at=2))
+    assert verdict(*ends) == ("exception", [1], False)
+
+
+def test_only_symptoms_prefer_the_one_that_others_accuse():
+    ends = (
+        raised(0, "PeerLostError: rank 1 raised ConnectionResetError", at=1),
+        raised(1, SYMPTOMS[3], at=2),
+    )
+    assert verdict(*ends) == ("exception", [1], False)
+
+
+def test_a_rank_declared_dead_while_stopped_is_guilty():
+    ends = (
+        killed(1, 9, at=5, asked_to_stop=True, stopped_s=30.2, declared_dead=True),
+        raised(0, SYMPTOMS[1], at=2),
+    )
+    assert verdict(*ends) == ("stopped", [1], True)
+
+
+def test_a_rank_found_stopped_at_the_end_explains_symptoms():
+    ends = (killed(1, 9, at=5, asked_to_stop=True, stopped_s=12), raised(0, SYMPTOMS[1], at=2))
+    assert verdict(*ends) == ("stopped", [1], True)
+
+
+def test_a_rank_found_stopped_at_the_end_does_not_hide_a_cause():
+    ends = (killed(1, 9, at=5, asked_to_stop=True, stopped_s=1), raised(0, "KeyError: x", at=2))
+    assert verdict(*ends) == ("exception", [0], True)
+
+
+def test_all_zero_is_finished():
+    assert verdict(exited(0, 0), exited(1, 0)) == ("finished", [], True)
+
+
+@pytest.mark.parametrize("why", ["timeout", "interrupted"])
+def test_a_run_stopped_from_outside_has_no_guilty_rank(why):
+    ends = (killed(0, 15, asked_to_stop=True), exited(1, 1, asked_to_stop=True))
+    assert verdict(*ends, stopped_by=why) == (why, [], True)
+
+
+ANY_END = st.builds(
+    lambda rank, at, text: raised(rank, text, at=at),
+    st.integers(1, 50),
+    st.integers(0, 10),
+    st.sampled_from(SYMPTOMS),
+)
+
+
+@given(st.lists(ANY_END, max_size=6), st.integers(0, 10), st.sampled_from([0, 1, 2, 3]))
+def test_one_cause_among_any_symptoms_is_found(symptoms, at, kind):
+    cause = [
+        killed(0, 9, at=at),
+        raised(0, "ValueError: x", at=at),
+        exited(0, 7, at=at),
+        killed(0, 9, at=at, asked_to_stop=True, stopped_s=30, declared_dead=True),
+    ][kind]
+    assert judge([*symptoms, cause]).guilty == (cause,)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        (killed(0, 9), "killed by signal 9 (SIGKILL)"),
+        (exited(0, 3), "exited with code 3"),
+        (exited(0, 137), "exited with code 137 (128 + 9, SIGKILL)"),
+        (exited(0, 0), "left early with exit code 0"),
+        (raised(0, "ValueError: x"), "raised ValueError: x"),
+        (
+            killed(0, 9, stopped_s=30, asked_to_stop=True),
+            "stopped by SIGSTOP for 30 s, killed by braid",
+        ),
+        (
+            killed(0, 9, memory_kill=MemoryKill(512_000_000, 511_000_000)),
+            "killed by the kernel for memory (cgroup limit 512 MB, peak 511 MB)",
+        ),
+        (killed(0, 9, memory_kill=MemoryKill()), "killed by the kernel for memory"),
+    ],
+)
+def test_endings_in_words(end, words):
+    assert describe(end) == words
+
+
+WAITING = "waiting in all_reduce(float32[300000], sum)#426 called at train.py:41 in step"
+
+GOLDEN = """\
+braid: run stopped at step 213 after 41 s (exit 1)
+  guilty   rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
+  others   ranks 0,2,3 were waiting in all_reduce(float32[300000], sum)#426 called at train.py:41 in step - stopped cleanly
+  saved    checkpoint step 200 (sha256 ok), 13 steps not saved
+  resume   braid run --resume auto -n 4 train.py
+  logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f"""
+
+
+def test_the_block_of_a_bad_run():
+    guilty = RankEnd(
+        rank=1,
+        pid=812,
+        host="b",
+        ended_ns=1,
+        exit_code=1,
+        error=ParsedError(
+            type="ValueError",
+            message="dataset file shard-7 is missing",
+            where="train.py:57 in load_shard",
+        ),
+    )
+    others = [
+        RankEnd(
+            rank=rank,
+            ended_ns=2,
+            exit_code=1,
+            testimony=WAITING,
+            error=ParsedError(type="PeerLostError", message="rank 1 died"),
+        )
+        for rank in (0, 2, 3)
+    ]
+    report = StopReport(
+        verdict=judge([guilty, *others]),
+        exit_code=1,
+        elapsed_s=41.2,
+        step=213,
+        saved=SavedCheckpoint(200, "ckpt/200", sha256_ok=True),
+        resume="braid run --resume auto -n 4 train.py",
+        log_dir="./runs/2026-11-20_a3f",
+        has_timeline=True,
+    )
+    assert render_block(error_block(report)) == GOLDEN
+
+
+GOLDEN_TIMEOUT = """\
+braid: run timed out at step 88 after 60 s (limit 60 s, exit 124)
+  others   ranks 0,2 were waiting in barrier()#7, at step 88 - stopped cleanly
+           rank 1 was in data, at step 88 - did not stop when asked, killed by braid
+  logs     ./runs/x/"""
+
+
+def test_the_block_of_a_time_out_says_who_was_doing_what():
+    ends = [
+        killed(r, 15, asked_to_stop=True, testimony="waiting in barrier()#7, at step 88")
+        for r in (0, 2)
+    ]
+    ends.append(killed(1, 9, asked_to_stop=True, testimony="in data, at step 88"))
+    report = StopReport(
+        verdict=judge(ends, stopped_by="timeout"),
+        exit_code=124,
+        elapsed_s=60.0,
+        step=88,
+        log_dir="./runs/x",
+        limit_s=60.0,
+    )
+    assert render_block(error_block(report)) == GOLDEN_TIMEOUT
+
+
+def test_details_and_doubt_stand_below_the_guilty_rank():
+    end = raised(3, "CommTimeout: 2 of 4 arrived", details=("missing: 1, 2",))
+    report = StopReport(verdict=judge([end]), exit_code=1, elapsed_s=2.34)
+    assert render_block(error_block(report)) == (
+        "braid: run stopped after 2.3 s (exit 1)\n"
+        "  guilty   rank 3 (pid 103): CommTimeout: 2 of 4 arrived\n"
+        "           missing: 1, 2\n"
+        "           uncertain: every rank failed because of another one; this is the likeliest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([1], "rank 1"), ([3, 0, 2], "ranks 0,2,3"), (range(16), "ranks 0-15")],
+)
+def test_ranks_are_listed_shortly(ranks, text):
+    assert rank_list(ranks) == text
