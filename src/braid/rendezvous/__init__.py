@@ -1,0 +1,29 @@
+"""rendezvous: how a process finds its place in a job and the others of it."""
+
+from __future__ import annotations
+
+from braid.rendezvous.control import (
+    ControlClient,
+    Failed,
+    FromLauncher,
+    FromRank,
+    Hello,
+    Left,
+    RankLost,
+    Saved,
+    Stop,
+)
+from braid.rendezvous.environment import JobEnvironment
+
+__all__ = [
+    "ControlClient",
+    "Failed",
+    "FromLauncher",
+    "FromRank",
+    "Hello",
+    "JobEnvironment",
+    "Left",
+    "RankLost",
+    "Saved",
+    "Stop",
+]
