@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import struct
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from braid.clock import Clock, MonotonicClock
 from braid.errors import ConfigError
 from braid.types import text_digest
 
-__all__ = ["OPEN", "Event", "EventRing", "NameTable", "Recorder", "Span", "call_site"]
+__all__ = ["OPEN", "Event", "EventRing", "NameTable", "Recorder", "Span"]
 
 OPEN = (1 << 64) - 1  # the duration of a span that has not ended
 MAGIC = int.from_bytes(b"BRAIDEV1", "little")
@@ -39,7 +40,14 @@ RECORD = struct.Struct("=8Q")
 NAME_HEAD = struct.Struct("=QH")
 NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
-MAX_NAME_BYTES = 400
+MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
+
+# frames of these rooms are never the line that the user wants to see
+_PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - a string is what frames carry
+_INNER_ROOMS = tuple(
+    os.path.join(_PACKAGE, room) + os.sep  # noqa: PTH118 - likewise
+    for room in ("transport", "comm", "params", "data_parallel", "checkpoint")
+)
 
 # header words
 _MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID = range(6)
@@ -324,13 +332,17 @@ class Recorder:
             digest = self._kinds[text] = self.ring.names.add(text)
         return digest
 
-    def site(self, depth: int = 1) -> int:
-        """Digest of the call site `depth` frames above the caller, as `file.py:41 in function`."""
-        frame = sys._getframe(depth + 1)  # noqa: SLF001 - the only way to see the caller
+    def site(self) -> int:
+        """Digest of the line of the program that is responsible for this call, as `file.py:41 in function`."""
+        frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
+        while frame.f_code.co_filename.startswith(_INNER_ROOMS) and frame.f_back is not None:
+            frame = frame.f_back
         key = (frame.f_code, frame.f_lasti)
         digest = self._sites.get(key)
         if digest is None:
-            text = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+            path = frame.f_code.co_filename
+            here = os.getcwd() + os.sep  # noqa: PTH109 - likewise
+            text = f"{path.removeprefix(here)}:{frame.f_lineno} in {frame.f_code.co_name}"
             digest = self._sites[key] = self.ring.names.add(text)
         return digest
 
@@ -370,9 +382,3 @@ class Recorder:
         if self._words[word] == t_ns:  # else the ring has come round; the begin is gone as well
             self._words[word + 1] = dur_ns
         return dur_ns
-
-
-def call_site(depth: int = 1) -> str:
-    """Call site `depth` frames above the caller, as `file.py:41 in function`."""
-    frame = sys._getframe(depth + 1)  # noqa: SLF001 - the only way to see the caller
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,387 @@
+"""One cache line per (rank, channel): counter, what is asked for, where the data lies.
+
+A channel is a sequence of *steps* that all members of a group take in the same order. In each step a rank publishes
+one line and waits for the others' lines; nothing else is ever exchanged, and that does flow control, mismatch check
+and registration at once:
+
+    word   0         1        2 3 4                    5 6 7
+           counter   unused   even step:               odd step:
+                              digest  block  site      digest  block  site
+
+`digest` stands for the text of the operation, `block` for the place in the owner's arena where this step's data
+lies (staging slot or registered tensor, peers do not care which), `site` for the line of the program that asked.
+
+Why two entries and two staging slots are enough. Let a rank be about to publish step v. It has completed step v-1,
+in which it waited for every peer to publish v-1 (`exchange`). A peer publishes v-1 only after it has finished step v-2,
+reads included. So nobody still needs what was published in step v-2, which is what step v overwrites. Algorithms that
+do not wait for all peers in a step call `settle()` before they write.
+
+Several requests may be under way at once, each on its own channel; order matters inside a channel only. Lines lie in
+pages in the owner's arena, which grow by themselves: page k holds 64 * 4^k lines. Line 0 of page 0 is the directory:
+
+    word   0 .. 4                 5                     6       7
+           places of pages 0..4   state | channel << 8  value   digest of the reason
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from braid.errors import StaleError
+from braid.transport import Block, MemoryTransport, Steps, Wait
+
+__all__ = ["ABANDONED", "DISAGREED", "Channel", "Disagreement", "Entry", "Port", "pieces"]
+
+LINE_WORDS = 8
+PAGE_LINES = 64
+MAX_PAGES = 5  # 64 + 256 + ... = 21,824 channels a group
+MIN_SLOT_BYTES = 4096
+
+# directory words
+_STATE, _VALUE, _REASON = 5, 6, 7
+# low byte of the state word
+HEALTHY, DISAGREED, ABANDONED = 0, 1, 2
+
+
+class Disagreement(Exception):
+    """Members asked for different things in one step; carries where, and which members (None: all)."""
+
+    def __init__(self, channel: int, value: int, members: tuple[int, ...] | None = None) -> None:
+        super().__init__(channel, value, members)
+        self.channel = channel
+        self.value = value
+        self.members = members
+
+
+class Entry(NamedTuple):
+    """What a member published in one step; all zero when it has published nothing yet."""
+
+    value: int
+    digest: int
+    block: int
+    site: int
+
+
+class State(NamedTuple):
+    """Whether a member still takes part, and if not, why."""
+
+    code: int
+    channel: int
+    value: int
+    reason: int
+
+
+class Port:
+    """A group's window on the transport: the pages of control lines of all members.
+
+    Channel 0 carries the group's collectives; then come n channels for sending, n for acknowledging, and one for each
+    persistent request.
+
+    Args:
+        transport: Transport of this rank.
+        ranks: Global ranks of the members.
+        group_rank: This rank's index among them.
+        pages: Place of each member's page 0, own included, as its arena's words.
+    """
+
+    def __init__(
+        self, transport: MemoryTransport, ranks: tuple[int, ...], group_rank: int, pages: list[int]
+    ) -> None:
+        self.transport = transport
+        self.ranks = ranks
+        self.rank = group_rank
+        self.size = len(ranks)
+        self._pages = pages
+        self._channels: dict[int, Channel] = {}
+        self._incoming: dict[int, Channel] = {}
+        arena = transport.arena
+        self._directories = [
+            arena.words(ranks[member], pages[member], LINE_WORDS) for member in range(self.size)
+        ]
+        self._directories[group_rank][0] = pages[group_rank]
+        self._blocks: list[Block] = []
+
+    @staticmethod
+    def first_page(transport: MemoryTransport) -> Block:
+        """Reserve and clear page 0 of a new group; its `word` is what the members exchange."""
+        return _new_page(transport, 0)
+
+    def channel(self, index: int) -> Channel:
+        """The channel with this number; every member gives the same number to the same purpose."""
+        channel = self._channels.get(index)
+        if channel is None:
+            channel = self._channels[index] = Channel(self, index)
+        return channel
+
+    def incoming(self, source: int) -> Channel:
+        """The channel on which `source` sends to this rank; its steps are counted per source."""
+        channel = self._incoming.get(source)
+        if channel is None:
+            channel = self._incoming[source] = Channel(self, self.sending_index(self.rank))
+        return channel
+
+    def sending_index(self, to: int) -> int:
+        """Number of the channel on whose line a member publishes what it sends to member `to`."""
+        return 1 + to
+
+    def acknowledging_index(self, source: int) -> int:
+        """Number of the channel on whose line a member acknowledges what `source` sent."""
+        return 1 + self.size + source
+
+    def request_index(self, number: int) -> int:
+        """Number of the channel of the group's n-th persistent request."""
+        return 1 + 2 * self.size + number
+
+    def own_line(self, index: int) -> memoryview:
+        """Own control line of a channel; makes its page if need be."""
+        page, line = _place(index)
+        directory = self._directories[self.rank]
+        if not directory[page]:
+            block = _new_page(self.transport, page)
+            self._blocks.append(block)
+            directory[page] = block.word
+        return self._line(self.rank, directory[page], line)
+
+    def line_of(self, member: int, index: int) -> memoryview | None:
+        """Control line of a member; None while it has not made the page."""
+        page, line = _place(index)
+        word = self._directories[member][page]
+        return self._line(member, word, line) if word else None
+
+    def reached(self, wait: Wait) -> bool:
+        """Whether the value that `wait` names has been published."""
+        return self.channel(wait.channel).counter(wait.peer) >= wait.value
+
+    def state(self, member: int) -> State:
+        """Whether a member still takes part."""
+        words = self._directories[member]
+        code = words[_STATE]
+        return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
+
+    def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
+        """Tell the members that this rank takes no further part, and wake them. The first word stands."""
+        words = self._directories[self.rank]
+        if words[_STATE]:
+            return
+        words[_VALUE] = value
+        words[_REASON] = self.transport.names.add(reason) if reason else 0
+        words[_STATE] = code | channel << 8
+        others = [rank for rank in self.ranks if rank != self.transport.rank]
+        self.transport.ring(self.transport.sleeper_words(others))
+
+    def text_of(self, member: int, digest: int) -> str:
+        """Text behind a digest that a member published."""
+        return self.transport.names_of(self.ranks[member]).lookup(digest)
+
+    def close(self) -> None:
+        """Free staging slots and own pages."""
+        for channel in (*self._channels.values(), *self._incoming.values()):
+            channel.close()
+        self._channels.clear()
+        self._incoming.clear()
+        for block in self._blocks:
+            self.transport.arena.free(block)
+        self._blocks.clear()
+
+    def _line(self, member: int, page_word: int, line: int) -> memoryview:
+        # a line is 64 bytes and so is the unit of the word: the line's place is an addition
+        return self.transport.arena.words(self.ranks[member], page_word + line, LINE_WORDS)
+
+
+class Channel:
+    """A sequence of steps on one line per member; see the module for the rules.
+
+    Attributes:
+        rank: Group rank of this member.
+        size: Number of members.
+        others: Group ranks of the others.
+        value: Last step that this rank has published.
+        digest: Digest of the operation under way; set by the group.
+        site: Digest of its call site.
+    """
+
+    __slots__ = (
+        "_arena",
+        "_audience",
+        "_lines",
+        "_own",
+        "_port",
+        "_ranks",
+        "_slots",
+        "_transport",
+        "_views",
+        "_word",
+        "digest",
+        "index",
+        "others",
+        "rank",
+        "site",
+        "size",
+        "value",
+    )
+
+    def __init__(self, port: Port, index: int) -> None:
+        self.index = index
+        self.rank = port.rank
+        self.size = port.size
+        self.others = [r for r in range(port.size) if r != port.rank]
+        self.value = 0
+        self.digest = 0
+        self.site = 0
+        self._port = port
+        self._transport = port.transport
+        self._arena = port.transport.arena
+        self._ranks = port.ranks
+        self._own = port.own_line(index)
+        self._lines: list[memoryview | None] = [None] * port.size
+        self._lines[port.rank] = self._own
+        self._audience = self._transport.sleeper_words([port.ranks[r] for r in self.others])
+        self._slots: list[Block | None] = [None, None]
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._word = 0
+
+    def counter(self, peer: int) -> int:
+        """Last step that `peer` has published."""
+        line = self._lines[peer] or self._find(peer)
+        return line[0] if line is not None else 0
+
+    def entry(self, peer: int, value: int) -> Entry:
+        """What `peer` published in step `value`, which must not be older than the step before its last."""
+        line = self._lines[peer] or self._find(peer)
+        if line is None or line[0] < value:
+            return Entry(0, 0, 0, 0)
+        at = 2 + 3 * (value & 1)
+        return Entry(line[0], line[at], line[at + 1], line[at + 2])
+
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Own staging slot of the next step, to be filled before `post`; grows as needed."""
+        parity = self.value + 1 & 1
+        nbytes = numel * dtype.itemsize
+        block = self._slots[parity]
+        if block is None or block.nbytes < nbytes:
+            if block is not None:
+                self._arena.free(block)
+            block = self._arena.allocate(max(MIN_SLOT_BYTES, 1 << max(nbytes - 1, 0).bit_length()))
+            self._slots[parity] = block
+            self._views.clear()
+        self._word = block.word
+        view = self._views.get((parity, numel, dtype))
+        if view is None:
+            view = self._arena.view(self._ranks[self.rank], block.word, numel, dtype)
+            self._views[parity, numel, dtype] = view
+        return view
+
+    def stage(self, x: torch.Tensor) -> None:
+        """Copy a flat tensor into the slot of the next step."""
+        self.room(x.numel(), x.dtype).copy_(x)
+
+    def offer(self, x: torch.Tensor) -> None:
+        """Let the next step point at `x` itself, if it lies in the arena; else at nothing."""
+        self._word = self._arena.locate(x)
+
+    def post(self) -> int:
+        """Publish the next step and return its value."""
+        value = self.value + 1
+        own = self._own
+        at = 2 + 3 * (value & 1)
+        own[at] = self.digest
+        own[at + 1] = self._word
+        own[at + 2] = self.site
+        own[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
+        self._word = 0
+        self._transport.ring(self._audience)
+        return value
+
+    def exchange(self) -> Steps:
+        """Publish the next step, wait for everyone's, compare what was asked for.
+
+        Raises:
+            Disagreement: Some member asked for something else.
+        """
+        value = self.post()
+        at = 2 + 3 * (value & 1)
+        lines = self._lines
+        digest = self.digest
+        for peer in self.others:
+            line = lines[peer]
+            if line is None or line[0] < value:
+                yield Wait(peer, self.index, value)
+                line = lines[peer]
+            if line is None or line[at] != digest:
+                raise Disagreement(self.index, value)
+
+    def compare(self, peer: int, value: int) -> None:
+        """Check that one peer's step `value` is of the same operation.
+
+        Raises:
+            Disagreement: It is not.
+        """
+        if self.entry(peer, value).digest != self.digest:
+            raise Disagreement(self.index, value, (min(peer, self.rank), max(peer, self.rank)))
+
+    def await_step(self, peer: int, value: int) -> Steps:
+        """Wait for one peer to publish step `value`, without comparing."""
+        if self.counter(peer) < value:
+            yield Wait(peer, self.index, value)
+
+    def settle(self) -> Steps:
+        """Wait until everyone has published the present step: then both parities may be written."""
+        for peer in self.others:
+            yield from self.await_step(peer, self.value)
+
+    def peek(self, peer: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """What `peer` published in the present step, as a flat tensor over its memory."""
+        line = self._lines[peer]
+        if line is None:
+            msg = f"step {self.value} of rank {peer} was read before it was published"
+            raise StaleError(msg)
+        word = line[2 + 3 * (self.value & 1) + 1]
+        return self._arena.view(self._ranks[peer], word, numel, dtype)
+
+    def offers(self) -> list[int]:
+        """Places that the members published in the present step; 0 where there is none."""
+        return [self.entry(member, self.value).block for member in range(self.size)]
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Private accumulator."""
+        return torch.empty(numel, dtype=dtype)
+
+    def close(self) -> None:
+        """Free the staging slots."""
+        for block in self._slots:
+            if block is not None:
+                self._arena.free(block)
+        self._slots = [None, None]
+
+    def _find(self, peer: int) -> memoryview | None:
+        line = self._lines[peer] = self._port.line_of(peer, self.index)
+        return line
+
+
+def _place(index: int) -> tuple[int, int]:
+    """Page and line of a channel; line 0 of page 0 is the directory."""
+    line = index + 1
+    lines = PAGE_LINES
+    for page in range(MAX_PAGES):
+        if line < lines:
+            return page, line
+        line -= lines
+        lines *= 4
+    msg = f"expected at most {index} channels in one group: close requests that are no longer used"
+    raise StaleError(msg)
+
+
+def _new_page(transport: MemoryTransport, page: int) -> Block:
+    block = transport.arena.allocate(PAGE_LINES * 4**page * LINE_WORDS * 8)
+    words = transport.arena.words(transport.rank, block.word, block.nbytes // 8)
+    words[:] = memoryview(bytes(block.nbytes)).cast("Q")
+    return block
+
+
+def pieces(x: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Consecutive slices of a flat tensor of at most `nbytes` each; an empty tensor is one empty piece."""
+    numel = x.numel()
+    step = max(1, nbytes // x.element_size())
+    return [x] if numel <= step else [x[i : i + step] for i in range(0, numel, step)]

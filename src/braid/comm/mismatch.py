@@ -1,0 +1,86 @@
+"""What to say when ranks ask for different things, or when one does not come.
+
+The texts are made from what the members have published in shared memory (their last lines and name tables), so no rank
+has to cooperate: a rank that is stuck, or dead, still says what it last asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braid.comm.channel import Channel, Entry, Port
+
+__all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
+
+
+class Asked(NamedTuple):
+    """What one member asked for.
+
+    Attributes:
+        rank: Global rank.
+        text: Operation, such as `all_reduce(float32[4], sum)`; empty when it has not come.
+        site: Call site, may be empty.
+    """
+
+    rank: int
+    text: str
+    site: str
+
+
+def asked(port: Port, member: int, entry: Entry) -> Asked:
+    """Read a member's line."""
+    return Asked(
+        port.ranks[member],
+        port.text_of(member, entry.digest) if entry.digest else "",
+        port.text_of(member, entry.site) if entry.site else "",
+    )
+
+
+def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
+    """The message of a MismatchError: rank -> operation, the odd ones marked.
+
+    >>> print(mismatch_table([Asked(0, "barrier(x)", ""), Asked(1, "broadcast(x)", "")], step=3))
+    expected every rank to ask for the same operation (step 3 of this channel), found
+      rank 0  barrier(x)
+      rank 1  broadcast(x)
+    make all ranks call the same collectives, with the same shapes and dtypes, in the same order
+    """
+    texts = Counter(answer.text for answer in answers)
+    usual, count = texts.most_common(1)[0]
+    clear = count > len(answers) - count  # with a tie nobody is the odd one
+    width = max(len(answer.text or "has not come") for answer in answers)
+    lines = [
+        f"expected every rank to ask for the same operation (step {step} of this channel), found"
+    ]
+    for answer in answers:
+        where = f"  at {answer.site}" if answer.site else ""
+        mark = "   <-- differs" if clear and answer.text != usual else ""
+        text = answer.text or "has not come"
+        lines.append(f"  rank {answer.rank}  {text:<{width}}{where}{mark}".rstrip())
+    lines.append(
+        "make all ranks call the same collectives, with the same shapes and dtypes, in the same order"
+    )
+    return "\n".join(lines)
+
+
+def timeout_text(port: Port, channel: Channel, operation: str, timeout_s: float) -> str:
+    """The message of a CommTimeout: who has not come, and what it last asked for."""
+    lines = [
+        f"expected all ranks in {operation} within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+    ]
+    for member in channel.others:
+        counter = channel.counter(member)
+        if counter >= channel.value:
+            continue
+        last = asked(port, member, channel.entry(member, counter)) if counter else None
+        what = (
+            f"last in {last.text} {last.site}".rstrip() if last else "has not called anything here"
+        )
+        behind = channel.value - counter
+        lines.append(f"  rank {port.ranks[member]}  {behind} step(s) behind, {what}")
+    lines.append(
+        "see where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""How numbers are combined: always in the order of ranks, so that every rank gets the same bits.
+
+Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm or on the rank gives
+results that differ between ranks and between runs; ours is 0, 1, ..., n-1 everywhere, which is also what a loop in
+one process does. float16 and bfloat16 are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["OPS", "combine", "finish"]
+
+Combine = Callable[..., torch.Tensor]
+
+OPS: dict[str, Combine] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Refuse reductions that are unknown or not defined for `dtype`.
+
+    Raises:
+        ConfigError: Says which are possible.
+    """
+    if op not in OPS:
+        msg = f"expected a reduction out of {', '.join(OPS)}, found {op!r}"
+        raise ConfigError(msg)
+    if dtype == torch.bool or (dtype.is_complex and op not in {"sum", "avg", "product"}):
+        msg = (
+            f"expected a dtype for which {op!r} is defined, found {dtype}: convert the tensor first"
+        )
+        raise ConfigError(msg)
+
+
+def combine(
+    sources: Sequence[torch.Tensor], out: torch.Tensor, op: str, scale: float | None
+) -> None:
+    """Reduce `sources` in their order into `out`.
+
+    Args:
+        sources: One tensor per rank. `out` may be (exactly) the first or the second of them, no other.
+        out: Result.
+        op: Name of the reduction.
+        scale: Factor for the result, None for none.
+    """
+    apply = OPS[op]
+    if len(sources) == 1:
+        if out.data_ptr() != sources[0].data_ptr():
+            out.copy_(sources[0])
+    elif out.dtype in _WIDENED and len(sources) > 2:
+        wide = sources[0].float()
+        for source in sources[1:]:
+            apply(wide, source, out=wide)
+        finish(wide, op, len(sources), scale)
+        out.copy_(wide)
+        return
+    else:
+        apply(sources[0], sources[1], out=out)
+        for source in sources[2:]:
+            apply(out, source, out=out)
+    finish(out, op, len(sources), scale)
+
+
+def finish(x: torch.Tensor, op: str, count: int, scale: float | None) -> None:
+    """Turn a sum into what was asked for: divide once for `avg`, multiply once by `scale`."""
+    if op == "avg":
+        if x.is_floating_point() or x.is_complex():
+            x.div_(count)
+        else:
+            x.copy_(torch.div(x, count, rounding_mode="trunc"))
+    if scale is not None:
+        x.mul_(scale)

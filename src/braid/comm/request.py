@@ -1,0 +1,51 @@
+"""Persistent requests: an operation that is described once and started many times (as in MPI-4).
+
+A gradient bucket takes part in the same all-reduce every step. Its request owns a channel, so it can be started as soon
+as its gradients are there, whatever the order in which other ranks start theirs. Starting publishes this rank's part and
+takes whatever steps are possible; nothing blocks until `Work.wait()`.
+"""
+
+from __future__ import annotations
+
+from braid.comm.engine import Call, Engine
+from braid.comm.work import Work
+from braid.errors import StaleError
+
+__all__ = ["Request"]
+
+
+class Request:
+    """An operation registered with `Group.persistent`.
+
+    Args:
+        engine: Engine of the group.
+        call: What is done at every start.
+        number: Number among the group's requests, equal on all members.
+    """
+
+    def __init__(self, engine: Engine, call: Call, number: int) -> None:
+        self._engine = engine
+        self._call = call
+        self._number = number
+        self._work: Work | None = None
+
+    def start(self, scale: float | None = None) -> Work:
+        """Begin once more; the tensors belong to the request until the Work is done.
+
+        Args:
+            scale: Factor for the result, applied once while it is in the cache; the same on all members.
+
+        Raises:
+            StaleError: The last start has not ended.
+        """
+        if self._work is not None and not self._work.done():
+            msg = (
+                f"expected request {self._number} ({self._call.text}) to be idle, found its last start under way: "
+                "wait for the Work that start() returned"
+            )
+            raise StaleError(msg)
+        self._work = self._engine.begin(self._call, self._number, scale)
+        return self._work
+
+    def __repr__(self) -> str:
+        return f"Request({self._number}, {self._call.text})"

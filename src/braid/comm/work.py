@@ -1,0 +1,275 @@
+"""Carrying out a collective: the generator, its deadline, its errors, its events.
+
+`Operation` is one collective under way: steps to take, waits that block it, and the translation of whatever stops it
+into the error that the user sees. Who takes the steps is a matter of convenience:
+
+    `run`        the calling thread, to the end (synchronous calls)
+    `advance`    anyone, as far as possible without waiting (persistent requests, from hooks)
+    progress     one thread, many operations at a time (`async_op=True`)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from braid.comm.channel import ABANDONED, DISAGREED, Channel, Disagreement, Port
+from braid.comm.mismatch import asked, mismatch_table, timeout_text
+from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError
+from braid.events import Recorder, Span
+from braid.transport import Steps, Wait
+
+__all__ = ["Operation", "Work"]
+
+MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
+
+
+class Operation:
+    """One collective on one channel of one rank.
+
+    Args:
+        port: The group's window on memory.
+        channel: Its channel; `digest` and `site` are set from here.
+        text: What is asked for, in words.
+        digest: Its digest.
+        steps: The algorithm.
+        events: Where begin, end and waits are recorded.
+        nbytes: For the record.
+        site: Digest of the call site.
+        timeout_s: Seconds until CommTimeout.
+        epoch: Health epoch when the group was made.
+    """
+
+    __slots__ = (
+        "_deadline_ns",
+        "_digest",
+        "_epoch",
+        "_events",
+        "_nbytes",
+        "_site",
+        "_span",
+        "_steps",
+        "_timeout_s",
+        "_wait",
+        "channel",
+        "done",
+        "error",
+        "on_done",
+        "port",
+        "text",
+        "waited_ns",
+    )
+
+    def __init__(
+        self,
+        port: Port,
+        channel: Channel,
+        text: str,
+        digest: int,
+        steps: Steps,
+        *,
+        events: Recorder,
+        nbytes: int,
+        site: int,
+        timeout_s: float,
+        epoch: int,
+    ) -> None:
+        self.port = port
+        self.channel = channel
+        self.text = text
+        self.done = False
+        self.error: BaseException | None = None
+        self.on_done: Callable[[], None] | None = None
+        self.waited_ns = 0
+        self._events = events
+        self._steps = steps
+        self._timeout_s = timeout_s
+        self._epoch = epoch
+        self._wait: Wait | None = None
+        self._digest = digest
+        self._site = site
+        self._nbytes = nbytes
+        self._span: Span | None = None
+        self._deadline_ns = port.transport.clock.now_ns() + round(timeout_s * 1e9)
+
+    def run(self) -> None:
+        """Take all steps in this thread.
+
+        Raises:
+            CommError: What stopped it.
+        """
+        until = self.port.transport.waiter.until
+        while not self.advance():
+            try:
+                waited = until(self.ready, self.check)
+            except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
+                self.fail(exc)
+            else:
+                self._note_wait(waited)
+        if self.error is not None:
+            raise self.error
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; True when it has ended, well or badly."""
+        if self.done:
+            return True
+        if self._span is None:
+            self._begin()
+        try:
+            while self._wait is None or self.port.reached(self._wait):
+                self._wait = next(self._steps)
+        except StopIteration:
+            self._finish()
+        except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
+            self.fail(exc)
+        return self.done
+
+    def _begin(self) -> None:
+        channel = self.channel
+        channel.digest = self._digest
+        channel.site = self._site
+        self._span = self._events.span(
+            self.text,
+            channel=channel.index,
+            seq=channel.value + 1,
+            nbytes=self._nbytes,
+            site=self._site,
+        )
+
+    def ready(self) -> bool:
+        """Whether what it waits for has come."""
+        return self._wait is None or self.port.reached(self._wait)
+
+    def check(self) -> None:
+        """Raise if there is no point in waiting on."""
+        wait = self._wait
+        if wait is None:
+            return
+        port = self.port
+        port.transport.health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
+        for member in self.channel.others:
+            state = port.state(member)
+            if state.code == DISAGREED:
+                raise MismatchError(port.text_of(member, state.reason))
+            if state.code == ABANDONED:
+                reason = port.text_of(member, state.reason)
+                msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
+                raise CommError(msg)
+        if port.transport.clock.now_ns() > self._deadline_ns:
+            raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s))
+
+    def fail(self, exc: BaseException) -> None:
+        """End with an error; a disagreement becomes the table that every rank raises."""
+        self._steps.close()
+        self.error = self._explain(exc)
+        if isinstance(self.error, MismatchError):
+            self.port.stop(DISAGREED, reason=str(self.error))
+        elif not isinstance(exc, PeerLostError):  # which every rank sees for itself
+            self.port.stop(ABANDONED, reason=f"{type(exc).__name__}: {exc} in {self.text}")
+        self._finish()
+
+    def _explain(self, exc: BaseException) -> BaseException:
+        if isinstance(exc, Disagreement):
+            error: BaseException = MismatchError(self._table(exc))
+        elif isinstance(exc, PeerLostError):
+            rank = self.port.ranks[self.port.rank]
+            where = f"{self.text} of the group of ranks {list(self.port.ranks)}"
+            error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
+        else:
+            return exc
+        error.__cause__ = exc
+        return error
+
+    def _table(self, exc: Disagreement) -> str:
+        """Wait a moment for the ranks that have not come, then read everybody's line."""
+        port, channel = self.port, self.channel
+        members = range(port.size) if exc.members is None else exc.members
+        clock = port.transport.clock
+        deadline_ns = clock.now_ns() + round(MISMATCH_GRACE_S * 1e9)
+
+        def arrived() -> bool:
+            return all(
+                channel.counter(m) >= exc.value or port.state(m).code or port.ranks[m] in lost
+                for m in members
+                if m != port.rank
+            )
+
+        lost = port.transport.health.lost
+        while not arrived() and clock.now_ns() < deadline_ns:
+            port.transport.health.collect()
+            clock.sleep(0.001)
+        answers = []
+        for member in members:
+            answer = asked(port, member, channel.entry(member, exc.value))
+            if member == port.rank:
+                answer = answer._replace(
+                    text=self.text, site=port.text_of(member, self._site) if self._site else ""
+                )
+            answers.append(answer)
+        return mismatch_table(answers, step=exc.value)
+
+    def _note_wait(self, waited_ns: int) -> None:
+        if waited_ns:
+            self.waited_ns += waited_ns
+            now_ns = self.port.transport.clock.now_ns()
+            self._events.complete(
+                "wait",
+                now_ns - waited_ns,
+                waited_ns,
+                channel=self.channel.index,
+                seq=self.channel.value,
+            )
+
+    def _finish(self) -> None:
+        self.done = True
+        if self._span is not None:
+            self._span.end()
+        if self.on_done is not None:
+            self.on_done()
+
+
+class Work:
+    """A collective that has been started and may not have ended.
+
+    Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting twice is allowed.
+    """
+
+    def __init__(self, operation: Operation, *, background: bool) -> None:
+        self._operation = operation
+        self._ended: threading.Event | None = None
+        if background:
+            self._ended = threading.Event()
+            operation.on_done = self._ended.set
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the tensors hold the result.
+
+        Args:
+            timeout_s: Seconds; None waits until the operation's own deadline.
+
+        Raises:
+            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommError: The operation failed.
+        """
+        if self._ended is None:
+            self._operation.run()
+            return
+        if not self._ended.wait(timeout_s):
+            msg = f"expected {self._operation.text} to end within {timeout_s:g} s, found it under way: wait again"
+            raise CommTimeout(msg)
+        if self._operation.error is not None:
+            raise self._operation.error
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly; takes the steps that are possible now."""
+        if self._ended is None:
+            return self._operation.advance()
+        return self._ended.is_set()
+
+    def exception(self) -> BaseException | None:
+        """What stopped it; None while it is under way or when it succeeded."""
+        return self._operation.error
+
+    def __repr__(self) -> str:
+        state = "failed" if self._operation.error else "done" if self._operation.done else "started"
+        return f"Work({self._operation.text}, {state})"

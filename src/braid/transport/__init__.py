@@ -1,0 +1,28 @@
+"""Memory and sleep shared by the ranks of a host; what collectives are built from.
+
+Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read), `Wait`, `Steps` and
+`Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes).
+"""
+
+from braid.transport.arena import Arena, Block
+from braid.transport.base import MemoryTransport
+from braid.transport.context import RankContext
+from braid.transport.health import Health, Loss, Witness
+from braid.transport.inproc import Fabric
+from braid.transport.shm import connect
+from braid.transport.wait import Steps, Wait, Waiter
+
+__all__ = [
+    "Arena",
+    "Block",
+    "Fabric",
+    "Health",
+    "Loss",
+    "MemoryTransport",
+    "RankContext",
+    "Steps",
+    "Wait",
+    "Waiter",
+    "Witness",
+    "connect",
+]

@@ -1,0 +1,232 @@
+"""Tensors in memory that peers can read: allocated here, found there by one 64-bit word.
+
+Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors that already lie in
+shared memory (gradient buckets, flat parameters, staging slots) need no copy, but every rank must learn where its
+peers' tensors are, and negotiating each allocation would make `empty()` a collective.
+
+Idea: memory is allocated by each rank alone. A `Block` names a place by (extent, offset), which fits into one word of
+the control line that peers read anyway; they map the extent when they first meet it. Extents are never renamed, so a
+word never changes its meaning. A block returns to the free list when the last tensor that views it dies.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.errors import CommError
+from braid.transport.memory import MAX_EXTENTS, Extent, MemoryFile, PeerMemory, Root
+
+__all__ = ["Arena", "Block"]
+
+EXTENT_BYTES = 4 << 20  # small allocations share extents of this size
+LINE_BYTES = 64  # a cache line: no two blocks share one
+PAGE_BYTES = 4096
+OFFSET_BITS = 40  # of 64-byte lines: 64 TiB an extent
+
+
+class Block(NamedTuple):
+    """A piece of one rank's shared memory.
+
+    Attributes:
+        extent: Number of the extent, from 1.
+        offset: First byte in it, a multiple of 64.
+        nbytes: Length.
+    """
+
+    extent: int
+    offset: int
+    nbytes: int
+
+    @property
+    def word(self) -> int:
+        """Place of the block in 64 bits; 0 stands for no block."""
+        return self.extent << OFFSET_BITS | self.offset // LINE_BYTES
+
+
+class _Extent:
+    """One memory file with its free list, `[(offset, nbytes)]` in order of offset."""
+
+    def __init__(self, number: int, file: MemoryFile) -> None:
+        self.number = number
+        self.file = file
+        self.free = [(0, file.nbytes)]
+        anchor = ctypes.c_char.from_buffer(file.map)
+        self.base = ctypes.addressof(anchor)
+
+    def take(self, nbytes: int) -> int:
+        """First fit; -1 when there is no room."""
+        for index, (offset, room) in enumerate(self.free):
+            if room >= nbytes:
+                if room == nbytes:
+                    del self.free[index]
+                else:
+                    self.free[index] = (offset + nbytes, room - nbytes)
+                return offset
+        return -1
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Return a piece and join it with its free neighbours."""
+        index = bisect.bisect(self.free, (offset, 0))
+        self.free.insert(index, (offset, nbytes))
+        if index + 1 < len(self.free) and offset + nbytes == self.free[index + 1][0]:
+            nbytes += self.free.pop(index + 1)[1]
+            self.free[index] = (offset, nbytes)
+        if index and sum(self.free[index - 1]) == offset:
+            start, before = self.free.pop(index - 1)
+            self.free[index - 1] = (start, before + nbytes)
+
+
+class Arena:
+    """This rank's shared memory, and the window to its peers'.
+
+    Args:
+        rank: Rank that owns it.
+        root: Its root, in whose directory new extents are entered.
+        peers: How the memory of others is reached.
+    """
+
+    def __init__(self, rank: int, root: Root, peers: PeerMemory) -> None:
+        self.rank = rank
+        self._root = root
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._dead: deque[Block] = deque()  # filled by finalizers, which must not take the lock
+        self._extents: list[_Extent] = []
+        self._bases: list[int] = []
+        self._by_base: list[_Extent] = []
+        self._maps: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Tensor of `shape` in shared memory; its block is freed when the last view of it dies.
+
+        Raises:
+            CommError: The memory is not to be had.
+        """
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        nbytes = numel * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        block = self.allocate(nbytes)
+        file = self._extents[block.extent - 1].file
+        # torch keeps this object alive as long as the storage, so its end is the end of all views
+        holder = (ctypes.c_char * nbytes).from_buffer(file.map, block.offset)
+        weakref.finalize(holder, self._dead.append, block).atexit = False
+        return torch.frombuffer(holder, dtype=dtype).view(tuple(shape))
+
+    def allocate(self, nbytes: int) -> Block:
+        """Reserve `nbytes` bytes; the caller frees them. Cost: no communication."""
+        unit = PAGE_BYTES if nbytes >= PAGE_BYTES else LINE_BYTES
+        size = -(-nbytes // unit) * unit
+        with self._lock:
+            self._collect()
+            for extent in self._extents:
+                offset = extent.take(size)
+                if offset >= 0:
+                    return Block(extent.number, offset, size)
+            extent = self._grow(max(size, EXTENT_BYTES))
+            return Block(extent.number, extent.take(size), size)
+
+    def free(self, block: Block) -> None:
+        """Return a block."""
+        self._dead.append(block)
+
+    def locate(self, x: torch.Tensor) -> int:
+        """Word of the place where a contiguous tensor begins, or 0 if it is not in this arena."""
+        address = x.data_ptr()
+        index = bisect.bisect(self._bases, address) - 1
+        if index < 0:
+            return 0
+        extent = self._by_base[index]
+        offset = address - extent.base
+        if offset >= extent.file.nbytes or offset % LINE_BYTES:
+            return 0
+        return extent.number << OFFSET_BITS | offset // LINE_BYTES
+
+    def view(self, rank: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Flat tensor over memory of `rank` that begins at `word`; mapped at first use."""
+        key = (rank, word, numel, dtype)
+        tensor = self._views.get(key)
+        if tensor is None:
+            start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+            extent = self._map(rank, word >> OFFSET_BITS)
+            tensor = extent[start : start + numel * dtype.itemsize].view(dtype)
+            if len(self._views) > 8192:
+                self._views.clear()
+            self._views[key] = tensor
+        return tensor
+
+    def words(self, rank: int, word: int, count: int) -> memoryview:
+        """`count` 64-bit words of `rank` that begin at `word`, for control lines."""
+        start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
+        extent_map = (
+            self._extents[(word >> OFFSET_BITS) - 1].file.map
+            if rank == self.rank
+            else self._peers.extent(rank, word >> OFFSET_BITS)
+        )
+        return memoryview(extent_map)[start : start + 8 * count].cast("Q")
+
+    def statistics(self) -> dict[str, int]:
+        """Bytes reserved and in use, number of extents, number of peers' extents mapped."""
+        with self._lock:
+            self._collect()
+            total = sum(e.file.nbytes for e in self._extents)
+            free = sum(room for e in self._extents for _, room in e.free)
+        peers = sum(rank != self.rank for rank, _ in self._maps)
+        return {
+            "reserved_bytes": total,
+            "used_bytes": total - free,
+            "num_extents": len(self._extents),
+            "num_peer_extents": peers,
+        }
+
+    def close(self) -> None:
+        """Close all descriptors; mappings go with the last tensor that uses them."""
+        with self._lock:
+            self._views.clear()
+            self._maps.clear()
+            for extent in self._extents:
+                extent.file.close()
+
+    def _collect(self) -> None:
+        while self._dead:
+            block = self._dead.popleft()
+            self._extents[block.extent - 1].give(block.offset, block.nbytes)
+
+    def _grow(self, nbytes: int) -> _Extent:
+        number = len(self._extents) + 1
+        if number >= MAX_EXTENTS:
+            msg = (
+                f"expected fewer than {MAX_EXTENTS} extents in the arena of rank {self.rank}: allocate one large "
+                "tensor instead of many small ones"
+            )
+            raise CommError(msg)
+        file = MemoryFile.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, f"braid-arena-{self.rank}")
+        extent = _Extent(number, file)
+        self._extents.append(extent)
+        index = bisect.bisect(self._bases, extent.base)
+        self._bases.insert(index, extent.base)
+        self._by_base.insert(index, extent)
+        self._root.publish(number, Extent(file.fd, file.nbytes))
+        return extent
+
+    def _map(self, rank: int, number: int) -> torch.Tensor:
+        tensor = self._maps.get((rank, number))
+        if tensor is None:
+            memory = (
+                self._extents[number - 1].file.map
+                if rank == self.rank
+                else self._peers.extent(rank, number)
+            )
+            tensor = self._maps[rank, number] = torch.frombuffer(memory, dtype=torch.uint8)
+        return tensor

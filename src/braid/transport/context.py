@@ -1,0 +1,32 @@
+"""What a rank is: handed to everything that communicates, so that nothing has to be ambient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from braid.clock import Clock
+from braid.events import Recorder
+from braid.store import Store
+from braid.transport.health import Health
+
+__all__ = ["RankContext"]
+
+
+class RankContext(NamedTuple):
+    """One rank of a job.
+
+    Attributes:
+        rank: Global rank.
+        world_size: Number of ranks.
+        clock: Time source of everything that waits.
+        events: Black box and trace of this rank.
+        health: Verdicts on the other ranks.
+        store: Key-value service of the job.
+    """
+
+    rank: int
+    world_size: int
+    clock: Clock
+    events: Recorder
+    health: Health
+    store: Store

@@ -1,0 +1,163 @@
+"""One verdict on death, for every wait of every group of a process.
+
+Problem: a lost rank shows itself in several ways (its pidfd becomes readable, a socket ends, the launcher says so, its
+heartbeat stops), to several threads, at different times. If each place draws its own conclusion, ranks disagree on who
+failed and the loudest victim is blamed.
+
+Idea: all signs are reported here. The first report on a rank is the verdict and is never revised; it raises the
+*epoch*, and everything that waits looks at the epoch after each sleep. A rank that left on purpose is not lost: only
+who still needs something from it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from braid.clock import Clock
+from braid.errors import PeerLostError
+
+__all__ = ["Health", "Loss", "Witness"]
+
+REASON_GRACE_S = 0.02  # how long a pidfd's verdict waits for the launcher to name the cause
+
+
+class Loss(NamedTuple):
+    """The verdict on one rank.
+
+    Attributes:
+        rank: Global rank.
+        reason: What happened, as a clause: "was killed by signal 9 (SIGKILL)".
+        left: It ended on purpose after `shutdown()`; only who still waits for it is hurt.
+    """
+
+    rank: int
+    reason: str
+    left: bool = False
+
+
+class Witness(Protocol):
+    """Someone who hears of losses: the launcher's socket, a heartbeat monitor."""
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when there is news, -1 when closed."""
+        ...
+
+    def losses(self) -> list[Loss]:
+        """News since the last call; never blocks."""
+        ...
+
+
+class Health:
+    """What this rank knows about the life of the others.
+
+    Args:
+        rank: This rank.
+        clock: Used to wait a moment for the launcher's word on the cause.
+    """
+
+    def __init__(self, rank: int, clock: Clock) -> None:
+        self.rank = rank
+        self.epoch = 0
+        self.lost: dict[int, Loss] = {}
+        self._clock = clock
+        self._pidfds: dict[int, tuple[int, int]] = {}  # rank -> (pidfd, pid)
+        self._has_left: Callable[[int], bool] = lambda _rank: False
+        self._witnesses: list[Witness] = []
+        self._on_loss: list[Callable[[], None]] = []
+
+    def watch(self, rank: int, pid: int) -> None:
+        """Watch a process of this host."""
+        try:
+            self._pidfds[rank] = (os.pidfd_open(pid), pid)
+        except ProcessLookupError:
+            self.report(Loss(rank, f"(pid {pid}) was gone before it could be watched"))
+        except OSError:
+            return  # a kernel before 5.3 or a sandbox: the launcher's word and the 50 ms look remain
+
+    def hear(self, witness: Witness) -> None:
+        """Listen to `witness` from now on."""
+        self._witnesses.append(witness)
+
+    def ask_left(self, has_left: Callable[[int], bool]) -> None:
+        """Set how to tell a rank that left on purpose from one that was lost."""
+        self._has_left = has_left
+
+    def on_loss(self, wake: Callable[[], None]) -> None:
+        """Call `wake` after each new verdict, so that sleeping threads look."""
+        self._on_loss.append(wake)
+
+    def report(self, loss: Loss) -> None:
+        """Take a sign of loss; the first on a rank stands."""
+        if loss.rank == self.rank or loss.rank in self.lost:
+            return
+        self.lost[loss.rank] = loss
+        self.epoch += 1
+        for wake in self._on_loss:
+            wake()
+
+    def fds(self) -> list[int]:
+        """Descriptors that become readable when there is news."""
+        fds = [fd for rank, (fd, _) in self._pidfds.items() if rank not in self.lost]
+        fds += [fd for fd in (w.fileno() for w in self._witnesses) if fd >= 0]
+        return fds
+
+    def collect(self) -> None:
+        """Look at every source once, without blocking beyond `REASON_GRACE_S`."""
+        self._hear_witnesses()
+        for rank in self._ended():
+            self._judge(rank)
+
+    def check(self, ranks: Iterable[int], epoch: int, *, needed: int = -1) -> None:
+        """Raise if a rank that matters is lost.
+
+        Args:
+            ranks: Global ranks of the group.
+            epoch: Epoch at which the caller last looked; equal to the present one means no news.
+            needed: Rank that the caller waits for; its having left on purpose is a loss, too.
+
+        Raises:
+            PeerLostError: One of them is gone.
+        """
+        if epoch == self.epoch:
+            return
+        for rank in ranks:
+            loss = self.lost.get(rank)
+            if loss is not None and (not loss.left or rank == needed):
+                msg = f"rank {rank} {loss.reason}"
+                raise PeerLostError(msg, rank=rank)
+
+    def close(self) -> None:
+        """Close the pidfds."""
+        for fd, _ in self._pidfds.values():
+            os.close(fd)
+        self._pidfds.clear()
+
+    def _hear_witnesses(self) -> None:
+        for witness in self._witnesses:
+            for loss in witness.losses():
+                self.report(loss)
+
+    def _ended(self) -> list[int]:
+        poller = select.poll()
+        ranks = {}
+        for rank, (fd, _) in self._pidfds.items():
+            if rank not in self.lost:
+                poller.register(fd, select.POLLIN)
+                ranks[fd] = rank
+        return [ranks[fd] for fd, _ in poller.poll(0)] if ranks else []
+
+    def _judge(self, rank: int) -> None:
+        pid = self._pidfds[rank][1]
+        if self._has_left(rank):
+            self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
+            return
+        deadline_ns = self._clock.now_ns() + round(REASON_GRACE_S * 1e9)
+        while self._witnesses and self._clock.now_ns() < deadline_ns:
+            self._hear_witnesses()
+            if rank in self.lost:
+                return
+            self._clock.sleep(0.001)
+        self.report(Loss(rank, f"(pid {pid}) died"))

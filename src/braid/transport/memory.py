@@ -1,0 +1,300 @@
+"""Memory that other ranks can map: one root per rank, extents behind it.
+
+Problem: collectives inside a host are copies between processes, so the tensors (or a staging copy of them) must lie in
+memory that all ranks see. Files in /dev/shm are limited (64 MiB in a container) and stay behind after `kill -9`.
+
+Idea: every rank makes anonymous files (`memfd_create`). They have no name, count against ordinary memory and vanish
+with the last process that maps them. A peer opens them through `/proc/<pid>/fd/<fd>`, which the kernel allows to the
+same user; where it refuses (other pid namespace, hardened host) the descriptor is passed over a socket instead
+(`fd_service`).
+
+The first such file is the rank's *root*; everything else is found from it:
+
+    root   +--------------------+------------------------------+-------------------------------------+
+           | words (4 KiB)      | extents: (fd, bytes) by id   | names: texts of operations, sites   |
+           +--------------------+------------------------------+-------------------------------------+
+
+All words have one writer, the owner. 64-bit aligned stores are atomic, and x86 keeps the order of stores, so a peer
+that sees a word sees what was written before it (`require_ordered_stores`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from braid.errors import CommError, ConfigError, PeerLostError
+from braid.events import NameTable
+
+__all__ = [
+    "Extent",
+    "MappedMemory",
+    "MemoryFile",
+    "PeerMemory",
+    "Root",
+    "RootAddress",
+    "open_through_proc",
+    "require_ordered_stores",
+]
+
+MAX_EXTENTS = 4096
+ROOT_WORDS_BYTES = 4096
+DIRECTORY_BYTES = MAX_EXTENTS * 16
+NAMES_BYTES = 256 << 10
+ROOT_BYTES = ROOT_WORDS_BYTES + DIRECTORY_BYTES + NAMES_BYTES
+
+# root words
+PID, STATE, SLEEPERS = 0, 1, 2
+# values of STATE: what a peer that finds the process gone may conclude
+RUNNING, LEFT = 0, 1
+
+
+def require_ordered_stores() -> None:
+    """Refuse processors on which plain stores may become visible out of order.
+
+    Raises:
+        ConfigError: This is not Linux on x86-64.
+    """
+    machine = platform.machine()
+    if machine not in {"x86_64", "AMD64"} or not sys.platform.startswith("linux"):
+        msg = (
+            f"expected Linux on x86-64 for shared memory between ranks, found {sys.platform} on "
+            f"{machine}, where plain flags in memory are unsafe: use one rank there for now"
+        )
+        raise ConfigError(msg)
+
+
+class MemoryFile:
+    """An anonymous file in memory, mapped into this process.
+
+    Args:
+        fd: Descriptor to map.
+        nbytes: Length.
+        keep_fd: Whether peers will open it through this descriptor.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, keep_fd: bool) -> None:
+        self.nbytes = nbytes
+        populate = getattr(mmap, "MAP_POPULATE", 0)  # page faults now, not inside a collective
+        try:
+            self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | populate)
+        except OSError:
+            os.close(fd)
+            raise
+        self.fd = fd
+        if not keep_fd:
+            os.close(fd)
+            self.fd = -1
+
+    @classmethod
+    def create(cls, nbytes: int, name: str) -> MemoryFile:
+        """Make a new file of `nbytes` bytes, all zero and all present.
+
+        Raises:
+            CommError: The memory is not to be had.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            # reserves the pages: a clear error now instead of a bus error in the middle of a step
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as exc:
+            os.close(fd)
+            msg = (
+                f"expected {nbytes} bytes of shared memory for {name}, found too little "
+                f"({exc.strerror}): use a smaller model or bucket, or fewer ranks on this host"
+            )
+            raise CommError(msg) from exc
+        return cls(fd, nbytes, keep_fd=True)
+
+    def close(self) -> None:
+        """Close the descriptor and, unless tensors still live in it, the mapping."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        # a tensor or view may still point into it: then it is unmapped when the last one dies
+        with contextlib.suppress(BufferError):
+            self.map.close()
+
+
+class Extent(NamedTuple):
+    """Where a peer finds one piece of memory: descriptor number in its owner, and length."""
+
+    fd: int
+    nbytes: int
+
+
+class RootAddress(NamedTuple):
+    """What a rank publishes so that peers find its root; travels through the store as text.
+
+    Attributes:
+        pid: Process id.
+        started: Start time of the process in clock ticks, so that a reused pid is not mistaken.
+        fd: Descriptor of the root in that process.
+        bells: Descriptors of the write ends of its doorbells.
+    """
+
+    pid: int
+    started: int
+    fd: int
+    bells: tuple[int, ...]
+
+    def to_text(self) -> str:
+        """`pid:started:fd:bell,bell`."""
+        return f"{self.pid}:{self.started}:{self.fd}:{','.join(map(str, self.bells))}"
+
+    @classmethod
+    def from_text(cls, text: str) -> RootAddress:
+        """Inverse of `to_text`."""
+        pid, started, fd, bells = text.split(":")
+        return cls(int(pid), int(started), int(fd), tuple(int(b) for b in bells.split(",") if b))
+
+
+class Root:
+    """The root file of one rank, own or mapped from a peer."""
+
+    def __init__(self, file: MemoryFile) -> None:
+        self.file = file
+        view = memoryview(file.map)
+        self.words = view[:ROOT_WORDS_BYTES].cast("Q")
+        end = ROOT_WORDS_BYTES + DIRECTORY_BYTES
+        self.directory = view[ROOT_WORDS_BYTES:end].cast("Q")
+        self.names = NameTable(view[end:ROOT_BYTES])
+        self._view = view
+
+    @classmethod
+    def create(cls, rank: int) -> Root:
+        """Make the root of this process."""
+        root = cls(MemoryFile.create(ROOT_BYTES, f"braid-root-{rank}"))
+        root.words[PID] = os.getpid()
+        return root
+
+    def publish(self, extent_id: int, extent: Extent) -> None:
+        """Enter an extent into the directory, length last: peers look at the length first."""
+        self.directory[2 * extent_id] = extent.fd
+        self.directory[2 * extent_id + 1] = extent.nbytes
+
+    def extent(self, extent_id: int) -> Extent:
+        """Look up an extent; length 0 when there is none."""
+        return Extent(int(self.directory[2 * extent_id]), int(self.directory[2 * extent_id + 1]))
+
+    def close(self) -> None:
+        """Drop all views and the mapping."""
+        self.names.release()
+        self.directory.release()
+        self.words.release()
+        self._view.release()
+        self.file.close()
+
+
+class PeerMemory(Protocol):
+    """How this rank reaches the memory of its peers; one way for processes, one for threads."""
+
+    def root(self, rank: int) -> Root:
+        """Root of `rank`, which may be this rank."""
+        ...
+
+    def extent(self, rank: int, extent_id: int) -> mmap.mmap:
+        """Mapping of an extent of `rank`."""
+        ...
+
+    def ring(self, rank: int, slots: int) -> None:
+        """Wake the waiters of `rank` whose bits are set in `slots`."""
+        ...
+
+    def close(self) -> None:
+        """Unmap everything."""
+        ...
+
+
+class MappedMemory:
+    """Peers' memory, opened by descriptor number in its owner and mapped at first use.
+
+    Args:
+        addresses: Root address of each rank.
+        open_fd: How to get a peer's descriptor, (rank, number, flags) -> fd: `open_through_proc` or a service.
+    """
+
+    def __init__(
+        self, addresses: dict[int, RootAddress], open_fd: Callable[[int, int, int], int]
+    ) -> None:
+        self._addresses = addresses
+        self._open_fd = open_fd
+        self._lock = threading.Lock()
+        self._roots: dict[int, Root] = {}
+        self._extents: dict[tuple[int, int], MemoryFile] = {}
+        self._bells: dict[tuple[int, int], int] = {}
+
+    def root(self, rank: int) -> Root:
+        """Root of `rank`."""
+        root = self._roots.get(rank)
+        if root is None:
+            with self._lock:
+                root = self._roots.get(rank)
+                if root is None:
+                    extent = Extent(self._addresses[rank].fd, ROOT_BYTES)
+                    root = self._roots[rank] = Root(self._open(rank, extent))
+        return root
+
+    def extent(self, rank: int, extent_id: int) -> mmap.mmap:
+        """Mapping of an extent of `rank`."""
+        extent = self.root(rank).extent(extent_id)
+        if not extent.nbytes:
+            msg = f"expected extent {extent_id} of rank {rank}, found no such entry"
+            raise CommError(msg)
+        with self._lock:
+            file = self._extents.get((rank, extent_id))
+            if file is None:
+                file = self._extents[rank, extent_id] = self._open(rank, extent)
+        return file.map
+
+    def ring(self, rank: int, slots: int) -> None:
+        """Write a byte into each doorbell of `rank` named by `slots`."""
+        for slot, number in enumerate(self._addresses[rank].bells):
+            if slots >> slot & 1:
+                # full: it will wake anyway; broken or lost: it is gone, which its pidfd reports
+                with contextlib.suppress(BlockingIOError, BrokenPipeError, PeerLostError):
+                    os.write(self._bell(rank, slot, number), b"!")
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for root in self._roots.values():
+            root.close()
+        for file in self._extents.values():
+            file.close()
+        for fd in self._bells.values():
+            os.close(fd)
+        self._roots.clear()
+        self._extents.clear()
+        self._bells.clear()
+
+    def _bell(self, rank: int, slot: int, number: int) -> int:
+        with self._lock:
+            fd = self._bells.get((rank, slot))
+            if fd is None:
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                fd = self._bells[rank, slot] = self._open_fd(rank, number, flags)
+        return fd
+
+    def _open(self, rank: int, extent: Extent) -> MemoryFile:
+        fd = self._open_fd(rank, extent.fd, os.O_RDWR | os.O_CLOEXEC)
+        return MemoryFile(fd, extent.nbytes, keep_fd=False)
+
+
+def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, int], int]:
+    """Opener of peers' descriptors through `/proc/<pid>/fd`; the kernel checks that the user is the same."""
+
+    def open_fd(rank: int, number: int, flags: int) -> int:
+        pid = addresses[rank].pid
+        try:
+            return os.open(f"/proc/{pid}/fd/{number}", flags)
+        except (FileNotFoundError, ProcessLookupError) as exc:
+            msg = f"rank {rank} (pid {pid}) is gone: its memory can no longer be opened"
+            raise PeerLostError(msg, rank=rank) from exc
+
+    return open_fd

@@ -1,0 +1,152 @@
+"""Ranks as processes of one host: each finds the others' memory through the kernel.
+
+Each rank publishes the address of its root in the store and opens its peers'. Nothing else is agreed on: whatever is
+allocated later is found from the roots. When the kernel refuses `/proc/<pid>/fd` to any rank, all ranks hand their
+descriptors over a socket instead (`fd_service`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from braid.clock import Clock
+from braid.errors import CommTimeout, ConfigError, RendezvousError
+from braid.store import Store
+from braid.transport.base import MemoryTransport
+from braid.transport.fd_service import FdService, open_through_services
+from braid.transport.health import Health
+from braid.transport.memory import (
+    MappedMemory,
+    Root,
+    RootAddress,
+    open_through_proc,
+    require_ordered_stores,
+)
+from braid.transport.wait import Doorbells
+
+__all__ = ["connect"]
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    store: Store,
+    clock: Clock,
+    health: Health,
+    *,
+    timeout_s: float = 600.0,
+    pass_descriptors: bool = False,
+) -> MemoryTransport:
+    """Join the shared memory of a job.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks that will join.
+        store: Shared by all ranks of the job; used here only.
+        clock: Time source of all later waits.
+        health: Gets a pidfd of each peer.
+        timeout_s: Seconds to wait for the other ranks.
+        pass_descriptors: Do not even try `/proc/<pid>/fd`.
+
+    Returns:
+        A transport on which every rank can be reached.
+
+    Raises:
+        ConfigError: The processor or system is not supported, or ranks run on several hosts.
+        RendezvousError: Some ranks did not come (they are named), or one came twice.
+    """
+    require_ordered_stores()
+    if store.add(f"shm/joined/{rank}", 1) > 1:
+        msg = (
+            f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): give every process "
+            "its own RANK, or use a fresh rendezvous address for a new job"
+        )
+        raise RendezvousError(msg)
+    root = Root.create(rank)
+    bells = Doorbells(root)
+    address = RootAddress(os.getpid(), start_time(os.getpid()), root.file.fd, bells.write_fds)
+    store.set(f"shm/root/{rank}", f"{_host()}|{address.to_text()}".encode())
+    addresses = _gather(rank, world_size, store, timeout_s)
+    service = None
+    peers = MappedMemory(addresses, open_through_proc(addresses))
+    if _refused(rank, world_size, store, timeout_s, peers, force=pass_descriptors):
+        peers.close()
+        service = FdService(rank)
+        store.set(f"shm/service/{rank}", service.name.encode())
+        names = {r: store.get(f"shm/service/{r}", timeout_s).decode() for r in range(world_size)}
+        peers = MappedMemory(addresses, open_through_services(addresses, names))
+    for other, where in addresses.items():
+        if other != rank:
+            health.watch(other, where.pid)
+    cores = len(os.sched_getaffinity(0))
+    return MemoryTransport(
+        rank,
+        world_size,
+        root=root,
+        bells=bells,
+        peers=peers,
+        clock=clock,
+        health=health,
+        crowded=world_size > cores,
+        on_close=service.close if service else None,
+    )
+
+
+def start_time(pid: int) -> int:
+    """Start time of a process in clock ticks since boot: with the pid, it names the process."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _host() -> str:
+    """Name of this host and of its present boot; equal for processes that share memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
+
+
+def _gather(rank: int, world_size: int, store: Store, timeout_s: float) -> dict[int, RootAddress]:
+    keys = [f"shm/root/{r}" for r in range(world_size)]
+    try:
+        store.wait(keys, timeout_s)
+    except CommTimeout as exc:
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        msg = (
+            f"expected {world_size} ranks within {timeout_s:g} s, found all but {missing} (this is rank {rank}): "
+            "were they started with this WORLD_SIZE and rendezvous address?"
+        )
+        raise RendezvousError(msg) from exc
+    texts = [value.decode().partition("|") for value in store.multi_get(keys)]
+    hosts = {r: host for r, (host, _, _) in enumerate(texts)}
+    if len(set(hosts.values())) > 1:
+        table = "\n".join(f"  rank {r}  {host.partition('/')[0]}" for r, host in hosts.items())
+        msg = (
+            "expected all ranks on one host (memory is shared inside a host only), found\n"
+            f"{table}\nstart all ranks on one host"
+        )
+        raise ConfigError(msg)
+    return {r: RootAddress.from_text(text) for r, (_, _, text) in enumerate(texts)}
+
+
+def _refused(
+    rank: int,
+    world_size: int,
+    store: Store,
+    timeout_s: float,
+    peers: MappedMemory,
+    *,
+    force: bool,
+) -> bool:
+    """Open all peers' roots; True on every rank if any rank was refused."""
+    refused = force
+    try:
+        for other in range(world_size):
+            if not refused:
+                peers.root(other)
+    except PermissionError:
+        refused = True
+    store.set(f"shm/probe/{rank}", b"refused" if refused else b"opened")
+    keys = [f"shm/probe/{r}" for r in range(world_size)]
+    store.wait(keys, timeout_s)
+    return b"refused" in store.multi_get(keys)

@@ -1,0 +1,205 @@
+"""Waiting: spin a little, yield for a while, then sleep until someone rings.
+
+Problem: inside a host a peer is usually less than a microsecond away, and a system call costs more than the message.
+But a peer may also be a second away, or dead, and a rank that spins takes the core that its peer needs: two spinners
+stacked on one core cost milliseconds.
+
+Idea: a collective is a generator that yields `Wait` and never blocks itself; *how* to wait is decided here, once:
+
+    look      value there already: the common case, nothing is spent
+    spin      some 100 looks (none when there are more ranks than cores)
+    yield     `sched_yield`, which gives the core (and the interpreter lock) to others, for about a millisecond
+    sleep     `poll` on this waiter's doorbell (a pipe), the peers' pidfds and the launcher's socket: a value that
+              arrives rings the bell, a death makes a pidfd readable, so both end the sleep at once
+
+Sleeping and posting race: the poster stores its value and then looks whether anyone sleeps; the sleeper announces
+itself and then looks at the value. Each puts a full fence between its two steps, so at least one sees the other.
+Taking and releasing an uncontended lock is such a fence on x86 (a LOCK-prefixed instruction). Should a ring be lost
+all the same, the sleep ends after 50 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import threading
+from collections.abc import Callable, Generator
+from types import TracebackType
+from typing import NamedTuple
+
+from braid.clock import Clock
+from braid.errors import InternalError
+from braid.transport.health import Health
+from braid.transport.memory import SLEEPERS, Root
+
+__all__ = ["Doorbells", "Steps", "Wait", "Waiter"]
+
+NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
+NUM_SPINS = 100
+YIELD_NS = 1_000_000
+SLEEP_MS = 50
+
+_sched_yield = ctypes.CDLL(None).sched_yield
+
+
+class Wait(NamedTuple):
+    """What a collective waits for: the counter of `peer` on `channel` to reach `value`.
+
+    Attributes:
+        peer: Group rank.
+        channel: Channel of the group.
+        value: Counter value; counters only grow.
+    """
+
+    peer: int
+    channel: int
+    value: int
+
+
+Steps = Generator[Wait, None, None]
+
+
+class Doorbells:
+    """The pipes that wake this rank's sleeping threads, and the word that says who sleeps.
+
+    Args:
+        root: Root of this rank, whose `SLEEPERS` word peers look at.
+    """
+
+    def __init__(self, root: Root) -> None:
+        self._words = root.words
+        self._pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in range(NUM_SLOTS)]
+        self._free = list(range(NUM_SLOTS))
+        self._lock = threading.Lock()
+        self._available = threading.Semaphore(NUM_SLOTS)
+
+    @property
+    def write_fds(self) -> tuple[int, ...]:
+        """Descriptors that peers open to ring."""
+        return tuple(write for _, write in self._pipes)
+
+    def acquire(self) -> int:
+        """Take a slot for this thread; waits while all are taken."""
+        self._available.acquire()
+        with self._lock:
+            return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give a slot back, disarmed and silent."""
+        self.disarm(slot)
+        with self._lock:
+            self._free.append(slot)
+        self._available.release()
+
+    def arm(self, slot: int) -> None:
+        """Announce that this slot is about to sleep. The lock is the fence."""
+        with self._lock:
+            self._words[SLEEPERS] |= 1 << slot
+
+    def disarm(self, slot: int) -> None:
+        """Take the announcement back and swallow the rings so far."""
+        with self._lock:
+            self._words[SLEEPERS] &= ~(1 << slot)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._pipes[slot][0], 4096)
+
+    def read_fd(self, slot: int) -> int:
+        """Descriptor to poll."""
+        return self._pipes[slot][0]
+
+    def ring_own(self) -> None:
+        """Wake the sleeping threads of this rank, for a new request or a verdict."""
+        sleepers = self._words[SLEEPERS]
+        for slot in range(NUM_SLOTS):
+            if sleepers >> slot & 1:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._pipes[slot][1], b"!")
+
+    def close(self) -> None:
+        """Close the pipes."""
+        for read, write in self._pipes:
+            os.close(read)
+            os.close(write)
+        self._pipes.clear()
+
+
+class Waiter:
+    """Waits for one condition after the other on behalf of any thread of this rank.
+
+    Args:
+        bells: Doorbells of this rank.
+        health: Verdicts on peers; its descriptors are part of every sleep.
+        clock: For the yield phase.
+        crowded: More ranks than cores: do not spin.
+    """
+
+    def __init__(self, bells: Doorbells, health: Health, clock: Clock, *, crowded: bool) -> None:
+        self._bells = bells
+        self._health = health
+        self._now_ns = clock.now_ns
+        self._spins = 0 if crowded else NUM_SPINS
+
+    def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
+        """Return when `ready()` holds; the time it took, in nanoseconds, 0 if it was only a spin.
+
+        Args:
+            ready: The condition; called often, must be quick and must not block.
+            check: Called after each sleep; raises when there is no point in waiting on (a lost peer, a deadline).
+
+        Raises:
+            Whatever `check` raises.
+        """
+        for _ in range(self._spins):
+            if ready():
+                return 0
+        start = now = self._now_ns()
+        while now - start < YIELD_NS:
+            for _ in range(16):
+                _sched_yield()
+                if ready():
+                    return self._now_ns() - start
+            now = self._now_ns()
+        with _Sleep(self._bells) as sleep:
+            while not sleep.poll(ready, self._health.fds()):
+                self._health.collect()
+                if not ready():
+                    check()
+        return self._now_ns() - start
+
+
+class _Sleep:
+    """A doorbell slot, held while one thread sleeps."""
+
+    def __init__(self, bells: Doorbells) -> None:
+        self._bells = bells
+        self._slot = -1
+
+    def __enter__(self) -> _Sleep:
+        self._slot = self._bells.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bells.release(self._slot)
+
+    def poll(self, ready: Callable[[], bool], fds: list[int]) -> bool:
+        """Sleep once unless `ready()`; whether it held before the sleep."""
+        if self._slot < 0:
+            msg = "a doorbell was polled outside its `with` block"
+            raise InternalError(msg)
+        self._bells.arm(self._slot)
+        if ready():
+            return True
+        poller = select.poll()
+        poller.register(self._bells.read_fd(self._slot), select.POLLIN)
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        poller.poll(SLEEP_MS)
+        self._bells.disarm(self._slot)
+        return False
