@@ -1,0 +1,356 @@
+"""What a store does, as a state machine: requests in, answers out, some of them later.
+
+Problem: ranks need a place to meet before they can communicate. Blocking operations (`get` of a key that another rank
+has yet to set) and deadlines are where such services go wrong, and where they are hardest to test.
+
+Idea: `Table` holds the keys and applies one request at a time; `StoreState` adds patience: a request that lacks keys
+waits inside the state until they are set or its deadline passes. Neither knows sockets, threads or clocks; the server
+passes the time in, `HashStore` shares one among threads, `FileStore` replays a log of requests through a `Table`.
+
+    request                    keys there                                keys missing
+    Set, MultiSet              -> None                                   creates them
+    Append                     -> None                                   creates it
+    Add                        -> new number                             counts from 0
+    CompareSet                 sets if equal -> value after              sets if `expected` is empty -> value after,
+                                                                         else -> `expected`
+    Get, MultiGet, Wait        -> value, values, None                    waits; at its deadline -> Missing
+    Check                      -> True                                   -> False
+    Delete                     -> True                                   -> False
+    NumKeys                    -> number of keys
+
+Source: the operations and edge cases of torch.distributed.Store, except that an addition to something that is no number
+is refused here and ends the connection of torch's TCPStore.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+__all__ = [
+    "Add",
+    "Answer",
+    "Append",
+    "Check",
+    "CompareSet",
+    "Delete",
+    "Delivery",
+    "Get",
+    "Missing",
+    "MultiGet",
+    "MultiSet",
+    "NumKeys",
+    "Refusal",
+    "Reply",
+    "Request",
+    "Set",
+    "StoreState",
+    "Table",
+    "Value",
+    "Wait",
+]
+
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
+_INT64 = range(-(1 << 63), 1 << 63)
+
+Value: TypeAlias = bytes | int | bool | list[bytes] | None
+
+
+class Set(msgspec.Struct, tag="set", array_like=True, frozen=True):
+    """Set `key` to `value`."""
+
+    key: str
+    value: bytes
+
+
+class Get(msgspec.Struct, tag="get", array_like=True, frozen=True):
+    """Value of `key`, waiting for it."""
+
+    key: str
+
+
+class Add(msgspec.Struct, tag="add", array_like=True, frozen=True):
+    """Add `amount` to the decimal number in `key`."""
+
+    key: str
+    amount: int
+
+
+class CompareSet(msgspec.Struct, tag="cas", array_like=True, frozen=True):
+    """Set `key` to `desired` if it holds `expected`."""
+
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
+    """Wait until all `keys` are there."""
+
+    keys: list[str]
+
+
+class Check(msgspec.Struct, tag="check", array_like=True, frozen=True):
+    """Whether all `keys` are there."""
+
+    keys: list[str]
+
+
+class Delete(msgspec.Struct, tag="del", array_like=True, frozen=True):
+    """Remove `key`."""
+
+    key: str
+
+
+class NumKeys(msgspec.Struct, tag="num", array_like=True, frozen=True):
+    """Number of keys."""
+
+
+class MultiGet(msgspec.Struct, tag="mget", array_like=True, frozen=True):
+    """Values of `keys`, waiting for all of them."""
+
+    keys: list[str]
+
+
+class MultiSet(msgspec.Struct, tag="mset", array_like=True, frozen=True):
+    """Set several keys at once: nobody sees only some of them."""
+
+    items: dict[str, bytes]
+
+
+class Append(msgspec.Struct, tag="append", array_like=True, frozen=True):
+    """Append `value` to that of `key`."""
+
+    key: str
+    value: bytes
+
+
+Request: TypeAlias = (
+    Set | Get | Add | CompareSet | Wait | Check | Delete | NumKeys | MultiGet | MultiSet | Append
+)
+
+
+class Answer(msgspec.Struct, tag="ok", array_like=True, frozen=True):
+    """The request was carried out."""
+
+    value: Value
+
+
+class Missing(msgspec.Struct, tag="missing", array_like=True, frozen=True):
+    """These keys were not there at the deadline."""
+
+    keys: list[str]
+
+
+class Refusal(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """The request cannot be carried out, and why."""
+
+    reason: str
+
+
+Reply: TypeAlias = Answer | Missing | Refusal
+
+
+class Table:
+    """Keys and values, and what each request does to them. Deterministic: equal requests, equal tables."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def missing(self, request: Request) -> list[str]:
+        """The keys that `request` has to wait for, in its order."""
+        if isinstance(request, Get):
+            return [] if request.key in self.values else [request.key]
+        if isinstance(request, (Wait, MultiGet)):
+            return [key for key in dict.fromkeys(request.keys) if key not in self.values]
+        return []
+
+    def apply(self, request: Request) -> Reply:
+        """Carry out `request`, or say which keys it lacks."""
+        lacking = self.missing(request)
+        if lacking:
+            return Missing(lacking)
+        values = self.values
+        result: Value = None
+        match request:
+            case Set(key, value):
+                values[key] = value
+            case Get(key):
+                result = values[key]
+            case Check(keys):
+                result = all(key in values for key in keys)
+            case MultiGet(keys):
+                result = [values[key] for key in keys]
+            case MultiSet(items):
+                values.update(items)
+            case Append(key, value):
+                values[key] = values.get(key, b"") + value
+            case Delete(key):
+                result = values.pop(key, None) is not None
+            case NumKeys():
+                result = len(values)
+            case CompareSet():
+                result = self._compare_set(request)
+            case Add():
+                return self._add(request)
+        return Answer(result)
+
+    def _compare_set(self, request: CompareSet) -> bytes:
+        current = self.values.get(request.key)
+        if current == request.expected or (current is None and not request.expected):
+            current = self.values[request.key] = request.desired
+        return request.expected if current is None else current
+
+    def _add(self, request: Add) -> Reply:
+        text = self.values.get(request.key, b"0")
+        if not _NUMBER.fullmatch(text):
+            return Refusal(
+                f"expected key {request.key!r} to hold a decimal number to add to, "
+                f"found {text[:40]!r}: use another key for the counter"
+            )
+        total = int(text) + request.amount
+        if total not in _INT64:
+            return Refusal(f"the sum {total} in key {request.key!r} does not fit into 64 bits")
+        self.values[request.key] = str(total).encode()
+        return Answer(total)
+
+
+class Delivery(NamedTuple):
+    """A reply and where it goes.
+
+    Attributes:
+        client: Whose request it answers.
+        number: Which of the client's requests.
+        reply: The answer.
+    """
+
+    client: int
+    number: int
+    reply: Reply
+
+
+class _Waiting(NamedTuple):
+    """A request that lacks keys; ordered by deadline."""
+
+    deadline_ns: int
+    order: int
+    client: int
+    number: int
+    request: Request
+
+
+class StoreState:
+    """A `Table` whose clients may wait."""
+
+    def __init__(self) -> None:
+        self._table = Table()
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._by_key: dict[str, set[tuple[int, int]]] = {}  # who lacks it
+        self._deadlines: list[_Waiting] = []  # a heap; entries that no longer wait are skipped
+        self._order = 0
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys in the table."""
+        return len(self._table.values)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that lack a key."""
+        return len(self._waiting)
+
+    def request(
+        self, client: int, number: int, request: Request, *, now_ns: int, timeout_ns: int
+    ) -> list[Delivery]:
+        """Carry out or keep `request`; returns all replies that are due, also those to others.
+
+        Args:
+            client: Who asks.
+            number: The client's own name for this request; unique while it waits.
+            request: What it asks.
+            now_ns: The time.
+            timeout_ns: How long it will wait for missing keys.
+        """
+        if (client, number) in self._waiting:
+            reason = f"request {number} of this client is still waiting: number requests anew"
+            return [Delivery(client, number, Refusal(reason))]
+        reply = self._table.apply(request)
+        if isinstance(reply, Missing) and timeout_ns > 0:
+            self._order += 1
+            waiting = _Waiting(now_ns + timeout_ns, self._order, client, number, request)
+            self._waiting[client, number] = waiting
+            heapq.heappush(self._deadlines, waiting)
+            self._lack(waiting, reply.keys)
+            return []
+        due = [Delivery(client, number, reply)]
+        if self._by_key:
+            for key in _written_keys(request):
+                due += self._wake(key)
+        return due
+
+    def expire(self, now_ns: int) -> list[Delivery]:
+        """Replies to the requests whose deadline has passed."""
+        due = []
+        while self._deadlines and self._deadlines[0].deadline_ns <= now_ns:
+            waiting = heapq.heappop(self._deadlines)
+            if self._waits(waiting):
+                lacking = self._table.missing(waiting.request)
+                self._drop(waiting)
+                due.append(Delivery(waiting.client, waiting.number, Missing(lacking)))
+        return due
+
+    def next_deadline_ns(self) -> int | None:
+        """When to call `expire` next; None when nobody waits."""
+        while self._deadlines and not self._waits(self._deadlines[0]):
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0].deadline_ns if self._deadlines else None
+
+    def forget(self, client: int) -> None:
+        """`client` has gone: nobody waits for the answers to its requests."""
+        for waiting in [entry for entry in self._waiting.values() if entry.client == client]:
+            self._drop(waiting)
+
+    def _waits(self, waiting: _Waiting) -> bool:
+        return self._waiting.get((waiting.client, waiting.number)) is waiting
+
+    def _lack(self, waiting: _Waiting, keys: list[str]) -> None:
+        for key in keys:
+            self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
+
+    def _wake(self, key: str) -> list[Delivery]:
+        """`key` has been written: answer those who lacked it last."""
+        due = []
+        lacking = self._by_key.get(key, set())
+        for waiting in sorted((self._waiting[name] for name in lacking), key=lambda w: w.order):
+            reply = self._table.apply(waiting.request)
+            if not isinstance(reply, Missing):
+                self._drop(waiting)
+                due.append(Delivery(waiting.client, waiting.number, reply))
+        return due
+
+    def _drop(self, waiting: _Waiting) -> None:
+        name = (waiting.client, waiting.number)
+        del self._waiting[name]
+        for key in _awaited_keys(waiting.request):
+            names = self._by_key.get(key)
+            if names is not None:
+                names.discard(name)
+                if not names:
+                    del self._by_key[key]
+
+
+def _written_keys(request: Request) -> list[str]:
+    if isinstance(request, MultiSet):
+        return list(request.items)
+    if isinstance(request, (Set, Add, CompareSet, Append)):
+        return [request.key]
+    return []
+
+
+def _awaited_keys(request: Request) -> list[str]:
+    if isinstance(request, Get):
+        return [request.key]
+    return request.keys if isinstance(request, (Wait, MultiGet)) else []

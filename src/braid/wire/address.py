@@ -1,0 +1,88 @@
+"""Addresses as text, so that they fit into one environment variable and one error message.
+
+unix:@braid-a3f       abstract socket of this host: no file to leave behind (Linux)
+unix:/run/braid.sock  socket file
+tcp://10.0.0.1:29400  host and port; tcp://[::1]:0 for IPv6; port 0 lets the system choose
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from braid.errors import ConfigError
+
+__all__ = ["Address"]
+
+_FORMS = "write unix:@name, unix:/path or tcp://host:port"
+
+
+class Address(NamedTuple):
+    """Where a listener listens.
+
+    Attributes:
+        path: Of a unix socket; begins with `@` when abstract. Empty for TCP.
+        host: Name or number. Empty for unix sockets.
+        port: 0 to let the system choose.
+    """
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """The address that `text` names.
+
+        Raises:
+            ConfigError: `text` has none of the three forms.
+        """
+        if text.startswith("unix:"):
+            path = text.removeprefix("unix:")
+            if path.startswith("/") or (path.startswith("@") and len(path) > 1):
+                return cls(path=path)
+        elif text.startswith("tcp://"):
+            try:
+                parts = urlsplit(text)
+                if parts.hostname and parts.port is not None and parts.netloc == text[6:]:
+                    return cls(host=parts.hostname, port=parts.port)
+            except ValueError:  # a port that is no number, or brackets that do not close
+                pass
+        msg = f"expected an address, found {text!r}: {_FORMS}"
+        raise ConfigError(msg)
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether this is a socket of this host, whose peers have a user id."""
+        return bool(self.path)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other host can reach it."""
+        if self.is_unix or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name: it may mean anything
+            return False
+
+    def resolve(self) -> tuple[int, Any]:
+        """Family and address for the socket module.
+
+        Raises:
+            OSError: The host's name is not known.
+        """
+        if self.is_unix:
+            name = "\0" + self.path[1:] if self.path.startswith("@") else self.path
+            return socket.AF_UNIX, name
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = found[0]
+        return family, where
+
+    def __str__(self) -> str:
+        if self.is_unix:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"

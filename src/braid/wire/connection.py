@@ -1,0 +1,290 @@
+"""A connection: frames to and from one peer that has proven who it is.
+
+Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and receiver and start anew
+for each partial write, and "Connection reset by peer" does not say which peer.
+
+Idea: the socket never blocks. Whoever has to wait polls it until a deadline, and every error names the peer's rank.
+Sending puts what the kernel does not take at once into an outbox, so that one implementation serves threads that wait
+(`send`) and event loops that must not (`post`, `flush`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Protocol
+
+from braid.clock import Clock, MonotonicClock
+from braid.errors import CommError, CommTimeout, PeerLostError
+from braid.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
+from braid.wire.handshake import Identity
+
+__all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection"]
+
+DEFAULT_TIMEOUT_S = 300.0
+_MAX_PIECES = 512  # per system call; below IOV_MAX, which is 1024 on Linux and macOS
+
+
+class Connection(Protocol):
+    """Frames to and from one peer. Any thread may send; one thread at a time receives."""
+
+    @property
+    def peer(self) -> Identity:
+        """Who is at the other end."""
+        ...
+
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:
+        """Send a frame and return when the buffers may be reused."""
+        ...
+
+    def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame and receive its buffers into the memory that `allocate` returns."""
+        ...
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame, in new memory."""
+        ...
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """The next frame if it is already here; never waits."""
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether there is something to read, or the end of the stream."""
+        ...
+
+    def fileno(self) -> int:
+        """Descriptor for a selector."""
+        ...
+
+    def close(self) -> None:
+        """Say goodbye; threads that wait in this connection get PeerLostError."""
+        ...
+
+
+class SocketConnection:
+    """A `Connection` over a connected stream socket, after its handshake.
+
+    With a selector: a readable `fileno()` means that `try_recv()` must be called *until it returns None*, since one read
+    may bring several frames.
+
+    Args:
+        sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
+        peer: Who is at the other end.
+        limits: What a frame may be, in both directions.
+        clock: For deadlines; the host's when None.
+        send_timeout_s: How long `send` waits for a peer that does not read.
+
+    On failure: a peer that died or closed gives PeerLostError in every call, from then on. A peer that breaks the frame
+    format gives CommError once and the connection is closed.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: Identity,
+        *,
+        limits: FrameLimits | None = None,
+        clock: Clock | None = None,
+        send_timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            # Small frames are requests that somebody waits for; Nagle would hold them 40 ms.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._peer = peer
+        self._limits = limits or FrameLimits()
+        self._clock = clock or MonotonicClock()
+        self._send_timeout_s = send_timeout_s
+        self._decoder = FrameDecoder(self._limits)
+        self._outbox: deque[memoryview] = deque()
+        self._send_lock = threading.Lock()
+        self._ended = ""  # why nothing can be sent or received any more
+
+    @property
+    def peer(self) -> Identity:
+        """Who is at the other end."""
+        return self._peer
+
+    @property
+    def closed(self) -> bool:
+        """Whether this connection has ended, for whatever reason."""
+        return bool(self._ended)
+
+    def fileno(self) -> int:
+        """Descriptor for a selector, -1 after `close`."""
+        return self._socket.fileno()
+
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002
+        """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
+
+        Two peers that both send more than the kernel buffers, while neither receives, wait for each other until the
+        deadline: let another thread receive.
+
+        Args:
+            meta: Description, at most 64 KiB.
+            buffers: Contiguous payloads; not copied in this process.
+            priority: Reserved: frames leave in the order of the calls; the message layer orders them before.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CommTimeout: The peer did not read for `send_timeout_s`; the connection is closed, since half a frame
+                may be on its way.
+            ConfigError: The frame exceeds the limits; nothing was sent.
+        """
+        pieces = encode(meta, buffers, self._limits)
+        with self._send_lock:
+            self._outbox.extend(pieces)
+            if self._drain():
+                return
+            deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
+            while not self._drain():
+                if not self._wait(select.POLLOUT, deadline_ns):
+                    self._end("this process gave up sending to it")
+                    msg = (
+                        f"expected {self._peer} to read within {self._send_timeout_s:g} s, found its "
+                        "buffers full: it is stopped, stuck, or waits for this process to receive"
+                    )
+                    raise CommTimeout(msg)
+
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+        """Queue a frame and send what the kernel takes now; for event loops.
+
+        Leave the buffers alone until `flush` returns 0.
+
+        Returns:
+            Bytes that are still queued; call `flush` when the socket is writable.
+        """
+        pieces = encode(meta, buffers, self._limits)
+        with self._send_lock:
+            self._outbox.extend(pieces)
+            self._drain()
+            return sum(map(len, self._outbox))
+
+    def flush(self) -> int:
+        """Send what the kernel takes now of what `post` queued; returns the bytes still queued."""
+        with self._send_lock:
+            self._drain()
+            return sum(map(len, self._outbox))
+
+    def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame and receive its buffers into the memory that `allocate` returns.
+
+        Args:
+            allocate: See `FrameDecoder.next_frame`.
+            timeout_s: Deadline for the whole frame; 300 s when None.
+
+        Raises:
+            PeerLostError: The peer is gone.
+            CommTimeout: The deadline passed; a later call goes on with the same frame.
+            CommError: The peer sent something that is no frame; the connection is closed.
+        """
+        frame = self.try_recv(allocate)
+        if frame is not None:
+            return frame
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
+        while self._wait(select.POLLIN, deadline_ns):
+            frame = self.try_recv(allocate)
+            if frame is not None:
+                return frame
+        found = "part of one" if self._decoder.in_frame else "nothing"
+        msg = f"expected a frame from {self._peer} within {timeout_s:g} s, found {found}"
+        raise CommTimeout(msg)
+
+    def recv(self, timeout_s: float | None = None) -> Frame:
+        """Wait for the next frame, in new memory; see `recv_into`."""
+        return self.recv_into(None, timeout_s)
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """The next frame if it is already here, else None; raises like `recv_into`."""
+        decoder = self._decoder
+        try:
+            while (frame := decoder.next_frame(allocate)) is None:
+                nbytes = self._socket.recv_into(decoder.next_view())
+                if nbytes == 0:
+                    raise self._lost(None)
+                decoder.advance(nbytes)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        except CommError as exc:
+            self._end(f"it broke the frame format: {exc}")
+            raise
+        return frame
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Whether there is something to read, or the end of the stream; waits up to `timeout_s`."""
+        if self._decoder.has_bytes or self._ended:
+            return True
+        return self._wait(select.POLLIN, self._clock.now_ns() + round(timeout_s * 1e9))
+
+    def close(self) -> None:
+        """Close the socket; threads that wait in this connection get PeerLostError. Idempotent."""
+        self._end("this process closed the connection")
+
+    def __enter__(self) -> SocketConnection:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<SocketConnection to {self._peer}{', ended' if self._ended else ''}>"
+
+    def _drain(self) -> bool:
+        """Send from the outbox until it is empty (True) or the kernel takes no more."""
+        outbox = self._outbox
+        try:
+            while outbox:
+                nbytes = self._socket.sendmsg(list(islice(outbox, _MAX_PIECES)))
+                while nbytes:
+                    piece = outbox.popleft()
+                    if nbytes < len(piece):
+                        outbox.appendleft(piece[nbytes:])
+                        break
+                    nbytes -= len(piece)
+        except BlockingIOError:
+            return False
+        except OSError as exc:
+            outbox.clear()
+            raise self._lost(exc) from exc
+        return True
+
+    def _wait(self, event: int, deadline_ns: int) -> bool:
+        """Whether the socket became ready for `event`, or broke, before the deadline."""
+        poll = select.poll()
+        fd = self._socket.fileno()
+        if fd < 0:
+            return True  # closed: the next read or write says so
+        poll.register(fd, event)
+        remaining_ns = max(0, deadline_ns - self._clock.now_ns())
+        return bool(poll.poll(remaining_ns / 1e6))
+
+    def _lost(self, cause: OSError | None) -> PeerLostError:
+        """Close, and say how the stream ended."""
+        if not self._ended:
+            found = "it closed the connection"
+            if cause is not None:
+                found = f"the connection broke ({cause.strerror or cause})"
+            elif self._decoder.in_frame:
+                found = "it closed the connection in the middle of a frame"
+            self._end(found)
+        msg = f"lost {self._peer}: {self._ended}; look for the first error of that process"
+        return PeerLostError(msg, rank=self._peer.rank)
+
+    def _end(self, why: str) -> None:
+        if self._ended:
+            return
+        self._ended = why
+        with contextlib.suppress(OSError):  # the peer may have gone already
+            # Wakes threads that poll this descriptor; closing alone would not.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

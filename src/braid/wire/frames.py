@@ -1,0 +1,271 @@
+"""Frames: a short description and any number of large buffers, without copying the buffers.
+
+Problem: a stream has no message boundaries. Pickle and length-prefixed blobs copy every tensor once or twice, and a
+forged length makes the receiver allocate gigabytes before it has looked at anything.
+
+Idea: the head says how long everything is and is checked against limits before a byte is allocated. Then the receiver
+of the message decides where its buffers live (`allocate`), and the decoder says into which memory the next bytes go, so
+a tensor travels from the sender's memory through the kernel into the receiver's.
+
+    | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | buffer 1 ...
+      ------- 8 bytes, little endian ---
+
+The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system call; of a large one
+at most those 4 KiB are copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from braid.errors import CommError, ConfigError
+
+__all__ = ["Allocate", "Buffer", "Frame", "FrameDecoder", "FrameLimits", "encode"]
+
+_MARK = int.from_bytes(b"BF", "little")
+_HEADER = struct.Struct("<HHI")
+_SIZE_BYTES = 8
+READ_AHEAD_BYTES = 4096  # a head with its small payload; more would copy more of the large ones
+MAX_META_BYTES = 64 << 10
+
+Buffer: TypeAlias = (
+    Any  # anything with the buffer protocol, contiguous (a name for it needs Python 3.12)
+)
+Allocate: TypeAlias = Callable[[bytes, tuple[int, ...]], Sequence[memoryview]]
+
+
+class Frame(NamedTuple):
+    """One message.
+
+    Attributes:
+        meta: What it is, in the words of the layer above.
+        buffers: Payloads, in the memory that `allocate` chose.
+    """
+
+    meta: bytes
+    buffers: list[memoryview]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrameLimits:
+    """What a peer may ask this process to allocate for one frame.
+
+    Attributes:
+        max_meta_bytes: Largest description, 64 KiB at most.
+        max_buffers: Largest number of buffers, 65535 at most.
+        max_frame_bytes: Largest sum of meta and buffers.
+    """
+
+    max_meta_bytes: int = MAX_META_BYTES
+    max_buffers: int = 1024
+    max_frame_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} = {value} (allowed: {low} to {high})"
+            for name, value, low, high in (
+                ("max_meta_bytes", self.max_meta_bytes, 0, MAX_META_BYTES),
+                ("max_buffers", self.max_buffers, 0, 0xFFFF),
+                ("max_frame_bytes", self.max_frame_bytes, 0, 1 << 62),
+            )
+            if not low <= value <= high
+        ]
+        if problems:
+            msg = f"FrameLimits cannot work with {', '.join(problems)}: choose values in range"
+            raise ConfigError(msg)
+
+    def violation(self, meta_bytes: int, num_buffers: int, buffer_bytes: int = 0) -> str | None:
+        """What is too large, as `found 70000 bytes of meta (limit 65536)`; None when all fits."""
+        if meta_bytes > self.max_meta_bytes:
+            return f"found {meta_bytes} bytes of meta (limit {self.max_meta_bytes})"
+        if num_buffers > self.max_buffers:
+            return f"found {num_buffers} buffers (limit {self.max_buffers})"
+        if meta_bytes + buffer_bytes > self.max_frame_bytes:
+            return f"found {meta_bytes + buffer_bytes} bytes (limit {self.max_frame_bytes})"
+        return None
+
+
+DEFAULT_LIMITS = FrameLimits()
+
+
+def encode(
+    meta: bytes, buffers: Sequence[Buffer] = (), limits: FrameLimits = DEFAULT_LIMITS
+) -> list[memoryview]:
+    """The pieces of a frame in the order in which to send them; the buffers are not copied.
+
+    Args:
+        meta: Description, at most 64 KiB.
+        buffers: Contiguous objects with the buffer protocol; leave them alone until they are sent.
+        limits: Those of the receiver.
+
+    Raises:
+        ConfigError: The receiver would refuse the frame, or a buffer is not contiguous.
+    """
+    try:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+    except TypeError as exc:
+        msg = (
+            f"expected contiguous buffers to send, found one that is not ({exc}): "
+            "send a contiguous copy of it"
+        )
+        raise ConfigError(msg) from exc
+    sizes = [len(view) for view in views]
+    violation = limits.violation(len(meta), len(sizes), sum(sizes))
+    if violation:
+        msg = f"a frame to send is too large: {violation}; send it in pieces or raise FrameLimits"
+        raise ConfigError(msg)
+    head = _HEADER.pack(_MARK, len(sizes), len(meta)) + struct.pack(f"<{len(sizes)}Q", *sizes)
+    return [memoryview(head + meta), *(view for view in views if len(view))]
+
+
+class FrameDecoder:
+    """Turns a stream of bytes, split anywhere, into frames; does no input itself.
+
+    The driver repeats: `next_frame()`; if that is None, read into `next_view()` and report the number of bytes with
+    `advance()`. After an error the stream has no known boundary any more: close it.
+
+    Args:
+        limits: What to refuse.
+    """
+
+    def __init__(self, limits: FrameLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._scratch = memoryview(bytearray(READ_AHEAD_BYTES))
+        self._begin = 0  # scratch[begin:end] has been read and not been used
+        self._end = 0
+        self._head_bytes = _HEADER.size  # of the head to come, as far as it is known
+        self._meta: bytes | None = None  # None while looking for a head
+        self._buffers: list[memoryview] = []
+        self._index = 0  # of the buffer being filled
+        self._filled = 0
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether part of a frame has been read: an end of the stream here cuts it off."""
+        return self._meta is not None or self._end > self._begin
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes have been read ahead that no `next_frame` has looked at."""
+        return self._meta is None and self._end - self._begin >= self._head_bytes
+
+    def next_view(self) -> memoryview:
+        """Where the next bytes go; never empty. Ask again after each `advance`."""
+        if self._meta is not None:
+            return self._buffers[self._index][self._filled :]
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        if self._begin + self._head_bytes > len(self._scratch):
+            self._make_room()
+        return self._scratch[self._end :]
+
+    def advance(self, nbytes: int) -> None:
+        """`nbytes` have been written to the beginning of `next_view()`."""
+        if self._meta is not None:
+            self._filled += nbytes
+        else:
+            self._end += nbytes
+
+    def next_frame(self, allocate: Allocate | None = None) -> Frame | None:
+        """The next whole frame, or None when more bytes are needed.
+
+        Args:
+            allocate: Given meta and the sizes of the buffers in bytes, returns writable memory of these sizes. Called
+                once per frame that has buffers; new memory when None.
+
+        Raises:
+            CommError: The bytes are not a frame, or exceed the limits; nothing was allocated.
+            ConfigError: `allocate` returned memory of other sizes.
+        """
+        if self._meta is None and not self._open(allocate or _allocate):
+            return None
+        assert self._meta is not None
+        while self._index < len(self._buffers):
+            target = self._buffers[self._index]
+            take = min(len(target) - self._filled, self._end - self._begin)
+            if take:
+                here = self._scratch[self._begin : self._begin + take]
+                target[self._filled : self._filled + take] = here
+                self._filled += take
+                self._begin += take
+            if self._filled < len(target):
+                return None
+            self._index += 1
+            self._filled = 0
+        frame = Frame(self._meta, self._buffers)
+        self._meta = None
+        self._head_bytes = _HEADER.size
+        return frame
+
+    def feed(self, data: Buffer, allocate: Allocate | None = None) -> list[Frame]:
+        """All frames that `data` completes; for drivers that already hold the bytes."""
+        rest = memoryview(data).cast("B")
+        frames = []
+        while True:
+            while (frame := self.next_frame(allocate)) is not None:
+                frames.append(frame)
+            if not len(rest):
+                return frames
+            target = self.next_view()
+            take = min(len(target), len(rest))
+            target[:take] = rest[:take]
+            self.advance(take)
+            rest = rest[take:]
+
+    def _open(self, allocate: Allocate) -> bool:
+        """Read a head, if it is there, and prepare for its buffers."""
+        have = self._end - self._begin
+        if have < _HEADER.size:
+            return False
+        mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, self._begin)
+        if mark != _MARK:
+            found = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
+            msg = f"expected the head of a frame, found {found!r}: the stream is out of step"
+            raise CommError(msg)
+        self._check(meta_bytes, count)
+        self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes
+        if have < self._head_bytes:
+            return False
+        at = self._begin + _HEADER.size
+        sizes = struct.unpack_from(f"<{count}Q", self._scratch, at)
+        self._check(meta_bytes, count, sum(sizes))
+        at += count * _SIZE_BYTES
+        meta = bytes(self._scratch[at : at + meta_bytes])
+        self._buffers = _checked(allocate(meta, sizes), sizes) if count else []
+        self._begin += self._head_bytes
+        self._meta = meta
+        self._index = self._filled = 0
+        return True
+
+    def _check(self, meta_bytes: int, count: int, buffer_bytes: int = 0) -> None:
+        violation = self._limits.violation(meta_bytes, count, buffer_bytes)
+        if violation:
+            msg = f"a received frame is too large: {violation}; close the connection"
+            raise CommError(msg)
+
+    def _make_room(self) -> None:
+        """Move what has been read to the front of a scratch that can hold the whole head."""
+        rest = bytes(self._scratch[self._begin : self._end])
+        if self._head_bytes > len(self._scratch):
+            self._scratch = memoryview(bytearray(self._head_bytes))
+        self._scratch[: len(rest)] = rest
+        self._begin, self._end = 0, len(rest)
+
+
+def _allocate(meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:  # noqa: ARG001 - Allocate
+    return [memoryview(bytearray(size)) for size in sizes]
+
+
+def _checked(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> list[memoryview]:
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    found = tuple(len(view) for view in views)
+    if found != sizes or any(view.readonly for view in views):
+        msg = (
+            f"expected `allocate` to return writable memory of {sizes} bytes, found {found}: "
+            "return one memoryview per buffer"
+        )
+        raise ConfigError(msg)
+    return views

@@ -1,0 +1,344 @@
+"""Mutual proof, before anything else is read, that both ends belong to the same job.
+
+Problem: a port scanner, a rank of yesterday's job or an attacker on the network must not be able to make a training
+process parse, allocate or believe anything. TCPStore, Gloo and NCCL believe whoever connects; a password sent in clear
+can be replayed.
+
+Idea: three frames of one fixed size. Each side contributes a fresh nonce and proves that it knows the secret by an HMAC
+over everything both have said, with a label for the direction. The state machine is pure: bytes in, instructions out.
+
+    client                                                         server
+      HELLO   version, run, role, rank, epoch, nonce_c     ---->
+              <----  ANSWER  version, run, role, rank, epoch, nonce_s, HMAC("server", HELLO, ANSWER)
+      PROOF   HMAC("client", HELLO, ANSWER)                ---->
+
+    side    state    event                          instructions                    next
+    client  START    start()                        Send(HELLO)                     ANSWER
+    server  START    start()                        -                               HELLO
+    server  HELLO    HELLO of this run              Send(ANSWER)                    PROOF
+    client  ANSWER   ANSWER of this run, signed     Send(PROOF), Established(peer)  DONE
+    server  PROOF    PROOF, signed                  Established(peer)               DONE
+    any     any      REFUSAL                        Refused                         DONE
+    any     any      first bytes not braid's        Refused                         DONE
+    any     any      anything else                  Send(REFUSAL), Refused          DONE
+
+A replayed PROOF fails because nonce_s is new; a reflected HELLO is of the wrong kind, and a reflected signature has the
+wrong label. The epoch is proven here and judged by the caller: only he knows which epochs are current.
+
+Source: the SIGMA family of protocols with a pre-shared key (H. Krawczyk, "SIGMA: the 'SIGn-and-MAc' approach to
+authenticated Diffie-Hellman", CRYPTO 2003), without key agreement: traffic is authenticated at its start, not encrypted.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import Enum, IntEnum
+from typing import Literal, NamedTuple, TypeAlias
+
+from braid.errors import ConfigError, InternalError
+from braid.wire.secret import Secret
+
+__all__ = [
+    "FRAME_BYTES",
+    "NONCE_BYTES",
+    "PROTOCOL_VERSION",
+    "Established",
+    "Handshake",
+    "Identity",
+    "Instruction",
+    "Refused",
+    "Send",
+]
+
+PROTOCOL_VERSION = 1
+NONCE_BYTES = 32
+MAGIC = b"BRAID\r\n\x00"  # the line end shows a transport that rewrites line ends
+# magic, version, kind, refusal code, run id, role, rank, epoch, nonce, signature
+_FRAME = struct.Struct("!8sHBB64s16sqq32s32s")
+_PREFIX = struct.Struct("!8sH")  # the same in all versions to come
+FRAME_BYTES = _FRAME.size
+_SIGNED_BYTES = FRAME_BYTES - 32
+_RUN_ID_BYTES = 64
+_ROLE_BYTES = 16
+_LABELS = {"client": b"braid handshake: client", "server": b"braid handshake: server"}
+
+Side: TypeAlias = Literal["client", "server"]
+
+
+class Identity(NamedTuple):
+    """Who a process says it is; true once the handshake is `Established`.
+
+    Attributes:
+        run_id: The job, at most 64 bytes of UTF-8.
+        role: What the connection is for, such as `store` or `control`; at most 16 bytes.
+        rank: Global rank, -1 for a process that is no rank, such as the launcher.
+        epoch: Membership epoch the process believes in.
+    """
+
+    run_id: str
+    role: str
+    rank: int
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        """`rank 2 (store, run a3f, epoch 0)`, as error messages print it."""
+        who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
+        return f"{who} ({self.role}, run {self.run_id}, epoch {self.epoch})"
+
+
+class Send(NamedTuple):
+    """Write `data` to the peer."""
+
+    data: bytes
+
+
+class Established(NamedTuple):
+    """The peer knows the secret and is who it says; what follows on the stream is its own."""
+
+    peer: Identity
+
+
+class Refused(NamedTuple):
+    """The peer is not trusted: close the connection."""
+
+    reason: str
+
+
+Instruction: TypeAlias = Send | Established | Refused
+
+
+class _Kind(IntEnum):
+    HELLO = 1
+    ANSWER = 2
+    PROOF = 3
+    REFUSAL = 4
+
+
+class _Code(IntEnum):
+    VERSION = 1
+    RUN = 2
+    PROOF = 3
+    REFLECTED = 4
+    UNEXPECTED = 5
+
+
+_CODE_TEXTS: dict[int, str] = {
+    _Code.VERSION: "it speaks another version of braid's protocol: install the same braid on all hosts",
+    _Code.RUN: "it belongs to another run: give all processes the same run id and address",
+    _Code.PROOF: "it has another secret: give all processes the same one",
+    _Code.REFLECTED: "it received its own bytes back",
+    _Code.UNEXPECTED: "it did not understand what it received",
+}
+
+
+class _State(Enum):
+    START = "start"
+    HELLO = "waiting for HELLO"
+    ANSWER = "waiting for ANSWER"
+    PROOF = "waiting for PROOF"
+    DONE = "done"
+
+
+_EXPECTED_KIND = {
+    _State.HELLO: _Kind.HELLO,
+    _State.ANSWER: _Kind.ANSWER,
+    _State.PROOF: _Kind.PROOF,
+}
+
+
+class _Fields(NamedTuple):
+    """The words of one frame."""
+
+    magic: bytes
+    version: int
+    kind: int
+    code: int
+    run_id: bytes
+    role: bytes
+    rank: int
+    epoch: int
+    nonce: bytes
+    signature: bytes
+
+
+class Handshake:
+    """One side of the exchange; lives for one connection.
+
+    Args:
+        side: `client` for the side that connected, `server` for the one that accepted.
+        secret: The job's secret.
+        identity: Who this side is.
+        nonce: 32 fresh random bytes; drawn by the driver, so that tests can repeat an exchange.
+
+    Raises:
+        ConfigError: A field of `identity` does not fit the frame.
+    """
+
+    def __init__(self, side: Side, secret: Secret, identity: Identity, nonce: bytes) -> None:
+        if len(nonce) != NONCE_BYTES:
+            msg = f"expected a nonce of {NONCE_BYTES} bytes, found {len(nonce)}"
+            raise InternalError(msg)
+        self._side = side
+        self._secret = secret
+        self._identity = identity
+        self._nonce = nonce
+        self._text = (
+            _packed_text("run_id", identity.run_id, _RUN_ID_BYTES),
+            _packed_text("role", identity.role, _ROLE_BYTES),
+        )
+        self._state = _State.START
+        self._received = bytearray()
+        self._hello = b""  # the signed part of each
+        self._answer = b""
+        self._peer: Identity | None = None
+
+    @property
+    def needs(self) -> int:
+        """How many more bytes to read, at most; 0 when the exchange is over.
+
+        Reading no more than this leaves what follows on the stream to the connection.
+        """
+        return 0 if self._state is _State.DONE else FRAME_BYTES - len(self._received)
+
+    def start(self) -> list[Instruction]:
+        """What to do when the connection is there."""
+        if self._side == "server":
+            self._state = _State.HELLO
+            return []
+        self._state = _State.ANSWER
+        frame = self._frame(_Kind.HELLO)
+        self._hello = frame[:_SIGNED_BYTES]
+        return [Send(frame)]
+
+    def feed(self, data: bytes) -> list[Instruction]:
+        """What to do about `data`, at most `needs` bytes from the peer."""
+        if len(data) > self.needs:
+            msg = f"the handshake asked for {self.needs} bytes and was given {len(data)}"
+            raise InternalError(msg)
+        self._received += data
+        received = bytes(self._received)
+        # The first bytes are judged as they come: an HTTP request is shorter than a frame.
+        if not MAGIC.startswith(received[: len(MAGIC)]):
+            return self._refuse(
+                None,
+                f"expected braid's handshake, found {received[:16]!r}: "
+                "another program speaks on this port",
+            )
+        if len(received) >= _PREFIX.size:
+            version = _PREFIX.unpack_from(received)[1]
+            if version != PROTOCOL_VERSION:
+                return self._refuse(
+                    _Code.VERSION,
+                    f"expected version {PROTOCOL_VERSION} of braid's protocol, found {version}: "
+                    "install the same braid on all hosts",
+                )
+        if len(received) < FRAME_BYTES:
+            return []
+        self._received.clear()
+        return self._frame_received(received)
+
+    def _frame_received(self, raw: bytes) -> list[Instruction]:
+        fields = _Fields(*_FRAME.unpack(raw))
+        if fields.kind == _Kind.REFUSAL:
+            text = _CODE_TEXTS.get(fields.code, f"code {fields.code}")
+            return self._refuse(None, f"the other side refused this process, because {text}")
+        expected = _EXPECTED_KIND[self._state]
+        if fields.nonce == self._nonce or (fields.kind == _Kind.HELLO and expected is _Kind.ANSWER):
+            return self._refuse(
+                _Code.REFLECTED,
+                f"expected {expected.name}, found {_kind_name(fields.kind)} as this side sends it: "
+                "the bytes were reflected, or both ends connected",
+            )
+        if fields.kind != expected:
+            return self._refuse(
+                _Code.UNEXPECTED, f"expected {expected.name}, found {_kind_name(fields.kind)}"
+            )
+        if expected is _Kind.PROOF:
+            return self._proof_received(fields)
+        return self._introduction_received(fields, raw[:_SIGNED_BYTES])
+
+    def _introduction_received(self, fields: _Fields, signed: bytes) -> list[Instruction]:
+        try:
+            self._peer = Identity(
+                _unpacked_text(fields.run_id),
+                _unpacked_text(fields.role),
+                fields.rank,
+                fields.epoch,
+            )
+        except UnicodeDecodeError:
+            return self._refuse(_Code.UNEXPECTED, "expected a run id and role in UTF-8")
+        if self._peer.run_id != self._identity.run_id:
+            return self._refuse(
+                _Code.RUN,
+                f"expected a process of run {self._identity.run_id!r}, "
+                f"found one of run {self._peer.run_id!r}: is this the right address?",
+            )
+        if self._side == "client":
+            self._answer = signed
+            if not self._signed_by("server", fields.signature):
+                return self._refuse(_Code.PROOF, self._no_proof())
+            self._state = _State.DONE
+            return [Send(self._frame(_Kind.PROOF, "client")), Established(self._peer)]
+        self._hello = signed
+        self._answer = self._frame(_Kind.ANSWER)[:_SIGNED_BYTES]
+        self._state = _State.PROOF
+        return [Send(self._frame(_Kind.ANSWER, "server"))]
+
+    def _proof_received(self, fields: _Fields) -> list[Instruction]:
+        assert self._peer is not None
+        if not self._signed_by("client", fields.signature):
+            return self._refuse(_Code.PROOF, self._no_proof())
+        self._state = _State.DONE
+        return [Established(self._peer)]
+
+    def _signed_by(self, side: Side, signature: bytes) -> bool:
+        return self._secret.verify(signature, _LABELS[side], self._hello, self._answer)
+
+    def _no_proof(self) -> str:
+        return (
+            f"expected a proof that {self._peer!r} knows the secret, found a wrong signature: "
+            "it has another secret, or replays an old exchange"
+        )
+
+    def _refuse(self, code: _Code | None, reason: str) -> list[Instruction]:
+        self._state = _State.DONE
+        refused = Refused(reason)
+        if code is None:
+            return [refused]
+        return [Send(self._frame(_Kind.REFUSAL, code=code)), refused]
+
+    def _frame(self, kind: _Kind, sign_as: Side | None = None, code: int = 0) -> bytes:
+        signature = b""
+        if sign_as is not None:
+            signature = self._secret.sign(_LABELS[sign_as], self._hello, self._answer)
+        nonce = self._nonce if kind in {_Kind.HELLO, _Kind.ANSWER} else b""
+        return _FRAME.pack(
+            MAGIC,
+            PROTOCOL_VERSION,
+            kind,
+            code,
+            *self._text,
+            self._identity.rank,
+            self._identity.epoch,
+            nonce,
+            signature,
+        )
+
+
+def _packed_text(name: str, text: str, limit: int) -> bytes:
+    raw = text.encode()
+    if not raw or len(raw) > limit or b"\0" in raw:
+        msg = (
+            f"expected Identity.{name} of 1 to {limit} bytes of UTF-8 without NUL, found {text!r} "
+            f"({len(raw)} bytes): choose a shorter name"
+        )
+        raise ConfigError(msg)
+    return raw
+
+
+def _unpacked_text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode()
+
+
+def _kind_name(kind: int) -> str:
+    return _Kind(kind).name if kind in set(_Kind) else f"kind {kind}"

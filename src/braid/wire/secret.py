@@ -1,0 +1,153 @@
+"""The job's secret: 32 random bytes that tell its own processes from everybody else's.
+
+Problem: whoever reaches a port of a training job can otherwise join it. Environment variables, command lines and logs
+are read by other users, by crash reporters and by people who paste them into tickets, so a secret must not be there.
+
+Idea: the launcher draws the bytes and hands them to each process through an inherited file descriptor, or the user puts
+them in a file that only he can read. The bytes never leave this object; it only signs and verifies.
+
+Source: HMAC-SHA256, RFC 2104 and FIPS 198-1.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hmac
+import os
+import stat
+from pathlib import Path
+from typing import NoReturn
+
+from braid.errors import ConfigError
+
+__all__ = ["SECRET_BYTES", "Secret"]
+
+SECRET_BYTES = 32  # as many as HMAC-SHA256 has output bytes; more would add nothing
+_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+
+
+class Secret:
+    """A shared key that signs and verifies, and is never shown, pickled or compared.
+
+    Args:
+        key: Exactly 32 bytes, from a source of cryptographic randomness.
+
+    Raises:
+        ConfigError: `key` has another length.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != SECRET_BYTES:
+            msg = (
+                f"expected a secret of {SECRET_BYTES} bytes, found {len(key)}: "
+                "make one with Secret.generate() or `head -c 32 /dev/urandom`"
+            )
+            raise ConfigError(msg)
+        self._key = bytes(key)
+
+    @classmethod
+    def generate(cls) -> Secret:
+        """A new secret from the operating system's randomness."""
+        return cls(os.urandom(SECRET_BYTES))
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Secret:
+        """Read the secret that `to_fd` of another process wrote, and close `fd`.
+
+        Several children may be handed the same memory file: reading it does not move a shared position.
+
+        Raises:
+            ConfigError: `fd` is not open, or does not hold exactly 32 bytes.
+        """
+        try:
+            try:
+                return cls(_read_all(fd))
+            finally:
+                os.close(fd)
+        except OSError as exc:
+            msg = (
+                f"expected the job's secret on file descriptor {fd}, found {exc.strerror}: "
+                "start this program by its launcher, which passes the descriptor"
+            )
+            raise ConfigError(msg) from exc
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Secret:
+        """Read the secret from a file that nobody but its owner, this user, may open.
+
+        Raises:
+            ConfigError: The file is missing, no regular file, belongs to another user, has another mode than 0600, or
+                does not hold exactly 32 bytes.
+        """
+        name = Path(path)
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as exc:
+            msg = (
+                f"expected the job's secret in the file {name}, found {exc.strerror}: "
+                f"make it with `(umask 077; head -c 32 /dev/urandom > {name})`"
+            )
+            raise ConfigError(msg) from exc
+        try:
+            # The open file is examined, not its name: the name can be pointed elsewhere in between.
+            found = os.fstat(fd)
+            mode = stat.S_IMODE(found.st_mode)
+            if not stat.S_ISREG(found.st_mode) or mode != 0o600 or found.st_uid != os.geteuid():
+                msg = (
+                    f"expected the secret {name} to be a regular file of user {os.geteuid()} with "
+                    f"mode 0600, found mode {mode:04o} of user {found.st_uid}: "
+                    f"anybody may have read it; make a new one and `chmod 600 {name}`"
+                )
+                raise ConfigError(msg)
+            return cls(_read_all(fd))
+        finally:
+            os.close(fd)
+
+    def to_fd(self) -> int:
+        """A new descriptor from which `from_fd` reads this secret; the caller closes it.
+
+        It is closed on exec: name it in `pass_fds` of the process that shall have it. Where the system has no memory
+        files it is a pipe, which serves one reader only.
+        """
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("braid-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.write(fd, self._key)
+            seals = sum(getattr(fcntl, name, 0) for name in _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+            return fd
+        reader, writer = os.pipe()
+        os.write(writer, self._key)
+        os.close(writer)
+        return reader
+
+    def sign(self, *parts: bytes) -> bytes:
+        """HMAC-SHA256 of `parts`; their lengths are signed as well, so no two lists collide."""
+        text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.digest(self._key, text, "sha256")
+
+    def verify(self, signature: bytes, *parts: bytes) -> bool:
+        """Whether `signature` is that of `parts`, in a time that does not depend on where it differs."""
+        return hmac.compare_digest(signature, self.sign(*parts))
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __reduce__(self) -> NoReturn:
+        msg = "a Secret is never pickled: pass it by to_fd() and from_fd()"
+        raise TypeError(msg)
+
+
+def _read_all(fd: int) -> bytes:
+    """Everything that `fd` holds, up to one byte more than a secret."""
+    try:
+        return os.pread(fd, SECRET_BYTES + 1, 0)
+    except OSError as exc:
+        if exc.errno != errno.ESPIPE:
+            raise
+    found = b""
+    while len(found) <= SECRET_BYTES and (piece := os.read(fd, SECRET_BYTES + 1 - len(found))):
+        found += piece
+    return found
