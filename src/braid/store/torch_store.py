@@ -3,8 +3,8 @@
 Problem: under torchrun the meeting place is torch's TCPStore; under braid's launcher, torch.distributed needs a
 `dist.Store` over braid's authenticated one. The two differ in time-outs, errors and the types of values.
 
-Idea: `TorchStore` is a braid Store over any `dist.Store`; `as_torch_store` is the way back, a subclass of `dist.Store` whose
-methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This is the only module of the room that imports torch.
+Idea: `TorchStore` is a braid Store over any `dist.Store`; `as_torch_store` is the way back, a subclass of `dist.Store`
+whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This is the only module of the room that imports torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store as TorchBase  # mypy does not see dist.Store
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.store.interface import Store, missing_keys_error
@@ -35,7 +36,7 @@ class TorchStore:
     holds up the others of its process, and an `add` to something that is no number ends its connection.
     """
 
-    def __init__(self, store: dist.Store, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._store: Any = store  # its annotations say str where it takes bytes
         self.default_timeout_s = default_timeout_s
 
@@ -144,8 +145,10 @@ class _DistStoreTimeout(CommTimeout, dist.DistStoreError):
     """A missing key as both worlds catch it."""
 
 
-class _BraidBackedStore(dist.Store):
+class _BraidBackedStore(TorchBase):
     """A braid Store with torch's face; `deleteKey` and `getNumKeys` are the names that torch's C++ looks up."""
+
+    timeout: timedelta  # a property of torch's that its stubs lack
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         super().__init__()
@@ -165,7 +168,7 @@ class _BraidBackedStore(dist.Store):
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         return self._store.compare_set(key, _to_bytes(expected), _to_bytes(desired))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         with self._timeouts():
             self._store.wait(keys, (timeout or self.timeout).total_seconds())
 
@@ -191,7 +194,7 @@ class _BraidBackedStore(dist.Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def clone(self) -> dist.Store:
+    def clone(self) -> TorchBase:
         return self  # torch clones a store for its threads; braid's serve all threads
 
     deleteKey = delete_key  # noqa: N815
@@ -205,7 +208,7 @@ class _BraidBackedStore(dist.Store):
             raise _DistStoreTimeout(str(exc)) from exc
 
 
-def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.Store:
+def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchBase:
     """`store` as a `torch.distributed.Store`, for `dist.init_process_group(store=...)` and PrefixStore.
 
     The result, and with it `store`, is kept until the process ends: torch's C++ keeps only its own half of a store
@@ -221,7 +224,7 @@ def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> dist.S
     return torch_store
 
 
-def _release(torch_store: dist.Store) -> None:
+def _release(torch_store: TorchBase) -> None:
     """Called at exit; until then the registration is what keeps `torch_store`."""
 
 

@@ -46,7 +46,8 @@ class Address(NamedTuple):
         elif text.startswith("tcp://"):
             try:
                 parts = urlsplit(text)
-                if parts.hostname and parts.port is not None and parts.netloc == text[6:]:
+                plain = parts.netloc == text.removeprefix("tcp://") and "@" not in text
+                if plain and parts.hostname and parts.port is not None:
                     return cls(host=parts.hostname, port=parts.port)
             except ValueError:  # a port that is no number, or brackets that do not close
                 pass

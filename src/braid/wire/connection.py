@@ -217,6 +217,7 @@ class SocketConnection:
             raise self._lost(exc) from exc
         except CommError as exc:
             self._end(f"it broke the frame format: {exc}")
+            self._decoder = FrameDecoder(self._limits)  # what was read ahead means nothing
             raise
         return frame
 

@@ -1,0 +1,1 @@
+"""Worlds, faults and conformance suites for tests; nothing in braid imports this."""

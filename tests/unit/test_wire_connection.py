@@ -1,0 +1,395 @@
+"""Connections and listeners: frames between threads of this process, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from braid.clock import VirtualClock
+from braid.errors import (
+    CommError,
+    CommTimeout,
+    ConfigError,
+    PeerLostError,
+    RendezvousError,
+    StaleError,
+)
+from braid.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
+from braid.wire.address import Address
+from braid.wire.listener import MAX_HALF_OPEN
+
+SECRET = Secret.generate()
+SERVER = Identity("run", "launcher", -1)
+WORKER = Identity("run", "control", 3, 1)
+
+
+@pytest.fixture
+def pair():
+    one, other = socket.socketpair()
+    with SocketConnection(one, SERVER) as left, SocketConnection(other, WORKER) as right:
+        yield left, right
+
+
+@pytest.fixture(params=["tcp", "abstract", "path"])
+def listener(request, tmp_path):
+    addresses = {
+        "tcp": "tcp://127.0.0.1:0",
+        "abstract": f"unix:@braid-test-{os.getpid()}-{id(request)}",
+        "path": f"unix:{tmp_path}/s",
+    }
+    with Listener(addresses[request.param], SECRET, SERVER) as found:
+        yield found
+
+
+@pytest.fixture
+def tcp_listener():
+    with Listener("tcp://127.0.0.1:0", SECRET, SERVER) as found:
+        yield found
+
+
+def in_thread(fn, *args, **kwargs):
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(fn, *args, **kwargs)
+    pool.shutdown(wait=False)
+    return future
+
+
+def raw_client(listener):
+    where = Address.parse(listener.address)
+    return socket.create_connection((where.host, where.port))
+
+
+def join(listener, identity=WORKER):
+    client = in_thread(connect, listener.address, SECRET, identity, timeout_s=10)
+    return listener.accept(10), client.result(10)
+
+
+def plain(frame):
+    return frame.meta, [bytes(buffer) for buffer in frame.buffers]
+
+
+def test_frames_arrive_in_order_with_their_buffers(pair):
+    left, right = pair
+    left.send(b"one", [b"a", b"", b"bc"])
+    left.send(b"two")
+    assert [plain(right.recv(5)), plain(right.recv(5))] == [
+        (b"one", [b"a", b"", b"bc"]),
+        (b"two", []),
+    ]
+
+
+def test_large_frames_arrive_whole_and_in_the_given_memory(pair):
+    left, right = pair
+    payload, home = os.urandom(3_000_000), bytearray(3_000_000)
+    sent = in_thread(left.send, b"", [payload])
+    frame = right.recv_into(lambda _meta, _sizes: [memoryview(home)], 10)
+    assert (sent.result(10), frame.buffers[0].obj is home, home == payload) == (None, True, True)
+
+
+def test_many_buffers_leave_in_several_calls(pair):
+    left, right = pair
+    buffers = [bytes([index % 256]) * 3 for index in range(1000)]
+    left.send(b"", buffers)
+    assert plain(right.recv(5)) == (b"", buffers)
+
+
+def test_threads_that_send_at_once_do_not_mix_their_frames(pair):
+    left, right = pair
+    with ThreadPoolExecutor(4) as pool:
+        for worker in range(4):
+            pool.submit(
+                lambda worker=worker: [
+                    left.send(b"%d" % worker, [b"%d" % worker * 9999]) for _ in range(20)
+                ]
+            )
+        frames = [plain(right.recv(10)) for _ in range(80)]
+    assert sorted(frames) == sorted(
+        (b"%d" % w, [b"%d" % w * 9999]) for w in range(4) for _ in range(20)
+    )
+
+
+def test_try_recv_returns_none_when_nothing_is_here(pair):
+    left, right = pair
+    assert (right.try_recv(), right.poll()) == (None, False)
+    left.send(b"x")
+    left.send(b"y")
+    assert (right.poll(5), right.try_recv().meta, right.poll(), right.try_recv().meta) == (
+        True,
+        b"x",
+        True,
+        b"y",
+    )
+    assert (right.try_recv(), right.poll()) == (None, False)
+
+
+def test_a_deadline_names_the_peer_and_loses_nothing(pair):
+    left, right = pair
+    with pytest.raises(
+        CommTimeout, match=r"from rank 3 \(control, run run, epoch 1\) .*found nothing"
+    ):
+        right.recv(0.001)
+    left._socket.send(b"BF\0\0\x03\0\0\0m")
+    with pytest.raises(CommTimeout, match="found part of one"):
+        right.recv(0.001)
+    left._socket.send(b"et")
+    assert right.recv(5).meta == b"met"
+
+
+def test_the_end_of_the_stream_names_the_peer(pair):
+    left, right = pair
+    right.close()
+    for _ in range(2):
+        with pytest.raises(
+            PeerLostError, match=r"lost the launcher .*it closed the connection"
+        ) as caught:
+            left.recv(5)
+    with pytest.raises(PeerLostError):
+        left.send(b"x")
+    assert caught.value.rank == -1
+
+
+def test_an_end_inside_a_frame_is_told_apart(pair):
+    left, right = pair
+    left._socket.send(b"BF\0\0\x03\0\0\0m")
+    left.close()
+    with pytest.raises(PeerLostError, match=r"rank 3 .*in the middle of a frame") as caught:
+        right.recv(5)
+    assert caught.value.rank == 3
+
+
+def test_frames_sent_before_the_end_are_received(pair):
+    left, right = pair
+    left.send(b"last words")
+    left.close()
+    assert right.recv(5).meta == b"last words"
+
+
+def test_closing_wakes_a_thread_that_receives(pair):
+    left, _ = pair
+    waiting = in_thread(left.recv, 30)
+    left.close()
+    with pytest.raises(PeerLostError, match="this process closed the connection"):
+        waiting.result(10)
+
+
+def test_bytes_that_are_no_frame_close_the_connection(pair):
+    left, right = pair
+    left._socket.send(b"GET / HTTP/1.1\r\n")
+    with pytest.raises(CommError, match="out of step"):
+        right.recv(5)
+    with pytest.raises(PeerLostError, match="it broke the frame format"):
+        right.recv(5)
+
+
+def test_a_peer_that_never_reads_times_the_sender_out():
+    one, other = socket.socketpair()
+    with other, SocketConnection(one, WORKER, send_timeout_s=0.01) as left:
+        with pytest.raises(CommTimeout, match=r"rank 3 .* to read within 0\.01 s"):
+            left.send(b"", [bytes(4_000_000)])
+        assert left.closed
+
+
+def test_posting_never_waits_and_flushing_finishes_it(pair):
+    left, right = pair
+    payload = os.urandom(2_000_000)
+    queued = left.post(b"", [payload])
+    assert queued > 0
+    received = in_thread(right.recv, 10)
+    while left.flush():
+        pass
+    assert plain(received.result(10)) == (b"", [payload])
+
+
+def test_both_ends_know_each_other(listener):
+    server_end, client_end = join(listener)
+    with server_end, client_end:
+        client_end.send(b"hello")
+        server_end.send(b"welcome", [b"!"])
+        assert (server_end.peer, client_end.peer) == (WORKER, SERVER)
+        assert (server_end.recv(5).meta, plain(client_end.recv(5))) == (
+            b"hello",
+            (b"welcome", [b"!"]),
+        )
+
+
+def test_frames_sent_right_after_the_proof_belong_to_the_connection(tcp_listener):
+    def connect_and_speak():
+        connection = connect(tcp_listener.address, SECRET, WORKER, timeout_s=10)
+        connection.send(b"early")
+        return connection
+
+    client = in_thread(connect_and_speak)
+    with tcp_listener.accept(10) as server_end:
+        assert server_end.recv(5).meta == b"early"
+    client.result(10).close()
+
+
+def test_a_client_with_another_secret_is_refused_at_both_ends(tcp_listener):
+    stranger = in_thread(connect, tcp_listener.address, Secret.generate(), WORKER, timeout_s=10)
+    while not tcp_listener.refusals:
+        assert tcp_listener.accept_ready() == []
+    assert "has another secret" in tcp_listener.refusals[-1]
+    with pytest.raises(RendezvousError, match="wrong signature"):
+        stranger.result(10)
+
+
+def test_silent_and_foreign_clients_hold_nobody_up(tcp_listener):
+    silent = [raw_client(tcp_listener) for _ in range(5)]
+    silent[0].send(b"BRA")
+    silent[1].send(b"GET / HTTP/1.1\r\n\r\n")
+    server_end, client_end = join(tcp_listener)
+    assert server_end.peer == WORKER
+    assert any("another program speaks" in reason for reason in tcp_listener.refusals)
+    for each in (*silent, server_end, client_end):
+        each.close()
+
+
+def test_waiting_for_nobody_ends_at_the_deadline(tcp_listener):
+    with pytest.raises(
+        CommTimeout, match="found none .0 in their handshake; nobody was turned away"
+    ):
+        tcp_listener.accept(0.001)
+
+
+def test_silent_clients_are_dropped_after_five_seconds():
+    clock = VirtualClock()
+    with Listener("tcp://127.0.0.1:0", SECRET, SERVER, clock=clock) as listener:
+        with raw_client(listener) as silent:
+            assert listener.accept_ready() == []
+            assert listener.next_deadline_ns() == 5 * 10**9
+            clock.sleep(5)
+            assert listener.accept_ready() == []
+            assert (listener.next_deadline_ns(), silent.recv(1)) == (None, b"")
+        assert "expected a handshake within 5 s" in listener.refusals[-1]
+
+
+def test_half_open_clients_are_limited_and_make_room_when_overdue():
+    clock = VirtualClock()
+    with Listener("tcp://127.0.0.1:0", SECRET, SERVER, clock=clock) as listener:
+        crowd = []
+        for _ in range(MAX_HALF_OPEN + 1):
+            crowd.append(raw_client(listener))
+            listener.accept_ready()
+        assert crowd[-1].recv(1) == b""
+        assert f"{MAX_HALF_OPEN} clients are in their handshake" in listener.refusals[-1]
+        clock.sleep(5)
+        late = in_thread(connect, listener.address, SECRET, WORKER, timeout_s=10)
+        accepted = []
+        while not accepted:
+            accepted = listener.accept_ready()
+        for each in (*crowd, *accepted, late.result(10)):
+            each.close()
+
+
+def test_connecting_tries_again_until_somebody_listens(tmp_path):
+    address = f"unix:{tmp_path}/late"
+    tried = threading.Event()
+
+    class Clock(VirtualClock):
+        def sleep(self, duration_s):
+            assert duration_s > 0
+            tried.set()  # and time stands still, so it tries for ever
+
+    client = in_thread(connect, address, SECRET, WORKER, timeout_s=10, clock=Clock())
+    assert tried.wait(10)
+    with Listener(address, SECRET, SERVER) as listener, listener.accept(10) as server_end:
+        assert server_end.peer == WORKER
+        client.result(10).close()
+
+
+def test_connecting_to_nobody_says_where_and_why():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(
+            RendezvousError, match=rf"127.0.0.1:{port} within 3 s, found: Connection refused"
+        ):
+            connect(f"tcp://127.0.0.1:{port}", SECRET, WORKER, timeout_s=3, clock=VirtualClock())
+
+
+def test_a_port_in_use_is_named(tcp_listener):
+    port = Address.parse(tcp_listener.address).port
+    with pytest.raises(ConfigError, match=f":{port}: Address already in use; end the process"):
+        Listener(tcp_listener.address, SECRET, SERVER)
+
+
+def test_a_socket_file_is_private_and_removed(tmp_path):
+    path = tmp_path / "s"
+    with Listener(f"unix:{path}", SECRET, SERVER):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(ConfigError, match="use another name"):
+            Listener(f"unix:{path}", SECRET, SERVER)
+    assert not path.exists()
+
+
+def test_a_socket_file_of_a_killed_listener_is_replaced(tmp_path):
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with Listener(f"unix:{path}", SECRET, SERVER) as listener:
+        server_end, client_end = join(listener)
+        server_end.close()
+        client_end.close()
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://[::]:0", "tcp://example.org:0"])
+def test_addresses_that_others_reach_need_permission(address):
+    with pytest.raises(ConfigError, match="listen_anywhere=True"):
+        Listener(address, SECRET, SERVER)
+
+
+def test_anywhere_is_allowed_on_request():
+    with Listener("tcp://0.0.0.0:0", SECRET, SERVER, listen_anywhere=True) as listener:
+        assert Address.parse(listener.address).port > 0
+
+
+def test_a_closed_listener_says_so(tcp_listener):
+    tcp_listener.close()
+    with pytest.raises(StaleError, match="is closed"):
+        tcp_listener.accept(1)
+
+
+def test_limits_hold_for_accepted_connections():
+    with Listener(
+        "tcp://127.0.0.1:0", SECRET, SERVER, limits=FrameLimits(max_frame_bytes=10)
+    ) as listener:
+        server_end, client_end = join(listener)
+        with server_end, client_end:
+            client_end.send(b"eleven bytes")
+            with pytest.raises(CommError, match=r"found 12 bytes \(limit 10\)"):
+                server_end.recv(5)
+
+
+@pytest.mark.parametrize(
+    "text", ["unix:@name", "unix:/run/s", "tcp://127.0.0.1:80", "tcp://[::1]:0", "tcp://host:65535"]
+)
+def test_addresses_read_back_as_written(text):
+    assert str(Address.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "unix:",
+        "unix:@",
+        "unix:relative",
+        "tcp://",
+        "tcp://host",
+        "tcp://:80",
+        "tcp://h:99999",
+        "tcp://h:x",
+        "tcp://u@h:1",
+        "tcp://h:1/path",
+        "127.0.0.1:80",
+        "tcp://[::1:80",
+    ],
+)
+def test_other_texts_are_no_addresses(text):
+    with pytest.raises(ConfigError, match="expected an address"):
+        Address.parse(text)
