@@ -251,7 +251,7 @@ def test_silent_and_foreign_clients_hold_nobody_up(tcp_listener):
 
 def test_waiting_for_nobody_ends_at_the_deadline(tcp_listener):
     with pytest.raises(
-        CommTimeout, match="found none .0 in their handshake; nobody was turned away"
+        CommTimeout, match=r"found none .0 in their handshake; nobody was turned away"
     ):
         tcp_listener.accept(0.001)
 

@@ -172,8 +172,8 @@ class FileStore(RequestStore):
         size = os.fstat(self._fd).st_size
         while size - self._read_to >= _HEAD.size:
             length, checksum = _HEAD.unpack(os.pread(self._fd, _HEAD.size, self._read_to))
-            if length > size - self._read_to - _HEAD.size:
-                return
+            if not 0 < length <= size - self._read_to - _HEAD.size:
+                return  # cut off, or zeros that a file system leaves after a power failure
             body = os.pread(self._fd, length, self._read_to + _HEAD.size)
             if zlib.crc32(body) != checksum:
                 return
@@ -196,7 +196,8 @@ class FileStore(RequestStore):
             raise ConfigError(msg)
         record = _HEAD.pack(len(body), zlib.crc32(body)) + body
         # What lies behind the last whole record was left by a writer that was killed.
-        os.ftruncate(self._fd, self._read_to)
+        if os.fstat(self._fd).st_size > self._read_to:
+            os.ftruncate(self._fd, self._read_to)
         try:
             written = 0
             while written < len(record):
