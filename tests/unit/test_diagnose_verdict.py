@@ -256,7 +256,7 @@ def test_the_block_of_a_bad_run():
 
 GOLDEN_TIMEOUT = """\
 braid: run timed out at step 88 after 60 s (limit 60 s, exit 124)
-  others   ranks 0,2 were waiting in barrier()#7, at step 88 - stopped cleanly
+  others   ranks 0,2 were waiting in barrier()#7, at step 88 - ended by braid (SIGTERM)
            rank 1 was in data, at step 88 - did not stop when asked, killed by braid
   logs     ./runs/x/"""
 

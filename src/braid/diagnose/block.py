@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe
+from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe, signal_name
 
 __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_block"]
 
@@ -160,6 +160,8 @@ def _how_it_ended(end: RankEnd) -> str:
         return f"also failed: {describe(end)}"
     if ending is Ending.STOPPED_BY_US and end.signal == signals.SIGKILL:
         return "did not stop when asked, killed by braid"
+    if ending is Ending.STOPPED_BY_US and end.signal is not None:
+        return f"ended by braid ({signal_name(end.signal)})"
     return "stopped cleanly"
 
 

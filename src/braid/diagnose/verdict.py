@@ -30,7 +30,16 @@ from typing import NamedTuple
 
 from braid.diagnose.tracebacks import ParsedError
 
-__all__ = ["Ending", "MemoryKill", "RankEnd", "Verdict", "describe", "judge", "signal_name"]
+__all__ = [
+    "Ending",
+    "MemoryKill",
+    "RankEnd",
+    "Verdict",
+    "clause",
+    "describe",
+    "judge",
+    "signal_name",
+]
 
 SYMPTOM_TYPES = frozenset(
     {
@@ -199,6 +208,12 @@ def describe(end: RankEnd) -> str:
     code = end.exit_code or 0
     hint = f" (128 + {code - 128}, {signal_name(code - 128)})" if 128 < code < 160 else ""
     return f"exited with code {code}{hint}"
+
+
+def clause(end: RankEnd) -> str:
+    """How a rank ended, to stand after its name: `was killed by signal 9 (SIGKILL)`."""
+    text = describe(end)
+    return f"was {text}" if text.startswith(("killed", "stopped")) else text
 
 
 def signal_name(number: int) -> str:

@@ -1,0 +1,129 @@
+"""The command `braid`: one small function per subcommand, each importing its room when it runs.
+
+`braid --help` must be quick and `braid run` must not import torch, so this module imports nothing but the standard library
+and tyro, which makes options and help from the functions' signatures and docstrings. A new command is a function and a
+line of `COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
+
+import tyro
+
+from braid._version import __version__
+from braid.errors import ConfigError
+
+__all__ = ["main"]
+
+USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+RUN_FLAGS = frozenset({"-m", "--module", "--no-python", "-h", "--help"})  # options without a value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        arguments: What stands behind `braid`; that of this process when None.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["--version"], ["-V"]):
+        print(f"braid {__version__}")
+        return 0
+    if given[:1] == ["run"]:
+        given[1:] = separate_command(given[1:])
+    try:
+        exit_code: int = tyro.extras.subcommand_cli_from_dict(
+            dict(COMMANDS),
+            prog="braid",
+            description="Train PyTorch models in parallel, on one communication core.",
+            args=given,
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    except ConfigError as exc:
+        first, *rest = str(exc).split("\n")
+        print(f"braid: nothing was started (exit {USAGE_EXIT_CODE})", file=sys.stderr)
+        print(f"  problem  {first}", *rest, sep="\n           ", file=sys.stderr)
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    return exit_code
+
+
+def separate_command(arguments: Sequence[str]) -> list[str]:
+    """Put `--` before the script: everything after it belongs to the script, whatever it looks like."""
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--":
+            return list(arguments)
+        if not word.startswith("-"):
+            return [*arguments[:index], "--", *arguments[index:]]
+        index += 1 if word in RUN_FLAGS or "=" in word else 2
+    return list(arguments)
+
+
+def run(
+    command: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT [ARGS ...]")
+    ] = (),
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+    module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
+    no_python: bool = False,
+    log_dir: str | None = None,
+    port: str = "auto",
+    timeout: float | None = None,
+    threads: int | None = None,
+    stopped_limit: float = 30.0,
+    grace: float = 5.0,
+    resume: str = "",
+) -> int:
+    """Run a program on N ranks of this host, and say who is guilty if it fails.
+
+    Programs written for torchrun run unchanged. Standard input is empty.
+
+    Args:
+        command: What to run. Everything after it belongs to it.
+        n: Number of ranks.
+        module: SCRIPT is the name of a Python module.
+        no_python: SCRIPT is a program of any kind.
+        log_dir: Directory for logs, events and the record of the run (default: ./runs/<date>_<hex>).
+        port: MASTER_PORT for torch.distributed, or auto.
+        timeout: Longest duration of the run, in seconds; then the stacks of all ranks are collected.
+        threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
+        stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
+        grace: After a failure, how long the other ranks may end by themselves, in seconds.
+        resume: Checkpoint to resume from; auto for the last complete one.
+    """
+    from braid.launch import JobSpec, Supervisor, TerminalConsole
+
+    if module and no_python:
+        msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
+        raise ConfigError(msg)
+    if port != "auto" and not port.isdecimal():
+        msg = f"expected --port auto or a number, found {port!r}"
+        raise ConfigError(msg)
+    job = JobSpec(
+        command=command,
+        kind="module" if module else "program" if no_python else "script",
+        num_ranks=n,
+        log_dir=log_dir,
+        port=None if port == "auto" else int(port),
+        timeout_s=timeout,
+        threads=threads,
+        stopped_limit_s=stopped_limit,
+        grace_s=grace,
+        resume=resume,
+    )
+    with TerminalConsole(sys.stdout, sys.stderr, prefixed=n > 1) as console:
+        outcome = Supervisor(console, owns_process=True).run(job)
+    if not outcome.ok:
+        print(outcome, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {"run": run}

@@ -1,0 +1,109 @@
+"""Memory that outlives a rank: its event ring and its stack dumps, made by the launcher and handed over by descriptor.
+
+A file would need a name, a place with room, and somebody to remove it; a memory file has none of these, and the kernel
+frees it with its last user. What is worth keeping is written to the log directory after the run.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+from braid.diagnose import last_step, parse_stack, testimony
+from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, EventRing
+
+__all__ = ["BlackBox"]
+
+
+class BlackBox:
+    """What one rank leaves behind.
+
+    Args:
+        rank: Its rank.
+        capacity: Number of records of the event ring.
+
+    Attributes:
+        events_fd: Descriptor of the ring's memory, to be inherited.
+        stacks_fd: Descriptor that the rank dumps its stacks to, to be inherited.
+    """
+
+    def __init__(self, rank: int, capacity: int = DEFAULT_CAPACITY) -> None:
+        nbytes = EventRing.nbytes_for(capacity)
+        self.rank = rank
+        self.events_fd = _anonymous_file(f"braid-events-{rank}")
+        os.ftruncate(self.events_fd, nbytes)
+        self.stacks_fd = _anonymous_file(f"braid-stacks-{rank}")
+        self._map = mmap.mmap(self.events_fd, nbytes)
+        self.ring = EventRing(self._map, capacity, rank=rank)
+
+    @property
+    def has_events(self) -> bool:
+        """Whether the rank recorded anything."""
+        return self.ring.written > 0
+
+    @property
+    def step(self) -> int | None:
+        """The last step that the rank began."""
+        return last_step(self.ring)
+
+    def stacks(self) -> str:
+        """What the rank dumped."""
+        size = os.fstat(self.stacks_fd).st_size
+        return os.pread(self.stacks_fd, size, 0).decode(errors="replace")
+
+    def testimony(self, at_ns: int | None = None) -> str:
+        """What the rank was inside of, from its spans, else from its stacks; may be empty."""
+        told = testimony(self.ring, at_ns)
+        if told:
+            return told
+        stacks = parse_stack(self.stacks())
+        where = next((stack.where for stack in stacks if stack.current), "")
+        return f"at {where}" if where else ""
+
+    def write_to(self, log_dir: Path) -> None:
+        """Keep what there is: `events/rank{r}.ring` and `stacks/rank{r}.txt`.
+
+        Raises:
+            OSError: The directory cannot be written.
+        """
+        if self.has_events:
+            (log_dir / "events").mkdir(exist_ok=True)
+            self._write_ring(log_dir / "events" / f"rank{self.rank}.ring")
+        stacks = self.stacks()
+        if stacks:
+            (log_dir / "stacks").mkdir(exist_ok=True)
+            (log_dir / "stacks" / f"rank{self.rank}.txt").write_text(stacks)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        if self._map.closed:
+            return
+        self.ring.release()
+        self._map.close()
+        os.close(self.events_fd)
+        os.close(self.stacks_fd)
+
+    def __enter__(self) -> BlackBox:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _write_ring(self, path: Path) -> None:
+        """Write the ring with a hole where no record is: most runs fill a fraction of it."""
+        used = HEADER_BYTES + min(self.ring.written, self.ring.capacity) * RECORD.size
+        names = HEADER_BYTES + self.ring.capacity * RECORD.size
+        with path.open("wb") as file:
+            file.write(self._map[:used])
+            file.seek(names)
+            file.write(self._map[names:])
+
+
+def _anonymous_file(name: str) -> int:
+    """A descriptor of memory without a name; of an unlinked temporary file where there is no such memory."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

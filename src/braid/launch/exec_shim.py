@@ -1,0 +1,42 @@
+"""The first moment of a rank: tie its life to the launcher's, then become the program.
+
+Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`; imports nothing of braid, so it costs one bare start of the
+interpreter (some 15 ms). Doing this in `preexec_fn` would run Python between fork and exec of a process that has
+threads, which may deadlock.
+
+    setpgid                    Ctrl-C reaches the launcher alone, which forwards it once
+    PR_SET_PDEATHSIG SIGKILL   no orphan when the launcher is killed; the kernel ties it to the *thread* that spawned
+                               this process, so the launcher spawns from its main thread; execv keeps it
+    getppid                    the launcher may have died before the line above
+
+Source: prctl(2), PR_SET_PDEATHSIG.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
+
+
+def main(argv: list[str]) -> int:
+    """Become `argv[1:]`, as a child of process `argv[0]`; returns only when that fails."""
+    launcher, program = int(argv[0]), argv[1:]
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != launcher:
+        return 128 + signal.SIGKILL
+    try:
+        os.execv(program[0], program)  # noqa: S606 - becoming the user's program is the point
+    except OSError as exc:
+        os.write(2, f"braid: cannot start {program[0]}: {exc.strerror}\n".encode())
+    return CANNOT_RUN
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""A free port that stays free until rank 0 listens on it.
+
+Problem: a launcher that asks for a free port, closes the socket and passes the number on races with every other
+process of the host; two jobs started together then meet on one port.
+
+Idea: keep the socket bound, without listening, for the whole run. With SO_REUSEADDR on both sides Linux lets rank 0's
+TCPStore listen on the same port, while the system gives it to nobody who asks for a free one.
+
+Source: socket(7), SO_REUSEADDR; the rule is in `inet_csk_get_port` (net/ipv4/inet_connection_sock.c).
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import psutil
+
+from braid.errors import ConfigError
+
+__all__ = ["PortReservation"]
+
+
+class PortReservation:
+    """Holds a loopback port.
+
+    Args:
+        port: The port, or None for any free one.
+
+    Raises:
+        ConfigError: The port is in use; the message names the process that uses it, when it can be known.
+    """
+
+    def __init__(self, port: int | None) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(("127.0.0.1", port or 0))
+        except OSError as exc:
+            self._socket.close()
+            found = exc.strerror
+            if exc.errno == errno.EADDRINUSE and port is not None:
+                found = f"it in use{_user_of(port)}"
+            msg = (
+                f"expected port {port} to be free for MASTER_PORT, found {found}: "
+                "end that process, or leave the choice to braid with `--port auto`"
+            )
+            raise ConfigError(msg) from exc
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port up. Idempotent."""
+        self._socket.close()
+
+    def __enter__(self) -> PortReservation:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _user_of(port: int) -> str:
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return ""
+    pids = {c.pid for c in connections if c.laddr and c.laddr.port == port and c.pid}
+    return f" by pid {min(pids)}" if pids else ""

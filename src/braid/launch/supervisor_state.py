@@ -1,0 +1,316 @@
+"""What the launcher decides, as a state machine: endings and signals in, instructions out.
+
+Problem: launchers hang, leave orphans or blame the wrong rank where their decisions are spread over signal handlers,
+threads and waits that cannot be tested. Idea: everything that happens is an event with a time; what shall be done is a
+list of instructions. No process, signal, socket or clock is touched here.
+
+    phase         event                                  instructions                     next
+    RUNNING       last rank ended                        -                                DONE
+    RUNNING       a rank failed                          tell the others                  GRACE until +grace
+    RUNNING       Ctrl-C, SIGTERM, SIGHUP                forward it, tell Stop            INTERRUPTED until +interrupt limit
+    RUNNING       time limit                             collect stacks, tell Stop        STACKS until +0.5 s
+    INTERRUPTED   a second signal                        SIGKILL to all                   KILLING
+    GRACE         a signal                               SIGTERM to all                   TERMINATING
+    those         deadline                               SIGTERM, SIGKILL to the stopped  TERMINATING until +2 s
+    those         only stopped ranks are left            SIGKILL to them                  TERMINATING until +2 s
+    TERMINATING   deadline, or a signal                  SIGKILL to all                   KILLING
+    any           last rank ended                        -                                DONE
+    any           a rank stopped                         warn                             same
+    any           a rank stopped for its limit           tell the others, SIGKILL it      same
+    any           a rank ended                           tell the others                  same
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+from braid.diagnose import signal_name
+from braid.rendezvous import RankLost, Stop
+
+__all__ = [
+    "CollectStacks",
+    "Continued",
+    "Exited",
+    "Instruction",
+    "Interrupted",
+    "Limits",
+    "Phase",
+    "RankFacts",
+    "SaidFailed",
+    "SendSignal",
+    "Started",
+    "Stopped",
+    "SupervisorState",
+    "Tell",
+    "Tick",
+    "Warn",
+]
+
+STACKS_NS = 500_000_000  # faulthandler needs microseconds; a swapped-out process needs this
+TERMINATE_NS = 2_000_000_000  # a program that handles SIGTERM has had its grace period before
+
+
+class Phase(Enum):
+    """How far the end of the run has come."""
+
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    STACKS = "stacks"
+    GRACE = "grace"
+    TERMINATING = "terminating"
+    KILLING = "killing"
+    DONE = "done"
+
+
+class Limits(NamedTuple):
+    """Durations, in nanoseconds; `timeout_ns` None for no limit."""
+
+    grace_ns: int
+    stopped_ns: int
+    interrupt_ns: int
+    timeout_ns: int | None = None
+
+
+class Started(NamedTuple):
+    """A rank's process exists."""
+
+    rank: int
+
+
+class Exited(NamedTuple):
+    """A rank's process is gone; `reason` is a clause for the others."""
+
+    rank: int
+    reason: str
+    ok: bool
+
+
+class SaidFailed(NamedTuple):
+    """A rank says that an exception is about to end it."""
+
+    rank: int
+    reason: str
+
+
+class Stopped(NamedTuple):
+    """A signal stopped a rank without ending it."""
+
+    rank: int
+    signum: int
+
+
+class Continued(NamedTuple):
+    """A stopped rank runs again."""
+
+    rank: int
+
+
+class Interrupted(NamedTuple):
+    """The launcher was sent a signal."""
+
+    signum: int
+
+
+class Tick(NamedTuple):
+    """Time has passed."""
+
+
+class SendSignal(NamedTuple):
+    """Send `signum` to the processes of `ranks`."""
+
+    ranks: tuple[int, ...]
+    signum: int
+
+
+class Tell(NamedTuple):
+    """Send `message` to every living rank that has a control connection."""
+
+    message: RankLost | Stop
+
+
+class Warn(NamedTuple):
+    """Tell the user that `rank` was stopped (by `signum`), or that it goes on (`signum` 0)."""
+
+    rank: int
+    signum: int
+
+
+class CollectStacks(NamedTuple):
+    """Ask every living rank that can for its stacks."""
+
+
+Event: TypeAlias = Started | Exited | SaidFailed | Stopped | Continued | Interrupted | Tick
+Instruction: TypeAlias = SendSignal | Tell | Warn | CollectStacks
+
+
+@dataclass(slots=True)
+class RankFacts:
+    """What is known of a rank's process.
+
+    Attributes:
+        alive: It has started and not ended.
+        stopped_ns: Since when it is stopped; None while it runs.
+        stop_signal: What stopped it last.
+        declared_dead: It was given up because it was stopped for too long.
+        signalled: The launcher sent it a signal that ends processes.
+        failed_ns: When it said that it fails, before it was signalled; None if it did not.
+        told: The others know that it is lost.
+    """
+
+    alive: bool = True
+    stopped_ns: int | None = None
+    stop_signal: int = int(signal.SIGSTOP)
+    declared_dead: bool = False
+    signalled: bool = False
+    failed_ns: int | None = None
+    told: bool = False
+
+
+class SupervisorState:
+    """Decides when a run is over, and how it ends.
+
+    Args:
+        num_ranks: Ranks that will be started.
+        limits: How long everything may take.
+        start_ns: Now.
+    """
+
+    def __init__(self, num_ranks: int, limits: Limits, start_ns: int) -> None:
+        self.phase = Phase.RUNNING
+        self.ranks: dict[int, RankFacts] = {}
+        self.stopped_by = ""  # `timeout` or `interrupted` when that came before any failure
+        self.signum = 0
+        self.fault_ns: int | None = None
+        self._to_start = num_ranks
+        self._limits = limits
+        self._deadline_ns: int | None = None
+        if limits.timeout_ns is not None:
+            self._deadline_ns = start_ns + limits.timeout_ns
+
+    @property
+    def starting(self) -> bool:
+        """Whether another rank shall be started."""
+        return self._to_start > 0 and self.phase is Phase.RUNNING
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When a `Tick` is due; None when only other events matter."""
+        due = [
+            facts.stopped_ns + self._limits.stopped_ns
+            for facts in self.ranks.values()
+            if facts.alive and facts.stopped_ns is not None and not facts.declared_dead
+        ]
+        if self._deadline_ns is not None:
+            due.append(self._deadline_ns)
+        return min(due, default=None)
+
+    def handle(self, event: Event, now_ns: int) -> list[Instruction]:
+        """Take an event and say what to do; also does what is due by now."""
+        out: list[Instruction] = []
+        if isinstance(event, Started):
+            self.ranks[event.rank] = RankFacts()
+            self._to_start -= 1
+        elif isinstance(event, Exited):
+            out += self._exited(event, now_ns)
+        elif isinstance(event, SaidFailed):
+            out += self._said_failed(event, now_ns)
+        elif isinstance(event, Stopped):
+            facts = self.ranks[event.rank]
+            facts.stopped_ns, facts.stop_signal = now_ns, event.signum
+            out.append(Warn(event.rank, event.signum))
+        elif isinstance(event, Continued):
+            facts = self.ranks[event.rank]
+            if facts.stopped_ns is not None and not facts.declared_dead:
+                facts.stopped_ns = None
+                out.append(Warn(event.rank, 0))
+        elif isinstance(event, Interrupted):
+            out += self._interrupted(event.signum, now_ns)
+        out += self._due(now_ns)
+        if self.phase is not Phase.DONE and not self._alive() and not self.starting:
+            self.phase, self._deadline_ns = Phase.DONE, None
+        return out
+
+    def _exited(self, event: Exited, now_ns: int) -> list[Instruction]:
+        facts = self.ranks[event.rank]
+        facts.alive = False
+        if not event.ok:
+            self._fault(now_ns)
+        return self._tell(event.rank, event.reason, left=event.ok)
+
+    def _said_failed(self, event: SaidFailed, now_ns: int) -> list[Instruction]:
+        facts = self.ranks[event.rank]
+        if facts.signalled or facts.failed_ns is not None:
+            return []
+        facts.failed_ns = now_ns
+        self._fault(now_ns)
+        return self._tell(event.rank, event.reason)
+
+    def _fault(self, now_ns: int) -> None:
+        if self.phase is Phase.RUNNING:
+            self.fault_ns = now_ns
+            self.phase, self._deadline_ns = Phase.GRACE, now_ns + self._limits.grace_ns
+
+    def _interrupted(self, signum: int, now_ns: int) -> list[Instruction]:
+        if self.phase is not Phase.RUNNING:
+            harder = self.phase in {Phase.GRACE, Phase.STACKS}
+            return self._terminate(now_ns) if harder else self._kill()
+        self.stopped_by, self.signum, self.fault_ns = "interrupted", signum, now_ns
+        self.phase, self._deadline_ns = Phase.INTERRUPTED, now_ns + self._limits.interrupt_ns
+        return [Tell(Stop(signal_name(signum))), *self._signal(self._alive(), signum)]
+
+    def _due(self, now_ns: int) -> list[Instruction]:
+        out: list[Instruction] = []
+        for rank in self._alive():
+            facts = self.ranks[rank]
+            if facts.stopped_ns is None or facts.declared_dead:
+                continue
+            if now_ns >= facts.stopped_ns + self._limits.stopped_ns:
+                facts.declared_dead = True
+                lasted_s = (now_ns - facts.stopped_ns) / 1e9
+                reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.0f} s"
+                out += self._tell(rank, reason)
+                out += self._signal([rank], signal.SIGKILL)
+        if self._deadline_ns is not None and now_ns >= self._deadline_ns:
+            out += self._deadline_passed(now_ns)
+        elif self.phase in {Phase.GRACE, Phase.INTERRUPTED} and self._only_stopped_left():
+            out += self._terminate(now_ns)
+        return out
+
+    def _deadline_passed(self, now_ns: int) -> list[Instruction]:
+        if self.phase is Phase.RUNNING:
+            self.stopped_by, self.fault_ns = "timeout", now_ns
+            self.phase, self._deadline_ns = Phase.STACKS, now_ns + STACKS_NS
+            return [CollectStacks(), Tell(Stop("the run's time limit"))]
+        return self._kill() if self.phase is Phase.TERMINATING else self._terminate(now_ns)
+
+    def _terminate(self, now_ns: int) -> list[Instruction]:
+        self.phase, self._deadline_ns = Phase.TERMINATING, now_ns + TERMINATE_NS
+        alive = self._alive()
+        stopped = [rank for rank in alive if self.ranks[rank].stopped_ns is not None]
+        running = [rank for rank in alive if rank not in stopped]
+        return [*self._signal(running, signal.SIGTERM), *self._signal(stopped, signal.SIGKILL)]
+
+    def _kill(self) -> list[Instruction]:
+        self.phase, self._deadline_ns = Phase.KILLING, None
+        return self._signal(self._alive(), signal.SIGKILL)
+
+    def _alive(self) -> list[int]:
+        return [rank for rank, facts in self.ranks.items() if facts.alive]
+
+    def _only_stopped_left(self) -> bool:
+        alive = self._alive()
+        return bool(alive) and all(self.ranks[rank].stopped_ns is not None for rank in alive)
+
+    def _signal(self, ranks: list[int], signum: int) -> list[Instruction]:
+        for rank in ranks:
+            self.ranks[rank].signalled = True
+        return [SendSignal(tuple(ranks), int(signum))] if ranks else []
+
+    def _tell(self, rank: int, reason: str, *, left: bool = False) -> list[Instruction]:
+        if self.ranks[rank].told:
+            return []
+        self.ranks[rank].told = True
+        return [Tell(RankLost(rank, reason, left))]

@@ -1,0 +1,136 @@
+"""Claims of the launcher's output: complete logs, whole lines, a limit that says what it left out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.launch import QuietConsole, TerminalConsole
+from braid.launch.output import Line, LineBudget, LineSplitter, RankOutput
+
+S = 1_000_000_000
+
+
+def split(*chunks: bytes) -> list[Line]:
+    splitter = LineSplitter()
+    return [line for chunk in chunks for line in splitter.feed(chunk)] + splitter.flush()
+
+
+def test_lines_are_whole_however_they_arrive():
+    assert split(b"one\ntw", b"o\n", b"three") == [
+        Line(b"one", b"\n"),
+        Line(b"two", b"\n"),
+        Line(b"three", b""),
+    ]
+
+
+def test_a_carriage_return_ends_a_state_of_a_progress_bar():
+    assert split(b"\r10%\r20%", b"\r30%\n") == [
+        Line(b"", b"\r"),
+        Line(b"10%", b"\r"),
+        Line(b"20%", b"\r"),
+        Line(b"30%", b"\n"),
+    ]
+
+
+def test_windows_line_ends_are_one_end_even_when_cut():
+    assert split(b"a\r", b"\nb\r\n") == [Line(b"a", b"\r\n"), Line(b"b", b"\r\n")]
+
+
+def test_a_line_without_end_is_passed_on_in_pieces():
+    assert [len(line.text) for line in split(b"x" * 70_000, b"x" * 70_000)] == [70_000, 70_000]
+
+
+@given(st.lists(st.binary(max_size=20), max_size=20))
+def test_no_byte_is_lost(chunks):
+    assert b"".join(text + end for text, end in split(*chunks)) == b"".join(chunks)
+
+
+def test_a_budget_allows_a_burst_and_then_so_many_a_second():
+    budget = LineBudget(per_s=2, burst=3)
+    first = [budget.take(S) for _ in range(5)]
+    later = [budget.take(2 * S) for _ in range(4)]
+    assert (first, later) == ([True] * 3 + [False] * 2, [True, True, False, False])
+
+
+@pytest.fixture
+def console() -> QuietConsole:
+    return QuietConsole()
+
+
+def test_what_is_not_shown_is_counted_and_logged(tmp_path: Path, console):
+    output = RankOutput(1, tmp_path / "rank1.log", console, LineBudget(per_s=1, burst=2))
+    output.feed(1, b"a\nb\nc\nd\n", S)
+    output.feed(1, b"e\n", 3 * S)
+    output.close(3 * S)
+    note = f"... 2 lines not shown, see {tmp_path}/rank1.log".encode()
+    shown = [(1, 1, b"a"), (1, 1, b"b"), (1, 2, note), (1, 1, b"e")]
+    assert (console.lines, (tmp_path / "rank1.log").read_bytes()) == (shown, b"a\nb\nc\nd\ne\n")
+
+
+def test_a_progress_bar_is_shown_twice_a_second_and_at_its_end(tmp_path: Path, console):
+    output = RankOutput(0, tmp_path / "log", console, None)
+    for tenth in range(11):
+        output.feed(2, b"\r%d%%" % (tenth * 10), S + tenth * S // 10)
+    output.feed(2, b"\n", 3 * S)
+    output.close(3 * S)
+    assert [text for _, _, text in console.lines] == [b"0%", b"50%", b"100%"]
+    assert (tmp_path / "log").read_bytes().count(b"%") == 11
+
+
+def test_the_tail_of_stderr_holds_no_stdout(tmp_path: Path, console):
+    output = RankOutput(0, tmp_path / "log", console, None)
+    output.feed(2, b"Traceback\n", 1)
+    output.feed(1, b"noise\n", 2)
+    output.feed(2, b"ValueError\n", 3)
+    output.close(4)
+    assert output.stderr_tail == "Traceback\nValueError\n"
+
+
+@pytest.mark.procs
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_once_and_stops_nothing(console):
+    output = RankOutput(0, Path("/dev/full"), console, None)
+    output.feed(1, b"a\n", 1)
+    output.feed(1, b"b\n", 2)
+    output.close(3)
+    assert console.notices == ["/dev/full ends early: No space left on device"]
+    assert [text for _, _, text in console.lines] == [b"a", b"b"]
+
+
+def test_the_terminal_shows_the_rank_before_each_line():
+    out, err = io.StringIO(), io.StringIO()
+    with TerminalConsole(out, err, prefixed=True) as terminal:
+        terminal.line(1, 1, b"loss 2.3")
+        terminal.line(0, 2, "é\udcff".encode(errors="surrogateescape"))
+        terminal.notice("rank 1 was stopped")
+    assert out.getvalue() == "[rank 1] loss 2.3\n"
+    assert err.getvalue() == "[rank 0] é\ufffd\nbraid: rank 1 was stopped\n"
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("no_color", "colored"), [("", True), ("1", False)])
+def test_colour_is_for_terminals_and_no_color_is_honoured(monkeypatch, no_color, colored):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    out = Tty()
+    with TerminalConsole(out, io.StringIO(), prefixed=True) as terminal:
+        terminal.line(0, 1, b"x")
+    assert ("\x1b[" in out.getvalue()) is colored
+
+
+def test_a_closed_pipe_does_not_end_the_console():
+    out, err = io.StringIO(), io.StringIO()
+    out.close()
+    with TerminalConsole(out, err, prefixed=False) as terminal:
+        terminal.line(0, 1, b"x")
+        terminal.line(0, 2, b"y")
+    assert err.getvalue() == "y\n"
