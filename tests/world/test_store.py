@@ -162,6 +162,17 @@ def test_a_client_that_never_reads_does_not_hold_the_others_up(stack):
         assert [len(deaf.recv(10).buffers[0]) > 2_000_000 for _ in range(3)] == [True] * 3
 
 
+def test_a_client_with_many_requests_gets_all_answers_in_their_order(stack):
+    server = stack.enter_context(StoreServer())
+    ours, theirs = socket.socketpair()
+    with SocketConnection(ours, Identity("run", "launcher", -1)) as hasty:
+        for number in range(100):  # several turns, all read ahead before the first
+            hasty.send(bytes([0x93, number, 0, 0x93, 0xA3]) + b"add\xa1n\x01")
+        server.serve(SocketConnection(theirs, Identity("run", "store", 0)))
+        sums = [hasty.recv(10).meta for _ in range(100)]
+    assert sums == [bytes([0x92, n, 0x92, 0xA2]) + b"ok" + bytes([n + 1]) for n in range(100)]
+
+
 def test_a_value_that_no_frame_can_carry_is_refused_and_the_client_lives(stack):
     server = stack.enter_context(StoreServer())
     ours, theirs = socket.socketpair()

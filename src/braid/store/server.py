@@ -23,6 +23,7 @@ from braid.wire import Identity, Listener, Secret, SocketConnection
 __all__ = ["StoreServer"]
 
 _MAX_OUTBOX_BYTES = 2 * STORE_LIMITS.max_frame_bytes
+_REQUESTS_PER_TURN = 32  # of one client, before the others have theirs
 
 
 class StoreServer:
@@ -42,6 +43,7 @@ class StoreServer:
         self._numbers = itertools.count(1)
         self._clients: dict[int, SocketConnection] = {}
         self._handed_over: deque[SocketConnection] = deque()
+        self._unfinished: set[int] = set()  # clients that had more requests than a turn has
         self._closing = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -149,6 +151,8 @@ class StoreServer:
                         self._welcome()
                     else:
                         self._attend(key.data, events)
+                for client in list(self._unfinished):
+                    self._attend(client, 0)
                 now_ns = self._now_ns()
                 if self._listener is not None:
                     overdue_ns = self._listener.next_deadline_ns()
@@ -167,6 +171,8 @@ class StoreServer:
 
     def _pause_s(self) -> float | None:
         """How long nothing needs to be done unless something is readable."""
+        if self._unfinished:
+            return 0
         deadlines = [self._state.next_deadline_ns()]
         if self._listener is not None:
             deadlines.append(self._listener.next_deadline_ns())
@@ -188,14 +194,18 @@ class StoreServer:
         self._attend(client, 0)  # its first frames may have been read ahead by the previous owner
 
     def _attend(self, client: int, events: int) -> None:
-        """Flush what `client` can take now, and carry out all requests that are here."""
+        """Flush what `client` can take now, and carry out its requests for one turn."""
+        self._unfinished.discard(client)
         connection = self._clients.get(client)
         if connection is None:  # dropped in this very round
             return
         try:
             if events & selectors.EVENT_WRITE:
                 self._watch(client, connection, connection.flush())
-            while (frame := connection.try_recv()) is not None:
+            for _ in range(_REQUESTS_PER_TURN):
+                frame = connection.try_recv()
+                if frame is None:
+                    return
                 call = unpack_call(frame)
                 self._deliver(
                     self._state.request(
@@ -206,6 +216,7 @@ class StoreServer:
                         timeout_ns=call.timeout_ns,
                     )
                 )
+            self._unfinished.add(client)
         except CommError:
             self._drop(client)
 
@@ -238,3 +249,4 @@ class StoreServer:
             self._selector.unregister(connection)
             connection.close()
             self._state.forget(client)
+            self._unfinished.discard(client)

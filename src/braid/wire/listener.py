@@ -47,7 +47,7 @@ class _HalfOpen(NamedTuple):
 
 
 class Listener:
-    """A bound socket that yields authenticated connections.
+    """A bound socket that yields authenticated connections; for one thread at a time.
 
     Args:
         address: Where to listen; port 0 lets the system choose, see `address`.
