@@ -193,9 +193,8 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
 def describe(end: RankEnd) -> str:
     """How a rank ended, in words: `killed by signal 9 (SIGKILL)`, `raised ValueError: ...`."""
     if end.stopped_s is not None and end.asked_to_stop:
-        return (
-            f"stopped by {signal_name(end.stop_signal)} for {end.stopped_s:.0f} s, killed by braid"
-        )
+        lasted = f"{end.stopped_s:.0f} s" if end.stopped_s >= 9.95 else f"{end.stopped_s:.1f} s"
+        return f"stopped by {signal_name(end.stop_signal)} for {lasted}, killed by braid"
     if end.memory_kill is not None:
         return f"killed by the kernel for memory{_memory(end.memory_kill)}"
     if end.signal is not None:

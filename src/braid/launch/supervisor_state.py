@@ -270,7 +270,7 @@ class SupervisorState:
             if now_ns >= facts.stopped_ns + self._limits.stopped_ns:
                 facts.declared_dead = True
                 lasted_s = (now_ns - facts.stopped_ns) / 1e9
-                reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.0f} s"
+                reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.3g} s"
                 out += self._tell(rank, reason)
                 out += self._signal([rank], signal.SIGKILL)
         if self._deadline_ns is not None and now_ns >= self._deadline_ns:
