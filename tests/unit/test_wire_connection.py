@@ -312,6 +312,33 @@ def test_connecting_to_nobody_says_where_and_why():
             connect(f"tcp://127.0.0.1:{port}", SECRET, WORKER, timeout_s=3, clock=VirtualClock())
 
 
+def test_a_port_that_connects_to_itself_is_nobody(monkeypatch):
+    """Linux may choose the wanted port as the client's own, and then connects the two."""
+
+    class SelfBound(socket.socket):
+        def connect(self, where):
+            self.bind(where)
+            super().connect(where)
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr("socket.socket", SelfBound)
+    with pytest.raises(RendezvousError, match="found: Connection refused"):
+        connect(address, SECRET, WORKER, timeout_s=0)
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="the system names no peer")
+def test_other_users_are_refused_at_unix_sockets_by_both_ends(tmp_path, monkeypatch):
+    with Listener(f"unix:{tmp_path}/s", SECRET, SERVER) as listener:
+        me = os.geteuid()
+        monkeypatch.setattr("os.geteuid", lambda: me + 1)
+        with pytest.raises(RendezvousError, match=f"of user {me + 1}, found one of user {me}"):
+            connect(listener.address, SECRET, WORKER, timeout_s=10)
+        assert listener.accept_ready() == []
+        assert f"of user {me + 1}, found one of user {me}" in listener.refusals[-1]
+
+
 def test_a_port_in_use_is_named(tcp_listener):
     port = Address.parse(tcp_listener.address).port
     with pytest.raises(ConfigError, match=f":{port}: Address already in use; end the process"):

@@ -242,6 +242,16 @@ def test_a_held_lock_is_a_timeout_that_says_so(tmp_path):
             store.set("a", b"")
 
 
+def test_readers_share_the_lock_and_writers_do_not(tmp_path):
+    path = tmp_path / "store"
+    with FileStore(path, 0.01) as store, path.open("rb") as holder:
+        store.set("a", b"1")
+        fcntl.flock(holder, fcntl.LOCK_SH)
+        assert store.get("a") == b"1"
+        with pytest.raises(CommTimeout, match="found it held"):
+            store.set("a", b"2")
+
+
 WRITER = """
 import sys
 from braid.store import FileStore
