@@ -86,6 +86,10 @@ class Port:
         pages: Place of each member's page 0, own included, as its arena's words.
     """
 
+    channel_type: type[
+        Channel
+    ]  # set below the class that it names; the explorer records with its own
+
     def __init__(
         self, transport: MemoryTransport, ranks: tuple[int, ...], group_rank: int, pages: list[int]
     ) -> None:
@@ -93,6 +97,7 @@ class Port:
         self.ranks = ranks
         self.rank = group_rank
         self.size = len(ranks)
+        self.stopped = ""  # why this rank takes no further part
         self._pages = pages
         self._channels: dict[int, Channel] = {}
         self._incoming: dict[int, Channel] = {}
@@ -112,14 +117,16 @@ class Port:
         """The channel with this number; every member gives the same number to the same purpose."""
         channel = self._channels.get(index)
         if channel is None:
-            channel = self._channels[index] = Channel(self, index)
+            channel = self._channels[index] = self.channel_type(self, index)
         return channel
 
     def incoming(self, source: int) -> Channel:
         """The channel on which `source` sends to this rank; its steps are counted per source."""
         channel = self._incoming.get(source)
         if channel is None:
-            channel = self._incoming[source] = Channel(self, self.sending_index(self.rank))
+            channel = self._incoming[source] = self.channel_type(
+                self, self.sending_index(self.rank)
+            )
         return channel
 
     def sending_index(self, to: int) -> int:
@@ -165,6 +172,7 @@ class Port:
         words = self._directories[self.rank]
         if words[_STATE]:
             return
+        self.stopped = reason
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason) if reason else 0
         words[_STATE] = code | channel << 8
@@ -358,6 +366,9 @@ class Channel:
     def _find(self, peer: int) -> memoryview | None:
         line = self._lines[peer] = self._port.line_of(peer, self.index)
         return line
+
+
+Port.channel_type = Channel
 
 
 def _place(index: int) -> tuple[int, int]:

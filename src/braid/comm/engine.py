@@ -120,17 +120,17 @@ class MemoryEngine:
         """Carry `call` out in this thread, behind what is queued on the same channel."""
         operation = self._operation(call, None)
         if self.progress.busy(operation.channel):
-            work = Work(operation, background=True)
+            work = Work(operation)
             self.progress.submit(operation)
             work.wait()
         else:
-            operation.run()
+            self.progress.run(operation)
         self._count(call, operation)
 
     def start(self, call: Call) -> Work:
         """Hand `call` to the progress thread."""
         operation = self._operation(call, None)
-        work = Work(operation, background=True)
+        work = Work(operation)
         self.progress.submit(operation)
         self._count(call, operation)
         return work
@@ -139,10 +139,9 @@ class MemoryEngine:
         """Publish this rank's part of a persistent request and take the steps that are possible now."""
         channel = self.port.channel(self.port.request_index(number))
         operation = self._operation(call, channel, scale)
-        work = Work(operation, background=False)
         operation.on_done = lambda: self._count(call, operation)
-        operation.advance()
-        return work
+        self.progress.start(operation)
+        return Work(operation, self.progress.run)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor in the arena: collectives on it need no copies."""

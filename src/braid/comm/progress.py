@@ -1,6 +1,10 @@
-"""One thread that carries out asynchronous collectives, any number at a time.
+"""Who takes the steps: the thread that waits, for everything that has been started, and one thread for the rest.
 
-Operations of one channel are taken in the order in which they were submitted; those of different channels advance
+Started requests need this rank's steps even while it waits for something else: if rank 0 waited for bucket A and rank 1 for
+bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule). So a thread
+that waits in `run` takes the steps of every started request as they become possible.
+
+`submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were submitted; those of different channels advance
 independently, so a late one blocks nobody else. The thread exists only while something is under way; while it runs, the
 interpreter's switch interval is lowered (5 ms by default, which a 1 MiB all-reduce would pay several times) and put back
 afterwards.
@@ -8,9 +12,11 @@ afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from braid.comm.channel import Channel
 from braid.comm.work import Operation
@@ -22,7 +28,7 @@ SWITCH_INTERVAL_S = 1e-4
 
 
 class Progress:
-    """The progress thread of one rank; a context manager.
+    """Progress of all operations of one rank; owns the thread, if there is one; a context manager.
 
     Args:
         transport: Whose waits it takes over.
@@ -31,9 +37,46 @@ class Progress:
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
+        self._started: list[Operation] = []  # requests that nobody may be waiting for yet
         self._queues: dict[Channel, deque[Operation]] = {}
         self._thread: threading.Thread | None = None
         self._fresh = False
+
+    def start(self, operation: Operation) -> None:
+        """Take the steps that are possible now; later ones are taken by whoever waits."""
+        self.advance_started()
+        if not operation.advance():
+            self._started.append(operation)
+
+    def advance_started(self) -> bool:
+        """Advance every started operation that can move; whether any did."""
+        moved = False
+        for operation in tuple(self._started):
+            if operation.ready():
+                moved = True
+                if operation.advance():
+                    with contextlib.suppress(ValueError):  # another thread was faster
+                        self._started.remove(operation)
+        return moved
+
+    def run(self, operation: Operation) -> None:
+        """Take all steps of `operation` in this thread, and those of started ones in between.
+
+        Raises:
+            CommError: What stopped it.
+        """
+        until = self._transport.waiter.until
+        while not operation.advance():
+            if self._started and self.advance_started():
+                continue
+            try:
+                waited = until(self._anything_ready(operation), operation.check)
+            except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
+                operation.fail(exc)
+            else:
+                operation.note_wait(waited)
+        if operation.error is not None:
+            raise operation.error
 
     def busy(self, channel: Channel) -> bool:
         """Whether operations of `channel` are queued here, so that the next one must be, too."""
@@ -62,6 +105,12 @@ class Progress:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _anything_ready(self, operation: Operation) -> Callable[[], bool]:
+        others = [o for o in self._started if o is not operation]
+        if not others:
+            return operation.ready
+        return lambda: operation.ready() or any(o.ready() for o in others)
 
     def _run(self) -> None:
         interval = sys.getswitchinterval()

@@ -3,9 +3,9 @@
 `Operation` is one collective under way: steps to take, waits that block it, and the translation of whatever stops it
 into the error that the user sees. Who takes the steps is a matter of convenience:
 
-    `run`        the calling thread, to the end (synchronous calls)
-    `advance`    anyone, as far as possible without waiting (persistent requests, from hooks)
-    progress     one thread, many operations at a time (`async_op=True`)
+    `Progress.run`      the calling thread, to the end (synchronous calls, `Work.wait` of a request)
+    `advance`           anyone, as far as possible without waiting (persistent requests, from hooks)
+    `Progress.submit`   one thread, many operations at a time (`async_op=True`)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from braid.comm.channel import ABANDONED, DISAGREED, Channel, Disagreement, Port
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
-from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError
+from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.events import Recorder, Span
 from braid.transport import Steps, Wait
 
@@ -45,6 +45,7 @@ class Operation:
         "_digest",
         "_epoch",
         "_events",
+        "_lock",
         "_nbytes",
         "_site",
         "_span",
@@ -86,45 +87,34 @@ class Operation:
         self._timeout_s = timeout_s
         self._epoch = epoch
         self._wait: Wait | None = None
+        self._lock = threading.Lock()
         self._digest = digest
         self._site = site
         self._nbytes = nbytes
         self._span: Span | None = None
         self._deadline_ns = port.transport.clock.now_ns() + round(timeout_s * 1e9)
 
-    def run(self) -> None:
-        """Take all steps in this thread.
-
-        Raises:
-            CommError: What stopped it.
-        """
-        until = self.port.transport.waiter.until
-        while not self.advance():
-            try:
-                waited = until(self.ready, self.check)
-            except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
-                self.fail(exc)
-            else:
-                self._note_wait(waited)
-        if self.error is not None:
-            raise self.error
-
     def advance(self) -> bool:
         """Go on as far as possible without waiting; True when it has ended, well or badly."""
-        if self.done:
-            return True
-        if self._span is None:
-            self._begin()
+        if self.done or not self._lock.acquire(blocking=False):
+            return self.done  # another thread is at it
         try:
+            if self._span is None:
+                self._begin()
             while self._wait is None or self.port.reached(self._wait):
                 self._wait = next(self._steps)
         except StopIteration:
             self._finish()
         except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
             self.fail(exc)
+        finally:
+            self._lock.release()
         return self.done
 
     def _begin(self) -> None:
+        if self.port.stopped:
+            msg = f"expected a group in use for {self.text}, found that it ended earlier: {self.port.stopped}"
+            raise StaleError(msg)
         channel = self.channel
         channel.digest = self._digest
         channel.site = self._site
@@ -208,7 +198,8 @@ class Operation:
             answers.append(answer)
         return mismatch_table(answers, step=exc.value)
 
-    def _note_wait(self, waited_ns: int) -> None:
+    def note_wait(self, waited_ns: int) -> None:
+        """Record that a thread has waited for this operation."""
         if waited_ns:
             self.waited_ns += waited_ns
             now_ns = self.port.transport.clock.now_ns()
@@ -232,13 +223,19 @@ class Work:
     """A collective that has been started and may not have ended.
 
     Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting twice is allowed.
+
+    Args:
+        operation: What has been started.
+        run: How `wait` takes its steps; None when the progress thread does.
     """
 
-    def __init__(self, operation: Operation, *, background: bool) -> None:
+    def __init__(
+        self, operation: Operation, run: Callable[[Operation], None] | None = None
+    ) -> None:
         self._operation = operation
-        self._ended: threading.Event | None = None
-        if background:
-            self._ended = threading.Event()
+        self._run = run
+        self._ended = threading.Event()
+        if run is None:
             operation.on_done = self._ended.set
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -251,8 +248,8 @@ class Work:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: The operation failed.
         """
-        if self._ended is None:
-            self._operation.run()
+        if self._run is not None:
+            self._run(self._operation)
             return
         if not self._ended.wait(timeout_s):
             msg = f"expected {self._operation.text} to end within {timeout_s:g} s, found it under way: wait again"
@@ -262,7 +259,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether it has ended, well or badly; takes the steps that are possible now."""
-        if self._ended is None:
+        if self._run is not None:
             return self._operation.advance()
         return self._ended.is_set()
 

@@ -153,6 +153,16 @@ class Arena:
             return 0
         return extent.number << OFFSET_BITS | offset // LINE_BYTES
 
+    def origin(self, address: int) -> tuple[int, int, int] | None:
+        """(rank, extent, byte) behind an address of this process, None if it is not shared memory. For tools."""
+        for extent in self._extents:
+            if 0 <= address - extent.base < extent.file.nbytes:
+                return self.rank, extent.number, address - extent.base
+        for (rank, number), tensor in self._maps.items():
+            if 0 <= address - tensor.data_ptr() < tensor.numel():
+                return rank, number, address - tensor.data_ptr()
+        return None
+
     def view(self, rank: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Flat tensor over memory of `rank` that begins at `word`; mapped at first use."""
         key = (rank, word, numel, dtype)

@@ -1,0 +1,298 @@
+"""Every interleaving of a collective on two or three ranks.
+
+Problem: a collective over shared memory can be wrong in ways that no amount of running shows: a slot overwritten while a
+slow peer still reads it, a wait that nobody answers. Tests see the few interleavings that the machine happens to produce.
+
+Idea: what a rank does does not depend on timing, only *when* it does it. So one run in a single thread records each
+rank's actions:
+
+    Post(channel, value)             the counter is set
+    Acquire(peer, channel, value)    blocks until the peer's counter is there
+    Access(...)                      memory read and written since the last of the above; seen by intercepting every
+                                     torch operation and looking up where its tensors lie
+
+and then all interleavings of these lists are enumerated. A state is how far each rank has come. There is a *deadlock* if
+some state has unfinished ranks and none can move; there is a *race* (which includes early reuse of a slot) if in some
+state two ranks are both about to access the same bytes and one of them writes. Since counters only grow, the absence of
+races means that every interleaving computes what the recorded one did.
+
+Source: the recording is the dynamic part of Flanagan and Godefroid, "Dynamic Partial-Order Reduction" (2005); with two or
+three ranks nothing has to be reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from braid.comm.channel import Channel, Port
+from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait
+
+__all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]
+
+
+class Span(NamedTuple):
+    """Bytes of shared memory: owner, extent, first byte, end."""
+
+    rank: int
+    extent: int
+    start: int
+    end: int
+
+    def overlaps(self, other: Span) -> bool:
+        """Whether they share a byte."""
+        same = self[:2] == other[:2]
+        return same and self.start < other.end and other.start < self.end
+
+
+class Post(NamedTuple):
+    """The rank's counter on `channel` becomes `value`."""
+
+    channel: int
+    value: int
+
+
+class Acquire(NamedTuple):
+    """The rank waits until `peer` has posted `value` on `channel`."""
+
+    peer: int
+    channel: int
+    value: int
+
+
+class Access(NamedTuple):
+    """Shared memory that is read and written, in one go."""
+
+    reads: frozenset[Span]
+    writes: frozenset[Span]
+
+    def conflicts(self, other: Access) -> Span | None:
+        """Bytes that both touch and one of them writes."""
+        for mine, theirs in (
+            (self.writes, other.writes | other.reads),
+            (self.reads, other.writes),
+        ):
+            for span in mine:
+                if any(span.overlaps(o) for o in theirs):
+                    return span
+        return None
+
+
+Action = Post | Acquire | Access
+
+
+class Exploration(NamedTuple):
+    """What was found.
+
+    Attributes:
+        num_states: States that can be reached.
+        deadlocks: How far each rank had come in states where nobody can move.
+        races: (ranks, span, positions) of simultaneous conflicting accesses.
+    """
+
+    num_states: int
+    deadlocks: list[tuple[int, ...]]
+    races: list[tuple[tuple[int, int], Span, tuple[int, ...]]]
+
+
+def record(size: int, make_steps: Callable[[Port], Steps]) -> list[list[Action]]:
+    """Run a collective on `size` ranks in this thread and write down what each rank does.
+
+    Args:
+        size: Number of ranks.
+        make_steps: Called once per rank with its port; several collectives may be chained with `yield from`.
+
+    Returns:
+        The actions of each rank, in its order.
+
+    Raises:
+        AssertionError: The ranks wait for each other already in this run.
+    """
+    with Fabric(size) as fabric:
+        pages = [Port.first_page(t).word for t in fabric.transports]
+        ranks = tuple(range(size))
+        actions: list[list[Action]] = [[] for _ in ranks]
+        ports = [
+            _RecordingPort(t, ranks, r, pages, actions[r]) for r, t in enumerate(fabric.transports)
+        ]
+        steps = [make_steps(port) for port in ports]
+        _run_in_turns(ports, steps, actions)
+        for port in ports:
+            port.close()
+        return actions
+
+
+def explore(programs: Sequence[Sequence[Action]]) -> Exploration:
+    """Enumerate all interleavings of recorded programs; see the module."""
+    posted = [_counters(program) for program in programs]
+    start = (0,) * len(programs)
+    seen = {start}
+    frontier = [start]
+    deadlocks: list[tuple[int, ...]] = []
+    races: list[tuple[tuple[int, int], Span, tuple[int, ...]]] = []
+
+    while frontier:
+        state = frontier.pop()
+        movable = [r for r in range(len(programs)) if _enabled(programs, posted, state, r)]
+        if not movable and any(at < len(p) for at, p in zip(state, programs, strict=True)):
+            deadlocks.append(state)
+        races += _races(programs, state, movable)
+        for rank in movable:
+            successor = (*state[:rank], state[rank] + 1, *state[rank + 1 :])
+            if successor not in seen:
+                seen.add(successor)
+                frontier.append(successor)
+    return Exploration(len(seen), deadlocks, races)
+
+
+def _counters(program: Sequence[Action]) -> list[dict[int, int]]:
+    """Counter per channel before each action, and at the end."""
+    counters: list[dict[int, int]] = [{}]
+    for action in program:
+        latest = dict(counters[-1])
+        if isinstance(action, Post):
+            latest[action.channel] = action.value
+        counters.append(latest)
+    return counters
+
+
+def _enabled(
+    programs: Sequence[Sequence[Action]],
+    posted: Sequence[Sequence[dict[int, int]]],
+    state: tuple[int, ...],
+    rank: int,
+) -> bool:
+    if state[rank] == len(programs[rank]):
+        return False
+    action = programs[rank][state[rank]]
+    if isinstance(action, Acquire):
+        return posted[action.peer][state[action.peer]].get(action.channel, 0) >= action.value
+    return True
+
+
+def _races(
+    programs: Sequence[Sequence[Action]], state: tuple[int, ...], movable: list[int]
+) -> list[tuple[tuple[int, int], Span, tuple[int, ...]]]:
+    accesses = [(r, programs[r][state[r]]) for r in movable]
+    found = []
+    for index, (first, one) in enumerate(accesses):
+        for second, other in accesses[index + 1 :]:
+            if isinstance(one, Access) and isinstance(other, Access):
+                span = one.conflicts(other)
+                if span is not None:
+                    found.append(((first, second), span, state))
+    return found
+
+
+def _run_in_turns(
+    ports: Sequence[_RecordingPort], steps: Sequence[Steps], actions: Sequence[list[Action]]
+) -> None:
+    """Advance each rank as far as it gets, again and again, in one thread."""
+    pending: list[Wait | None] = [None] * len(ports)
+    running = list(range(len(ports)))
+    while running:
+        moved = False
+        for rank in tuple(running):
+            wait = pending[rank]
+            if wait is not None and not ports[rank].reached(wait):
+                continue
+            moved = True
+            with _Watch(ports[rank].transport.arena, actions[rank]):
+                pending[rank] = next(steps[rank], None)
+            if pending[rank] is None:
+                running.remove(rank)
+        if not moved:
+            tails = {rank: actions[rank][-3:] for rank in running}
+            msg = f"expected every rank to finish, found ranks waiting for each other: {tails}"
+            raise AssertionError(msg)
+
+
+class _RecordingChannel(Channel):
+    """A channel that writes down what it publishes and what it has waited for."""
+
+    __slots__ = ("actions",)
+
+    def __init__(self, port: Port, index: int) -> None:
+        super().__init__(port, index)
+        assert isinstance(port, _RecordingPort)
+        self.actions = port.actions
+
+    def post(self) -> int:
+        value = super().post()
+        self.actions.append(Post(self.index, value))
+        return value
+
+    def exchange(self) -> Steps:
+        yield from super().exchange()
+        self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.others)
+
+    def await_step(self, peer: int, value: int) -> Steps:
+        yield from super().await_step(peer, value)
+        self.actions.append(Acquire(peer, self.index, value))
+
+
+class _RecordingPort(Port):
+    channel_type = _RecordingChannel
+
+    def __init__(  # what a port is made of, and the list to write to
+        self,
+        transport: MemoryTransport,
+        ranks: tuple[int, ...],
+        group_rank: int,
+        pages: list[int],
+        actions: list[Action],
+    ) -> None:
+        self.actions = actions
+        super().__init__(transport, ranks, group_rank, pages)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook is untyped
+    """Sees every torch operation and notes which shared bytes it touches."""
+
+    def __init__(self, arena: Arena, actions: list[Action]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = arena
+        self._actions = actions
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view:
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001 - no public way
+            reads: set[Span] = set()
+            writes: set[Span] = set()
+            for argument in func._schema.arguments:  # noqa: SLF001 - likewise
+                for span in self._spans(given.get(argument.name)):
+                    written = argument.alias_info is not None and argument.alias_info.is_write
+                    (writes if written else reads).add(span)
+            self._note(Access(frozenset(reads), frozenset(writes)))
+        return func(*args, **kwargs)
+
+    def _spans(self, value: object) -> list[Span]:
+        tensors = value if isinstance(value, list | tuple) else [value]
+        spans = []
+        for x in tensors:
+            if isinstance(x, torch.Tensor) and x.numel():
+                place = self._arena.origin(x.data_ptr())
+                if place is not None:
+                    rank, extent, start = place
+                    assert x.is_contiguous(), "algorithms touch shared memory in contiguous pieces"
+                    spans.append(Span(rank, extent, start, start + x.numel() * x.element_size()))
+        return spans
+
+    def _note(self, access: Access) -> None:
+        if not access.reads and not access.writes:
+            return
+        last = self._actions[-1] if self._actions else None
+        if isinstance(last, Access):
+            self._actions[-1] = Access(last.reads | access.reads, last.writes | access.writes)
+        else:
+            self._actions.append(access)

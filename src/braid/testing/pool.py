@@ -1,0 +1,240 @@
+"""Ranks as processes, reused from test to test: importing torch takes longer than most tests.
+
+`ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel by pickle between a test
+and its own children, results and exceptions travel back. A child that dies, or does not end in time, is replaced; its
+stack, when it still lives, is part of the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from braid.clock import MonotonicClock
+from braid.comm import Group
+from braid.errors import CommError
+from braid.events import Recorder
+from braid.store import FileStore
+from braid.transport import Health, RankContext, connect
+
+__all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
+
+TIMEOUT_S = 120.0
+
+
+class RemoteError(Exception):
+    """An exception of a rank that could not be pickled; holds its text."""
+
+
+class RankDiedError(Exception):
+    """A rank's process ended without an answer; holds rank -> exit code in `codes`."""
+
+    def __init__(self, message: str, codes: dict[int, int]) -> None:
+        super().__init__(message)
+        self.codes = codes
+
+
+class _Job(NamedTuple):
+    """What a child is asked to do."""
+
+    rank: int
+    size: int
+    directory: str
+    main: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class _Answer(NamedTuple):
+    """What came of it."""
+
+    result: Any
+    error: BaseException | None
+    ended_ns: int
+
+
+class _Child:
+    """One process of the pool."""
+
+    def __init__(self, directory: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        descriptor, name = tempfile.mkstemp(dir=directory, prefix="stacks-")
+        os.close(descriptor)
+        self.stacks = Path(name)
+        self.pipe: Connection = ours
+        self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def stack(self) -> str:
+        """Python stacks of the child; works while it holds the interpreter lock."""
+        if self.process.pid is None or not self.process.is_alive():
+            return f"(ended with exit code {self.process.exitcode})"
+        os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while not self.stacks.stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.stacks.read_text()
+
+    def close(self, *, kill: bool) -> None:
+        """End the process and release everything."""
+        if kill:
+            self.process.kill()
+        self.pipe.close()
+        self.process.join()
+        self.process.close()
+
+
+class ProcessPool:
+    """Reused processes; a context manager."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="braid-pool-")
+        self._children: list[_Child] = []
+        self._num_jobs = 0
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of the children, and of the resource tracker that multiprocessing starts for them."""
+        tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        children = {c.process.pid for c in self._children if c.process.pid is not None}
+        return frozenset(children | ({tracker} if tracker else set()))
+
+    def run(
+        self,
+        size: int,
+        main: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[Any]:
+        """Run `main(group, *args)` on `size` processes and return their results in the order of ranks.
+
+        Raises:
+            TimeoutError: Holds the stacks of the ranks that did not end.
+            RankDiedError: A process ended without an answer.
+            Exception: That of the rank that failed first.
+        """
+        while len(self._children) < size:
+            self._children.append(_Child(self._directory.name))
+        self._num_jobs += 1
+        directory = Path(self._directory.name) / f"job-{self._num_jobs}"
+        directory.mkdir()
+        children = self._children[:size]
+        for rank, child in enumerate(children):
+            child.pipe.send(_Job(rank, size, str(directory), main, args))
+        answers = self._collect(children, timeout_s)
+        return _results(answers)
+
+    def close(self) -> None:
+        """End all processes."""
+        for child in self._children:
+            child.close(kill=False)
+        self._children.clear()
+        self._directory.cleanup()
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _collect(self, children: list[_Child], timeout_s: float) -> list[_Answer]:
+        answers: dict[int, _Answer] = {}
+        died: dict[int, int] = {}
+        end = time.monotonic() + timeout_s
+        while len(answers) + len(died) < len(children):
+            open_ranks = [r for r in range(len(children)) if r not in answers and r not in died]
+            pipes = {children[r].pipe: r for r in open_ranks}
+            ready = wait(list(pipes), max(0.0, end - time.monotonic()))
+            if not ready:
+                stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
+                self._replace(children)
+                msg = f"expected ranks to end within {timeout_s:g} s, found {open_ranks} running\n{stacks}"
+                raise TimeoutError(msg)
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above
+                try:
+                    answers[rank] = children[rank].pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    children[rank].process.join()
+                    died[rank] = children[rank].process.exitcode or 0
+        if died:
+            self._replace(children)
+            errors = {r: repr(a.error) for r, a in answers.items() if a.error}
+            msg = f"expected an answer of every rank, found exit codes {died}; the others: {errors}"
+            error = RankDiedError(msg, died)
+            error.__dict__["answers"] = answers
+            raise error
+        return [answers[rank] for rank in range(len(children))]
+
+    def _replace(self, children: list[_Child]) -> None:
+        for child in children:
+            child.close(kill=True)
+            self._children.remove(child)
+
+
+def _results(answers: list[_Answer]) -> list[Any]:
+    failed = sorted((a for a in answers if a.error is not None), key=lambda a: a.ended_ns)
+    causes = [a for a in failed if not isinstance(a.error, CommError)]
+    for answer in (causes or failed)[:1]:
+        assert answer.error is not None
+        answer.error.__dict__["rank_errors"] = {
+            r: a.error for r, a in enumerate(answers) if a.error is not None
+        }
+        raise answer.error
+    return [answer.result for answer in answers]
+
+
+def _serve(pipe: Connection, stacks: str) -> None:
+    """The life of a child: jobs until the pipe ends."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-3)
+    with Path(stacks).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        while True:
+            try:
+                job: _Job = pipe.recv()
+            except EOFError:
+                return
+            pipe.send(_picklable(_carry_out(job)))
+
+
+def _carry_out(job: _Job) -> _Answer:
+    clock = MonotonicClock()
+    health = Health(job.rank, clock)
+    store = FileStore(str(Path(job.directory) / "store"))
+    result, error = None, None
+    with contextlib.ExitStack() as stack:
+        try:
+            transport = connect(job.rank, job.size, store, clock, health)
+            stack.callback(transport.close)
+            context = RankContext(job.rank, job.size, clock, Recorder(), health, store)
+            result = job.main(Group.world(context, transport), *job.args)
+            transport.leave()
+        except BaseException as exc:  # noqa: BLE001 - travels back to the test
+            error = exc
+        ended_ns = time.monotonic_ns()
+    return _Answer(result, error, ended_ns)
+
+
+def _picklable(answer: _Answer) -> _Answer:
+    try:
+        pickle.loads(pickle.dumps(answer))  # noqa: S301 - just made here
+    except Exception:  # noqa: BLE001 - anything may go wrong in somebody's __reduce__
+        text = "".join(traceback.format_exception(answer.error)) if answer.error else "result"
+        return _Answer(None, RemoteError(f"not picklable: {text}"), answer.ended_ns)
+    return answer

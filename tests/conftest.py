@@ -1,0 +1,64 @@
+"""Fixtures: worlds of ranks on threads or processes, and the check that nothing is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from braid.testing.leaks import no_leaks
+from braid.testing.pool import ProcessPool
+from braid.testing.worlds import run_threads
+
+World = Callable[..., list[Any]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--world",
+        choices=("threads", "procs"),
+        default="threads",
+        help="run ranks as threads of this process (default) or as processes of a reused pool",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_per_rank() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool() as processes:
+        yield processes
+
+
+@pytest.fixture
+def procs(pool: ProcessPool) -> World:
+    """`procs(size, main, *args)`: ranks as processes."""
+    return pool.run
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs."""
+    if request.config.getoption("--world") == "procs":
+        return request.getfixturevalue("procs")
+    return run_threads
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    names = set(request.fixturenames)
+    if "world" not in str(request.path.parent.name):
+        yield
+        return
+    processes: ProcessPool | None = None
+    if names & {"pool", "procs"} or request.config.getoption("--world") == "procs":
+        processes = request.getfixturevalue("pool")
+        yield  # a pool's children and pipes outlive the test; they are checked when it closes
+        return
+    with no_leaks(processes.pids if processes else frozenset()):
+        yield

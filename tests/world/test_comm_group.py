@@ -1,0 +1,201 @@
+"""Groups on threads and on processes keep every claim of the conformance suite."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
+from braid.testing.group_conformance import GROUP_CLAIMS, MISMATCHES, check_mismatch
+
+SIZES = (1, 2, 3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda c: c.__name__)
+def test_claim_holds(world, claim, size):
+    world(size, claim)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda c: c.__name__)
+def test_claim_holds_on_three_processes(procs, claim):
+    procs(3, claim)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_mismatch_is_the_same_error_on_every_rank(world, kind, size):
+    texts = world(size, check_mismatch, kind)
+    assert texts == [texts[0]] * size
+
+
+def _barrier_but_one(group: Group) -> None:
+    if group.rank == group.size - 1:
+        msg = "no data"
+        raise ValueError(msg)
+    group.barrier()
+
+
+def test_a_rank_that_raises_ends_the_waits_of_the_others(world):
+    with pytest.raises(ValueError, match="no data") as caught:
+        world(3, _barrier_but_one)
+    others = {r: type(e) for r, e in caught.value.rank_errors.items() if r != 2}
+    assert others == {0: PeerLostError, 1: PeerLostError}
+
+
+def _leave_early(group: Group) -> str:
+    group.barrier()
+    if group.rank == 0:
+        return "left"
+    try:
+        group.all_reduce(torch.ones(2))
+    except PeerLostError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_left_is_named_by_who_still_needs_it(world):
+    left, *others = world(3, _leave_early)
+    assert left == "left"
+    for text in others:
+        assert text.startswith("rank 0 ")
+        assert "already left" in text
+
+
+def _all_but_one(group: Group, gate: threading.Event) -> str:
+    group.barrier()
+    if group.rank == 0:
+        gate.wait()
+        return ""
+    try:
+        group.all_reduce(torch.ones(2), timeout_s=0.2)
+    except (CommTimeout, CommError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        gate.set()
+    return "nothing happened"
+
+
+def test_a_deadline_names_who_has_not_come_and_what_it_did_last():
+    from braid.testing.worlds import run_threads
+
+    _, text = run_threads(2, _all_but_one, threading.Event())
+    assert text.startswith(
+        "CommTimeout: expected all ranks in all_reduce(float32[2], sum) within 0.2 s"
+    )
+    assert "rank 0  1 step(s) behind, last in barrier()" in text
+    assert "test_comm_group.py" in text
+
+
+def _after_mismatch(group: Group) -> None:
+    check_mismatch(group, "shape")
+    group.barrier()
+
+
+def test_a_group_that_disagreed_does_not_go_on(world):
+    with pytest.raises(StaleError, match="expected every rank to ask for the same"):
+        world(2, _after_mismatch)
+
+
+def _stuck(group: Group, gate: threading.Event) -> None:
+    if group.rank == 1:
+        gate.wait(20)
+    group.barrier()
+
+
+def test_a_world_that_hangs_shows_stacks_and_events():
+    from braid.testing.worlds import run_threads
+
+    gate = threading.Event()
+    timer = threading.Timer(1.5, gate.set)
+    timer.start()
+    with pytest.raises(TimeoutError) as caught:
+        run_threads(2, _stuck, gate, timeout_s=0.3)
+    timer.join()
+    text = str(caught.value)
+    assert "gate.wait(20)" in text
+    assert "barrier()#1 open" in text
+
+
+def _draw(group: Group) -> None:
+    torch.randn(1)
+
+
+def test_a_thread_world_may_not_use_the_default_generator():
+    from braid.testing.worlds import run_threads
+
+    with pytest.raises(AssertionError, match="default generator"):
+        run_threads(2, _draw)
+
+
+def _kill_one(group: Group) -> str:
+    import os
+    import signal
+
+    group.barrier()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        while True:
+            group.all_reduce(torch.ones(1000))
+    except PeerLostError as error:
+        return str(error)
+
+
+@pytest.mark.procs
+def test_a_killed_process_is_named_by_the_survivors(pool):
+    from braid.testing.pool import RankDiedError
+
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(3, _kill_one)
+    assert caught.value.codes == {1: -9}
+    for rank, answer in caught.value.answers.items():
+        assert answer.error is None
+        assert answer.result.startswith("rank 1 (pid "), (rank, answer)
+        assert "died, while rank" in answer.result
+
+
+def _fork(group: Group) -> int:
+    import os
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            group.barrier()
+        except StaleError:
+            os._exit(7)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    group.barrier()
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.procs
+def test_a_forked_child_cannot_use_its_parents_group(procs):
+    assert procs(2, _fork) == [7, 7]
+
+
+def _pass_descriptors(group: Group, directory: str) -> float:
+    from braid.clock import MonotonicClock
+    from braid.events import Recorder
+    from braid.store import FileStore
+    from braid.transport import Health, RankContext, connect
+
+    clock, store = MonotonicClock(), FileStore(f"{directory}/store")
+    health = Health(group.rank, clock)
+    transport = connect(group.rank, group.size, store, clock, health, pass_descriptors=True)
+    context = RankContext(group.rank, group.size, clock, Recorder(), health, store)
+    other = Group.world(context, transport)
+    total = other.all_reduce(torch.ones(100_000))[-1].item()
+    group.barrier()
+    transport.close()
+    return total
+
+
+@pytest.mark.procs
+def test_descriptors_are_handed_over_where_the_kernel_refuses(procs, tmp_path):
+    assert procs(3, _pass_descriptors, str(tmp_path)) == [3.0, 3.0, 3.0]
