@@ -222,6 +222,14 @@ def test_spawn_runs_a_function_by_its_name(tmp_path, console):
     assert (outcome.exit_code, outcome.verdict.kind) == (0, "finished")
 
 
+def test_a_spawned_function_prints_no_warning(tmp_path, console, monkeypatch):
+    (tmp_path / "job_of_mine.py").write_text("def work(*words):\n    print(*words)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    work = __import__("job_of_mine").work
+    spawn(work, 1, ["a", 2], console=console, log_dir=str(tmp_path / "run"))
+    assert console.lines == [(0, 1, b"a 2")]
+
+
 def test_spawn_refuses_what_a_rank_cannot_find(tmp_path):
     with pytest.raises(ConfigError, match="at the top level of a module"):
         spawn(lambda: None, 2)

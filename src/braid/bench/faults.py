@@ -5,8 +5,8 @@ random phase. The launcher is not told; it must find the culprit from what is le
 exactly the struck rank is guilty, with certainty and for a fitting reason.
 
 The program is any script that takes a fault as its last argument, `kill rank=1 step=7 in=backward` (the text form of a
-scripted fault), and strikes itself accordingly; the measured time is the one between its last event and the
-launcher's knowledge of its end.
+scripted fault), and strikes itself accordingly. For deaths by signal the time between the rank's last event and the launcher's
+knowledge of its end is measured; an exception or an exit takes the interpreter's teardown, which is not ours.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Trial:
         fault: Its text.
         correct: Whether the struck rank, and it alone, was found guilty for the right reason.
         found: The verdict in words.
-        noticed_s: From the rank's last event to the launcher's knowledge of its end; None for a stop, which has to last
-            before it is one.
+        noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other faults than signals.
     """
 
     fault: str
@@ -74,7 +73,7 @@ class FaultReport:
         return tuple(trial for trial in self.trials if not trial.correct)
 
     def noticed_s(self, quantile: float) -> float:
-        """Time to notice a fault, at a quantile; nan when nothing was measured."""
+        """Time to notice a death by signal, at a quantile; nan when nothing was measured."""
         times = sorted(t.noticed_s for t in self.trials if t.noticed_s is not None)
         if len(times) < 2:
             return times[0] if times else float("nan")
@@ -83,7 +82,7 @@ class FaultReport:
     def __str__(self) -> str:
         return (
             f"culprit right {self.correct}/{len(self.trials)}, orphans {self.orphans}, "
-            f"noticed in p50 {self.noticed_s(0.5) * 1e3:.1f} ms, p95 {self.noticed_s(0.95) * 1e3:.1f} ms"
+            f"killed noticed in p50 {self.noticed_s(0.5) * 1e3:.1f} ms, p95 {self.noticed_s(0.95) * 1e3:.1f} ms"
         )
 
 
@@ -136,7 +135,7 @@ def _result(fault: str, kind: str, rank: int, outcome: Outcome) -> Trial:
     right = [end.rank for end in verdict.guilty] == [rank] and verdict.kind in VERDICTS[kind]
     ring = Path(outcome.log_dir) / "events" / f"rank{rank}.ring"
     noticed_s = None
-    if right and kind != "stop" and ring.exists():
+    if right and kind in {"kill", "segv"} and ring.exists():
         last = EventRing(ring.read_bytes()).tail(1)
         noticed_s = (verdict.guilty[0].ended_ns - last[0].t_ns) / 1e9 if last else None
     return Trial(

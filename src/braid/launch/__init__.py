@@ -6,7 +6,7 @@ from braid.launch.console import QuietConsole, TerminalConsole
 from braid.launch.job import JobSpec, Outcome
 from braid.launch.output import Console
 from braid.launch.record import RunRecord
-from braid.launch.spawned import spawn
+from braid.launch.spawning import spawn
 from braid.launch.supervisor import Supervisor
 
 __all__ = [

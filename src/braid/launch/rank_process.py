@@ -170,9 +170,24 @@ class RankProcess:
             stop_signal=facts.stop_signal,
             declared_dead=facts.declared_dead,
             memory_kill=memory.new_kill() if signum == 9 and not facts.signalled else None,
-            error=None if exit_code == 0 else self._error(),
+            error=None if exit_code == 0 else self.error(),
         )
         return self.end
+
+    def error(self) -> ParsedError | None:
+        """What it said of its failure: through its connection if it could, else on stderr."""
+        said = self.said
+        if said is None:
+            return parse_error(self.output.stderr_tail)
+        written = parse_error(said.traceback)
+        message, *details = said.message.split("\n")
+        return ParsedError(
+            type=said.type.rpartition(".")[2],
+            message=message,
+            where=said.where or (written.where if written else ""),
+            details=tuple(details),
+            chain=written.chain if written else (),
+        )
 
     def close(self) -> None:
         """Close everything; the process must have been reaped. Idempotent."""
@@ -207,18 +222,3 @@ class RankProcess:
         if connection is not None:
             self._selector.unregister(connection)
             connection.close()
-
-    def _error(self) -> ParsedError | None:
-        """What it said: through its connection if it could, else on stderr."""
-        said = self.said
-        if said is None:
-            return parse_error(self.output.stderr_tail)
-        written = parse_error(said.traceback)
-        message, *details = said.message.split("\n")
-        return ParsedError(
-            type=said.type.rpartition(".")[2],
-            message=message,
-            where=said.where or (written.where if written else ""),
-            details=tuple(details),
-            chain=written.chain if written else (),
-        )

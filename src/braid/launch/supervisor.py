@@ -114,10 +114,15 @@ class Supervisor:
             stack.enter_context(subreaper())
             port = stack.enter_context(PortReservation(job.port)).port
             run = stack.enter_context(_Run(job, self._console, self._clock, inbox, port))
-            run.attend()
-            marker = {"BRAID_RUN_ID": run.run_id}
-            pids = [process.pid for process in run.ranks.values()]
-            end_descendants(pids, marker, all_new=self._owns_process, known=known)
+            try:
+                run.attend()
+            finally:
+                end_descendants(
+                    [process.pid for process in run.ranks.values()],
+                    {"BRAID_RUN_ID": run.run_id},
+                    all_new=self._owns_process,
+                    known=known,
+                )
             return run.conclude()
 
 
@@ -138,6 +143,7 @@ class _Run:
         self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
         self._memory = MemoryWatch.of_this_process()
         self._saved: SavedCheckpoint | None = None
+        self._announced = False
         self._threads, reason = choose_threads(job)
         self._argv = command_line(job)
         self._log_dir = make_log_dir(job)
@@ -317,15 +323,18 @@ class _Run:
             self._note_saved(message)
         elif isinstance(message, Failed):
             process.said = message
-            reason = f"raised {message.type.rpartition('.')[2]}: {message.message}"
-            self._handle(SaidFailed(process.rank, reason))
+            end = RankEnd(rank=process.rank, pid=process.pid, exit_code=1, error=process.error())
+            self._announce(end)
+            self._handle(SaidFailed(process.rank, clause(end)))
 
     def _note_saved(self, message: Saved) -> None:
         if self._saved is None or message.step >= self._saved.step:
             self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
 
     def _announce(self, end: RankEnd) -> None:
-        if end.ending is Ending.CAUSE and self._state.phase is Phase.RUNNING:
+        """Say at once who failed first; the block comes when all have ended."""
+        if end.ending is Ending.CAUSE and not self._announced:
+            self._announced = True
             inside = self.ranks[end.rank].box.testimony()
             self._console.notice(
                 f"rank {end.rank} (pid {end.pid}) {clause(end)}{' ' + inside if inside else ''}"
