@@ -144,6 +144,38 @@ def test_cpp_exception_is_read():
     )
 
 
+RICH = """\
+╭─────────────────────────────── Traceback (most recent call last) ────────────────────────────────╮
+│ /home/me/train.py:90 in <module>                                                                 │
+│                                                                                                  │
+│   89                                                                                             │
+│ ❱ 90 main()                                                                                      │
+│                                                                                                  │
+│ /home/me/train.py:57 in load_shard                                                               │
+│                                                                                                  │
+│ ❱ 57     raise ValueError("dataset file shard-7 is missing")                                     │
+╰──────────────────────────────────────────────────────────────────────────────────────────────────╯
+ValueError: dataset file shard-7 is missing
+"""
+
+
+def test_a_traceback_drawn_by_rich_is_read():
+    assert parse_error(RICH) == parse_error(PLAIN)
+
+
+def test_colours_are_taken_off():
+    assert parse_error(PLAIN.replace("ValueError", "\x1b[1;31mValueError\x1b[0m")) == parse_error(
+        PLAIN
+    )
+
+
+def test_an_abort_shows_the_exception_that_led_to_it_and_the_users_frame():
+    thrown = "terminate called after throwing an instance of 'std::runtime_error'\n  what():  Connection reset by peer\n"
+    assert parse_error(thrown + FAULT.replace("Segmentation fault", "Aborted")) == ParsedError(
+        type="std::runtime_error", message="Connection reset by peer", where="train.py:31 in step"
+    )
+
+
 FAULT = """\
 Fatal Python error: Segmentation fault
 
@@ -184,7 +216,7 @@ def test_any_text_is_read_without_an_error(text):
 
 FRAGMENTS = st.sampled_from(
     [
-        *((PLAIN + FAULT).splitlines()),
+        *((PLAIN + FAULT + RICH).splitlines()),
         "",
         "  | ",
         "KeyError",

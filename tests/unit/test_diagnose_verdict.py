@@ -289,6 +289,20 @@ def test_details_and_doubt_stand_below_the_guilty_rank():
     )
 
 
+def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():
+    ends = (
+        exited(0, 1, at=1, last_words="Connection reset by peer"),
+        exited(1, 2, at=2, last_words="train.py: error: no such option"),
+    )
+    report = StopReport(verdict=judge(ends), exit_code=2, elapsed_s=1)
+    assert render_block(error_block(report)) == (
+        "braid: run stopped after 1.0 s (exit 2)\n"
+        "  guilty   rank 1 (pid 101): exited with code 2\n"
+        "           train.py: error: no such option\n"
+        "  others   rank 0 stopped cleanly"
+    )
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([1], "rank 1"), ([3, 0, 2], "ranks 0,2,3"), (range(16), "ranks 0-15")],

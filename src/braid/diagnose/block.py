@@ -131,7 +131,8 @@ def _guilty(verdict: Verdict) -> list[str]:
     line = f"{who}: {what}"
     if where:
         line += f"{WHERE_GAP}{where}"
-    lines = [line, *(first.error.details if first.error is not None else ())]
+    lines = [line, *(first.error.details if first.error is not None else [first.last_words])]
+    lines = [text for text in lines if text]
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
     return ["\n".join(lines)]

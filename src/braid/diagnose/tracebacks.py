@@ -10,7 +10,8 @@ C++'s `terminate called`), drop those of threads and finalizers unless nothing e
 frame that belongs neither to an installed package, nor to the standard library, nor to braid.
 
 Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`), libstdc++'s verbose
-terminate handler, and torch's `[rankN]: ` prefix (`torch/distributed/distributed_c10d.py`, `_distributed_excepthook`).
+terminate handler, rich's boxes (`rich/traceback.py`), and torch's `[rankN]: ` prefix (`_distributed_excepthook` in
+`torch/distributed/distributed_c10d.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["ParsedError", "Stack", "parse_error", "parse_stack", "short_site"]
 BRAID_ROOT = str(PurePath(__file__).parents[1])
 MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; a program's last words do not
 
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 GROUP_PREFIX = re.compile(r"^\s*[|+] (?=\s*\S)")
 HEADER = re.compile(r"^(Exception Group )?Traceback \(most recent call last\):\s*$")
@@ -43,6 +45,8 @@ FOREIGN = re.compile(  # what begins another topic after a traceback
 TERMINATE = re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']+)'")
 WHAT = re.compile(r"^\s*what\(\):\s*(?P<message>.*)$")
 FATAL = re.compile(r"^Fatal Python error: (?P<message>.*)$")
+BOX_HEADER = re.compile(r"^╭─+ Traceback \(most recent call last\) ─+╮")
+BOX_FRAME = re.compile(r"^│ (?P<file>\S[^│]*?):(?P<line>\d+) in (?P<name>\S+) *│")
 STACK_HEADER = re.compile(r"^(?P<current>Current )?[Tt]hread .*\(most recent call first\):\s*$")
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
 
@@ -104,14 +108,14 @@ def parse_error(text: str) -> ParsedError | None:
     Returns:
         The error, or None when the text holds none.
     """
-    lines = [RANK_PREFIX.sub("", line) for line in text.splitlines()]
+    lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
     if any("Exception Group Traceback" in line for line in lines):
         lines = [GROUP_PREFIX.sub("", line) for line in lines]
     return (
         _last_traceback(lines, threads=False)
+        or _boxed_traceback(lines)
         or _syntax_error(lines)
-        or _fatal_error(lines)
-        or _cpp_exception(lines)
+        or _aborted(lines)
         or _last_traceback(lines, threads=True)
     )
 
@@ -176,12 +180,7 @@ def _error_at(lines: list[str], start: int) -> ParsedError | None:
             match = ERROR.match(line)
             if match is None or not frames:
                 return None
-            return ParsedError(
-                type=match["type"].rpartition(".")[2] or match["type"],
-                message=(match["message"] or "").strip(),
-                where=_shown_frame(frames),
-                details=_details(lines[index + 1 :]),
-            )
+            return _to_error(match, frames, lines[index + 1 :])
     return None
 
 
@@ -194,6 +193,20 @@ def _details(lines: list[str]) -> tuple[str, ...]:
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept)
+
+
+def _boxed_traceback(lines: list[str]) -> ParsedError | None:
+    """The last traceback that rich drew; the error stands below the box."""
+    starts = [index for index, line in enumerate(lines) if BOX_HEADER.match(line)]
+    if not starts:
+        return None
+    box = lines[starts[-1] :]
+    end = next((index for index, line in enumerate(box) if line.startswith("╰")), len(box))
+    match = ERROR.match(box[end + 1].rstrip()) if end + 1 < len(box) else None
+    frames = [_to_frame(frame) for frame in map(BOX_FRAME.match, box[:end]) if frame is not None]
+    if match is None or not frames:
+        return None
+    return _to_error(match, frames, box[end + 2 :])
 
 
 def _syntax_error(lines: list[str]) -> ParsedError | None:
@@ -215,6 +228,14 @@ def _fatal_error(lines: list[str]) -> ParsedError | None:
     return None
 
 
+def _aborted(lines: list[str]) -> ParsedError | None:
+    """A fatal error; when a C++ exception led to it, that one with the place of the fatal error."""
+    fatal, thrown = _fatal_error(lines), _cpp_exception(lines)
+    if fatal is None or thrown is None:
+        return fatal or thrown
+    return ParsedError(type=thrown.type, message=thrown.message, where=fatal.where)
+
+
 def _cpp_exception(lines: list[str]) -> ParsedError | None:
     for index in range(len(lines) - 1, -1, -1):
         match = TERMINATE.match(lines[index])
@@ -222,6 +243,15 @@ def _cpp_exception(lines: list[str]) -> ParsedError | None:
             what = WHAT.match(lines[index + 1]) if index + 1 < len(lines) else None
             return ParsedError(type=match["type"], message=what["message"] if what else "")
     return None
+
+
+def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> ParsedError:
+    return ParsedError(
+        type=match["type"].rpartition(".")[2] or match["type"],
+        message=(match["message"] or "").strip(),
+        where=_shown_frame(frames),
+        details=_details(rest),
+    )
 
 
 def _to_frame(match: re.Match[str]) -> _Frame:

@@ -91,6 +91,7 @@ class RankEnd:
         declared_dead: The launcher gave it up because it was stopped for too long.
         memory_kill: Set when the kernel killed it for memory.
         error: What it said, through its control connection or on stderr.
+        last_words: The last line that it wrote to stderr, for programs that print no traceback.
         testimony: What it was inside of, see `braid.diagnose.testimony`.
     """
 
@@ -106,6 +107,7 @@ class RankEnd:
     declared_dead: bool = False
     memory_kill: MemoryKill | None = None
     error: ParsedError | None = None
+    last_words: str = ""
     testimony: str = ""
 
     @property
@@ -126,7 +128,8 @@ class RankEnd:
         if self.signal is not None and self.signal not in {signals.SIGABRT, signals.SIGPIPE}:
             return False
         if self.error is None:
-            return self.signal == signals.SIGPIPE
+            told = SYMPTOM_TEXT.search(self.last_words) is not None
+            return self.signal == signals.SIGPIPE or told
         if self.error.type == "MismatchError":
             return False
         texts = [str(self.error), *self.error.details, *self.error.chain]

@@ -159,6 +159,7 @@ class RankProcess:
             exit_code, signum = (exit_code, signum) if not facts.signalled else (1, None)
         asked = facts.signalled and facts.failed_ns is None
         was_stopped = asked and facts.stopped_ns is not None
+        lines = self.output.stderr_tail.splitlines() if exit_code != 0 else []
         self.end = RankEnd(
             rank=self.rank,
             pid=self.pid,
@@ -171,6 +172,7 @@ class RankProcess:
             declared_dead=facts.declared_dead,
             memory_kill=memory.new_kill() if signum == 9 and not facts.signalled else None,
             error=None if exit_code == 0 else self.error(),
+            last_words=next((line for line in reversed(lines) if line.strip()), "")[:200],
         )
         return self.end
 
