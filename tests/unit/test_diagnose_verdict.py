@@ -200,6 +200,10 @@ def test_one_cause_among_any_symptoms_is_found(symptoms, at, kind):
             killed(0, 9, memory_kill=MemoryKill(512_000_000, 511_000_000)),
             "killed by the kernel for memory (cgroup limit 512 MB, peak 511 MB)",
         ),
+        (
+            killed(0, 6, error=ParsedError(type="ValueError", message="x")),
+            "aborted after ValueError: x",
+        ),
         (killed(0, 9, memory_kill=MemoryKill()), "killed by the kernel for memory"),
     ],
 )
@@ -287,6 +291,22 @@ def test_details_and_doubt_stand_below_the_guilty_rank():
         "           missing: 1, 2\n"
         "           uncertain: every rank failed because of another one; this is the likeliest"
     )
+
+
+def test_victims_without_events_are_shown_at_the_line_of_their_error():
+    ends = [raised(r, SYMPTOMS[2], at=2, where="train.py:9 in step") for r in (0, 2)]
+    report = StopReport(verdict=judge([*ends, killed(1, 9, at=1)]), exit_code=137, elapsed_s=1)
+    assert render_block(error_block(report)) == (
+        "braid: run stopped after 1.0 s (exit 137)\n"
+        "  guilty   rank 1 (pid 101): killed by signal 9 (SIGKILL)\n"
+        "  others   ranks 0,2 were at train.py:9 in step - stopped cleanly"
+    )
+
+
+def test_an_abort_in_the_teardown_of_an_exception_is_that_exception():
+    error = ParsedError(type="ValueError", message="x")
+    ends = (killed(0, signal.SIGABRT, at=1, error=error), raised(1, SYMPTOMS[2], at=2))
+    assert verdict(*ends) == ("exception", [0], True)
 
 
 def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():

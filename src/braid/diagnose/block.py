@@ -142,13 +142,20 @@ def _others(verdict: Verdict) -> list[str]:
     """One line for all ranks that did and ended the same."""
     groups: dict[tuple[str, str], list[int]] = {}
     for end in verdict.others:
-        groups.setdefault((end.testimony, _how_it_ended(end)), []).append(end.rank)
+        groups.setdefault((_doing(end), _how_it_ended(end)), []).append(end.rank)
     lines = []
     for (doing, ending), ranks in groups.items():
         who = rank_list(ranks)
         were = "was" if len(ranks) == 1 else "were"
         lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
     return lines
+
+
+def _doing(end: RankEnd) -> str:
+    """What the rank was inside of; where its error arose when it recorded nothing."""
+    if end.testimony or end.error is None or not end.error.where:
+        return end.testimony
+    return f"at {end.error.where}"
 
 
 def _how_it_ended(end: RankEnd) -> str:

@@ -200,9 +200,10 @@ def describe(end: RankEnd) -> str:
         return f"stopped by {signal_name(end.stop_signal)} for {lasted}, killed by braid"
     if end.memory_kill is not None:
         return f"killed by the kernel for memory{_memory(end.memory_kill)}"
+    if _aborted_after(end):
+        return f"aborted after {end.error}"
     if end.signal is not None:
-        said = f": {end.error}" if end.error and end.ending is Ending.SYMPTOM else ""
-        return f"killed by signal {end.signal} ({signal_name(end.signal)}){said}"
+        return f"killed by signal {end.signal} ({signal_name(end.signal)})"
     if end.exit_code == 0:
         return "left early with exit code 0"
     if end.error is not None:
@@ -250,13 +251,19 @@ def _kind(end: RankEnd) -> str:
         return "stopped"
     if end.memory_kill is not None:
         return "memory"
-    if end.signal is not None:
+    if end.signal is not None and not _aborted_after(end):
         return "signal"
     if end.exit_code == 0:
         return "left"
     if end.error is None:
         return "exit"
     return "mismatch" if end.error.type == "MismatchError" else "exception"
+
+
+def _aborted_after(end: RankEnd) -> bool:
+    """Whether an exception came first: C++ aborts, and torch's threads do so in the teardown of a Python exception."""
+    by_abort = end.signal == signals.SIGABRT
+    return by_abort and end.error is not None and end.error.type != "Fatal Python error"
 
 
 def _verdict(

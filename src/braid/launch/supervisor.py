@@ -429,6 +429,8 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
     if not verdict.guilty:
         return 0
     guilty = verdict.guilty[0]
+    if verdict.kind == "exception":  # also one that ended in an abort during the teardown
+        return guilty.exit_code or 1
     return 128 + guilty.signal if guilty.signal else guilty.exit_code or 1
 
 
