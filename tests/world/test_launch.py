@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -108,13 +109,18 @@ def test_a_stopped_rank_is_named_then_given_up(run, console):
     assert f"was stopped by SIGSTOP {doing}; it is given up after 0.2 s" in warning
 
 
-def test_a_stopped_rank_that_goes_on_finishes(run, console):
-    outcome = run("be_continued", n=2)
-    assert outcome.exit_code == 0
-    assert [" ".join(text.split()[4:6]) for text in console.notices[1:]] == [
-        "was stopped",
-        "goes on",
-    ]
+def test_a_stopped_rank_that_goes_on_finishes(tmp_path):
+    class Helpful(QuietConsole):
+        def notice(self, text: str) -> None:
+            super().notice(text)
+            if advice := re.search(r"kill -CONT (\d+)", text):
+                os.kill(int(advice[1]), signal.SIGCONT)
+
+    console = Helpful()
+    job = JobSpec(command=(JOBS, "stop_once"), log_dir=str(tmp_path / "run"))
+    outcome = Supervisor(console).run(job)
+    told = [re.sub(r"[(].*[)] | by .*", "", text) for text in console.notices[1:]]
+    assert (outcome.exit_code, told) == (0, ["rank 0 was stopped", "rank 0 goes on"])
 
 
 def test_a_time_out_says_who_was_doing_what(run):
@@ -209,6 +215,17 @@ def test_only_the_main_thread_may_launch(run):
     assert errors == ["refused"]
 
 
+def test_limits_of_the_system_are_told_and_nothing_is_left(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot start rank \d+ of 20: Too many open files"):
+            run("wait", "deaf", n=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_handlers_of_the_program_are_restored(run):
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
     run("environment", n=1)
@@ -241,7 +258,11 @@ class Cli:
     """`braid run` as a person starts it."""
 
     def __init__(self, tmp_path: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "braid", "run", "--log-dir", str(tmp_path / "run")]
+        # The test may itself be run in the background, or by nohup, where these are ignored.
+        reset = "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        reset += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        code = f"import signal, sys; {reset}from braid.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", code, "run", "--log-dir", str(tmp_path / "run")]
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdout=subprocess.PIPE,
@@ -259,7 +280,9 @@ class Cli:
         return self.process.returncode, err
 
 
-@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("signum", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_are_forwarded_and_give_the_exit_code(tmp_path, signum, exit_code):
     cli = Cli(tmp_path, "-n", "2", JOBS, "wait", "handled")
     cli.pids(2)

@@ -18,7 +18,6 @@ __all__ = ["QuietConsole", "TerminalConsole"]
 
 MAX_WAITING = 20_000  # lines; some 2 MB of a terminal that is not read
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-CLOSE_LIMIT_S = 2.0
 
 
 class QuietConsole:
@@ -67,14 +66,13 @@ class TerminalConsole:
         self._put(2, f"braid: {text}")
 
     def close(self) -> None:
-        """Show what waits, for up to two seconds, and end the thread. Idempotent."""
+        """Show what waits and end the thread; waits for the terminal's reader, as any program does. Idempotent."""
+        if not self._thread.is_alive():
+            return
         if self._lost:
-            self._put(2, f"braid: {self._lost:,} lines not shown: the terminal was not read")
-        try:
-            self._queue.put(None, timeout=CLOSE_LIMIT_S)
-        except queue.Full:
-            return  # nobody will ever read: the daemon thread ends with the process
-        self._thread.join(CLOSE_LIMIT_S)
+            self._queue.put((2, f"braid: {self._lost:,} lines not shown: nobody read the terminal"))
+        self._queue.put(None)
+        self._thread.join()
 
     def __enter__(self) -> TerminalConsole:
         return self

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from braid.clock import Clock
 from braid.diagnose import ParsedError, RankEnd, parse_error
-from braid.errors import BraidError, ConfigError
+from braid.errors import BraidError
 from braid.launch.black_box import BlackBox
 from braid.launch.memory import MemoryWatch
 from braid.launch.output import RankOutput
@@ -44,7 +44,7 @@ class RankProcess:
         clock: Time source.
 
     Raises:
-        ConfigError: The system cannot start another process.
+        OSError: The system cannot start another process.
     """
 
     def __init__(
@@ -81,14 +81,10 @@ class RankProcess:
                 env=dict(environ),
                 pass_fds=[*pass_fds, box.events_fd, box.stacks_fd],
             )
-        except OSError as exc:
+        except OSError:
             for fd in readers:
                 os.close(fd)
-            output.close(clock.now_ns())
-            msg = (
-                f"cannot start rank {rank}: {exc.strerror}; are there too many processes or files?"
-            )
-            raise ConfigError(msg) from exc
+            raise
         finally:
             for fd in writers:
                 os.close(fd)

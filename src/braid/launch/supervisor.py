@@ -35,6 +35,7 @@ from braid.diagnose import (
     judge,
     signal_name,
 )
+from braid.errors import ConfigError
 from braid.launch.black_box import BlackBox
 from braid.launch.console import QuietConsole
 from braid.launch.job import JobSpec, Outcome, check_command, choose_threads, command_line
@@ -224,26 +225,31 @@ class _Run:
     # Starting
 
     def _start(self, rank: int) -> None:
-        box = BlackBox(rank)
-        budget = LineBudget() if self._job.num_ranks > 1 else None
         log_path = Path(self._log_dir) / f"rank{rank}.log"
+        budget = LineBudget() if self._job.num_ranks > 1 else None
         try:
-            output = RankOutput(rank, log_path, self._console, budget)
-            process = RankProcess(
-                rank,
-                self._argv,
-                environ=self._environ(rank, box),
-                pass_fds=[self._secret_fd],
-                box=box,
-                output=output,
-                selector=self._selector,
-                on_message=self._on_message,
-                clock=self._clock,
+            with ExitStack() as stack:
+                box = stack.enter_context(BlackBox(rank))
+                output = RankOutput(rank, log_path, self._console, budget)
+                stack.callback(output.close, self._clock.now_ns())
+                self.ranks[rank] = RankProcess(
+                    rank,
+                    self._argv,
+                    environ=self._environ(rank, box),
+                    pass_fds=[self._secret_fd],
+                    box=box,
+                    output=output,
+                    selector=self._selector,
+                    on_message=self._on_message,
+                    clock=self._clock,
+                )
+                stack.pop_all()
+        except OSError as exc:
+            msg = (
+                f"cannot start rank {rank} of {self._job.num_ranks}: {exc.strerror}; use fewer ranks, "
+                "or raise the limits of files and processes (ulimit -n, ulimit -u)"
             )
-        except BaseException:
-            box.close()
-            raise
-        self.ranks[rank] = process
+            raise ConfigError(msg) from exc
         self._handle(Started(rank))
 
     def _environ(self, rank: int, box: BlackBox) -> dict[str, str]:
@@ -286,7 +292,9 @@ class _Run:
     def _on_signals(self) -> None:
         for signum in self._inbox.take():
             if signum != SIGCHLD:
-                self._console.notice(f"{signal_name(signum)} received, passing it on to all ranks")
+                first = self._state.phase is Phase.RUNNING
+                then = "passing it on to all ranks" if first else "ending all ranks now"
+                self._console.notice(f"{signal_name(signum)} received, {then}")
                 self._handle(Interrupted(signum))
         for process in list(self.ranks.values()):
             if process.alive:
