@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from signal import SIGCHLD, SIGKILL, SIGUSR1
 
@@ -157,7 +158,12 @@ class _Run:
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             threads=f"{self._threads} ({reason})",
         )
-        self._keep(lambda: write_record(Path(self._log_dir), self._record))
+        self._keep(partial(write_record, Path(self._log_dir), self._record))
+        plural = "s" if job.num_ranks > 1 else ""
+        self._console.notice(
+            f"{job.num_ranks} rank{plural}, logs in {self._log_dir}, "
+            f"OMP_NUM_THREADS={self._threads} ({reason})"
+        )
         with ExitStack() as stack:
             secret = Secret.generate()
             self._secret_fd = secret.to_fd()
@@ -177,11 +183,6 @@ class _Run:
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
             self._stack = stack.pop_all()
-        plural = "s" if job.num_ranks > 1 else ""
-        self._console.notice(
-            f"{job.num_ranks} rank{plural}, logs in {self._log_dir}, "
-            f"OMP_NUM_THREADS={self._threads} ({reason})"
-        )
 
     def attend(self) -> None:
         """Start the ranks and stay until all of them have ended."""
@@ -212,8 +213,8 @@ class _Run:
             has_timeline=has_timeline,
         )
         for process in self.ranks.values():
-            self._keep(lambda box=process.box: box.write_to(Path(self._log_dir)))  # type: ignore[misc]
-        self._keep(lambda: write_record(Path(self._log_dir), self._record, outcome))
+            self._keep(partial(process.box.write_to, Path(self._log_dir)))
+        self._keep(partial(write_record, Path(self._log_dir), self._record, outcome))
         return outcome
 
     def __enter__(self) -> _Run:
@@ -307,6 +308,7 @@ class _Run:
             elif change.what == "continued":
                 self._handle(Continued(process.rank))
             else:
+                self._on_clients()  # it may have connected, spoken and died since the last look
                 process.hear()
                 process.drain()
                 end = process.ended(change, self._state.ranks[process.rank], self._memory)
