@@ -1,0 +1,8 @@
+"""data: text as bytes, from the user's files or from Python itself; see README.md."""
+
+from __future__ import annotations
+
+from braid.data.corpus import Corpus, from_files, standard_library
+from braid.data.windows import Windows
+
+__all__ = ["Corpus", "Windows", "from_files", "standard_library"]

@@ -1,0 +1,56 @@
+"""Tokens cut into samples: sample i is the i-th window, its targets are the tokens one further on.
+
+tokens    t0 t1 t2 t3 t4 t5 t6 ...        context 3
+sample 0  t0 t1 t2  ->  t1 t2 t3
+sample 1           t3 t4 t5  ->  t4 t5 t6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["Windows"]
+
+
+class Windows:
+    """A data set of (inputs, targets) over a row of tokens.
+
+    Args:
+        tokens: uint8, one dim; not copied.
+        context: Tokens of an input.
+        name: What the tokens are, for messages.
+
+    Raises:
+        ConfigError: There is not one whole window.
+    """
+
+    def __init__(self, tokens: torch.Tensor, context: int, *, name: str = "data") -> None:
+        if not 1 <= context < tokens.numel():
+            msg = (
+                f"expected a context of 1 to {max(1, tokens.numel() - 1)} tokens, which is what the {name} has, "
+                f"found {context}: choose a shorter --context or more --data"
+            )
+            raise ConfigError(msg)
+        self._context = context
+        self._num = (tokens.numel() - 1) // context
+        # overlapping rows: a view, T+1 tokens every T tokens
+        self._rows = tokens.as_strided((self._num, context + 1), (context, 1))
+
+    def __len__(self) -> int:
+        return self._num
+
+    def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of these samples.
+
+        Shape:
+            Both int64 of (len(indices), context).
+        """
+        rows = self._rows[torch.tensor(indices)].long()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def __repr__(self) -> str:
+        return f"Windows({self._num} of {self._context} tokens)"

@@ -1,0 +1,8 @@
+"""sampling: which samples belong to which step and rank, computed and never stored; see README.md."""
+
+from __future__ import annotations
+
+from braid.sampling.order import OrderedSampler, SampleOrder, SamplerState, share_of
+from braid.sampling.permutation import Permutation
+
+__all__ = ["OrderedSampler", "Permutation", "SampleOrder", "SamplerState", "share_of"]
