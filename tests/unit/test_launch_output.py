@@ -72,14 +72,26 @@ def test_what_is_not_shown_is_counted_and_logged(tmp_path: Path, console):
     assert (console.lines, (tmp_path / "rank1.log").read_bytes()) == (shown, b"a\nb\nc\nd\ne\n")
 
 
-def test_a_progress_bar_is_shown_twice_a_second_and_at_its_end(tmp_path: Path, console):
-    output = RankOutput(0, tmp_path / "log", console, None)
+def test_progress_bars_of_several_ranks_show_two_states_a_second(tmp_path: Path, console):
+    output = RankOutput(0, tmp_path / "log", console, LineBudget())
     for tenth in range(11):
         output.feed(2, b"\r%d%%" % (tenth * 10), S + tenth * S // 10)
     output.feed(2, b"\n", 3 * S)
     output.close(3 * S)
     assert [text for _, _, text in console.lines] == [b"0%", b"50%", b"100%"]
     assert (tmp_path / "log").read_bytes().count(b"%") == 11
+
+
+def test_the_progress_bar_of_a_rank_alone_moves(tmp_path: Path):
+    out, err = io.StringIO(), io.StringIO()
+    with TerminalConsole(out, err, prefixed=False) as terminal:
+        output = RankOutput(0, tmp_path / "log", terminal, None)
+        output.feed(2, b"\r0%", S)
+        output.feed(2, b"\r50%", S)
+        output.feed(2, b"\r100%\n", S)
+        output.feed(1, b"no end", S)
+        output.close(S)
+    assert (out.getvalue(), err.getvalue()) == ("no end", "\r0%\r50%\r100%\n")
 
 
 def test_the_tail_of_stderr_holds_no_stdout(tmp_path: Path, console):

@@ -74,6 +74,8 @@ def environment() -> None:
     names += ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "OMP_NUM_THREADS")
     names += ("PYTHONUNBUFFERED",)
     say(" ".join(f"{name}={os.environ[name]}" for name in names))
+    known = {*names, "TORCHELASTIC_RUN_ID"}
+    say(" ".join(sorted(k for k in os.environ if k.startswith("TORCHELASTIC") and k not in known)))
 
 
 def descriptors() -> None:

@@ -48,14 +48,16 @@ def guilty(outcome: Outcome) -> list[int]:
 
 
 def test_torchruns_contract_is_kept(run, console):
-    outcome = run("environment", n=2, threads=1)
+    outer = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7"}
+    outcome = run("environment", n=2, threads=1, environ=outer)
     assert (outcome.exit_code, outcome.verdict.kind) == (0, "finished")
-    (told,) = lines(console, 1)
+    told, left_of_outer = lines(console, 1)
     assert told == (
         "RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1 "
         "NODE_RANK=0 ROLE_RANK=1 ROLE_NAME=default ROLE_WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 "
         "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1"
     )
+    assert left_of_outer == ""
 
 
 def test_ranks_inherit_the_named_descriptors_and_no_other(run, console):

@@ -27,7 +27,7 @@ class QuietConsole:
         self.lines: list[tuple[int, int, bytes]] = []
         self.notices: list[str] = []
 
-    def line(self, rank: int, stream: int, text: bytes) -> None:
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
         """Keep a line of a rank."""
         self.lines.append((rank, stream, text))
 
@@ -57,20 +57,26 @@ class TerminalConsole:
         self._thread = threading.Thread(target=self._show, name="braid-launch-console", daemon=True)
         self._thread.start()
 
-    def line(self, rank: int, stream: int, text: bytes) -> None:
-        """Show a line of a rank; dropped, and counted, while nobody reads the terminal."""
-        self._put(stream, self._prefix(rank, stream) + text.decode(errors="replace"))
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        """Show a line of a rank; dropped, and counted, while nobody reads the terminal.
+
+        A rank alone keeps its own line ends, so that progress bars move; several ranks get a line each.
+        """
+        shown = "\n" if self._prefixed else end.decode()
+        self._put(stream, self._prefix(rank, stream) + text.decode(errors="replace") + shown)
 
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
-        self._put(2, f"braid: {text}")
+        self._put(2, f"braid: {text}\n")
 
     def close(self) -> None:
         """Show what waits and end the thread; waits for the terminal's reader, as any program does. Idempotent."""
         if not self._thread.is_alive():
             return
         if self._lost:
-            self._queue.put((2, f"braid: {self._lost:,} lines not shown: nobody read the terminal"))
+            self._queue.put(
+                (2, f"braid: {self._lost:,} lines not shown: nobody read the terminal\n")
+            )
         self._queue.put(None)
         self._thread.join()
 
@@ -100,7 +106,7 @@ class TerminalConsole:
             stream, text = item
             file = self._streams[stream]
             try:
-                file.write(text + "\n")
+                file.write(text)
                 if self._queue.empty():
                     file.flush()
             except (OSError, ValueError):  # a closed pipe: `braid run ... | head`; logs go on

@@ -29,8 +29,8 @@ TAIL_BYTES = 64 << 10  # of stderr; the longest traceback that is worth reading
 class Console(Protocol):
     """Where the user looks."""
 
-    def line(self, rank: int, stream: int, text: bytes) -> None:
-        """Show a line (without its end) that `rank` wrote to stdout (1) or stderr (2)."""
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        """Show a line that `rank` wrote to stdout (1) or stderr (2), and `end` where that is possible."""
         ...
 
     def notice(self, text: str) -> None:
@@ -100,7 +100,7 @@ class RankOutput:
         rank: Its rank.
         log_path: The log file; made new.
         console: Where lines are shown.
-        budget: Limits what is shown; None shows everything.
+        budget: Limits what is shown of lines and progress bars; None shows everything.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class RankOutput:
             return
         self._write(b"".join(text + end for text, end in lines))
         for text, end in lines:
-            if end == b"\r":
+            if end == b"\r" and self._budget is not None:
                 if now_ns - self._progress_ns[stream] < PROGRESS_NS or not text:
                     continue
                 self._progress_ns[stream] = now_ns
             if self._budget is None or self._budget.take(now_ns):
                 self._tell_dropped()
-                self._console.line(self.rank, stream, text)
+                self._console.line(self.rank, stream, text, end)
             else:
                 self._dropped += 1
 

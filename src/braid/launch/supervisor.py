@@ -271,8 +271,9 @@ class _Run:
             resume=self._job.resume,
             launched_by="braid",
         )
-        # A run inside a run must not inherit what was told to the outer one.
-        inherited = {k: v for k, v in self._job.environ.items() if k != "BRAID_RESUME"}
+        # A run inside a run must not inherit what only the outer one was told.
+        outer = ("BRAID_RESUME", "TORCHELASTIC_")
+        inherited = {k: v for k, v in self._job.environ.items() if not k.startswith(outer)}
         return {
             **inherited,
             **told.to_environ(),
