@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from braid._version import __version__
 
 if TYPE_CHECKING:
+    from braid.comm import Group, Request, Work
+    from braid.context import init, shutdown, world
+    from braid.data_parallel import DistributedDataParallel
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -31,11 +34,18 @@ _ROOT_NAMES = {
     "CommError": "errors",
     "CommTimeout": "errors",
     "ConfigError": "errors",
+    "DistributedDataParallel": "data_parallel",
+    "Group": "comm",
     "InternalError": "errors",
     "MismatchError": "errors",
     "PeerLostError": "errors",
     "RendezvousError": "errors",
+    "Request": "comm",
     "StaleError": "errors",
+    "Work": "comm",
+    "init": "context",
+    "shutdown": "context",
+    "world": "context",
 }
 
 __all__ = [
@@ -44,12 +54,19 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "ConfigError",
+    "DistributedDataParallel",
+    "Group",
     "InternalError",
     "MismatchError",
     "PeerLostError",
     "RendezvousError",
+    "Request",
     "StaleError",
+    "Work",
     "__version__",
+    "init",
+    "shutdown",
+    "world",
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,10 +56,18 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Statistics:
-    """What a group has done so far on this rank; waits are those of synchronous calls and requests."""
+    """What a group has done so far on this rank, in the threads that called it.
+
+    Attributes:
+        num_operations: Operations carried out or handed to the progress thread.
+        nbytes: Bytes of their largest full buffers.
+        spent_ns: Time in operations, waits included.
+        waited_ns: Time of it in which nothing could be done but wait for others.
+    """
 
     num_operations: int = 0
     nbytes: int = 0
+    spent_ns: int = 0
     waited_ns: int = 0
 
 
@@ -124,7 +133,7 @@ class MemoryEngine:
             self.progress.submit(operation)
             work.wait()
         else:
-            self.progress.run(operation)
+            self._timed(self.progress.run, operation)
         self._count(call, operation)
 
     def start(self, call: Call) -> Work:
@@ -140,8 +149,8 @@ class MemoryEngine:
         channel = self.port.channel(self.port.request_index(number))
         operation = self._operation(call, channel, scale)
         operation.on_done = lambda: self._count(call, operation)
-        self.progress.start(operation)
-        return Work(operation, self.progress.run)
+        self._timed(self.progress.start, operation)
+        return Work(operation, partial(self._timed, self.progress.run))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor in the arena: collectives on it need no copies."""
@@ -202,6 +211,14 @@ class MemoryEngine:
             return move.send(channel, acks, tensors[0], call.peer)
         acks = port.channel(port.acknowledging_index(call.peer))
         return move.recv(channel, acks, tensors[0], call.peer)
+
+    def _timed(self, act: Callable[[Operation], None], operation: Operation) -> None:
+        now_ns = self.transport.clock.now_ns
+        start_ns = now_ns()
+        try:
+            act(operation)
+        finally:
+            self.statistics.spent_ns += now_ns() - start_ns
 
     def _count(self, call: Call, operation: Operation) -> None:
         statistics = self.statistics

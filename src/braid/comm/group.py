@@ -389,11 +389,12 @@ class Group:
             self._engine.close()
 
     def statistics(self) -> dict[str, int]:
-        """Operations, bytes and nanoseconds waited so far."""
+        """Operations, bytes, nanoseconds spent in operations and waited in them so far."""
         counts = self._engine.statistics
         return {
             "num_operations": counts.num_operations,
             "nbytes": counts.nbytes,
+            "spent_ns": counts.spent_ns,
             "waited_ns": counts.waited_ns,
         }
 

@@ -76,7 +76,7 @@ class Progress:
             else:
                 operation.note_wait(waited)
         if operation.error is not None:
-            raise operation.error
+            raise operation.error.with_traceback(None)
 
     def busy(self, channel: Channel) -> bool:
         """Whether operations of `channel` are queued here, so that the next one must be, too."""

@@ -167,7 +167,9 @@ class Operation:
             error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
         else:
             return exc
-        error.__cause__ = exc
+        error.__suppress_context__ = (
+            True  # how it was noticed is no news to whoever reads the message
+        )
         return error
 
     def _table(self, exc: Disagreement) -> str:

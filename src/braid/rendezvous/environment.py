@@ -43,6 +43,7 @@ class JobEnvironment:
         log_dir: Directory of the run's logs; empty when not told.
         resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
         launched_by: `braid`, `torchrun` (or anything that keeps its contract), or `single`.
+        agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0 does.
     """
 
     rank: int = 0
@@ -60,6 +61,7 @@ class JobEnvironment:
     log_dir: str = ""
     resume: str = ""
     launched_by: str = "single"
+    agent_store: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -128,6 +130,7 @@ class JobEnvironment:
             log_dir=environ.get("BRAID_LOG_DIR", ""),
             resume=environ.get("BRAID_RESUME", ""),
             launched_by="braid" if by_braid else "torchrun",
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
     @classmethod

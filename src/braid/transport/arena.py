@@ -186,6 +186,10 @@ class Arena:
         )
         return memoryview(extent_map)[start : start + 8 * count].cast("Q")
 
+    def fds(self) -> list[int]:
+        """Descriptors of the extents."""
+        return [extent.file.fd for extent in self._extents]
+
     def statistics(self) -> dict[str, int]:
         """Bytes reserved and in use, number of extents, number of peers' extents mapped."""
         with self._lock:

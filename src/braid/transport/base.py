@@ -91,6 +91,10 @@ class MemoryTransport:
         """Whether this is a child of the process that made the transport."""
         return os.getpid() != self._pid
 
+    def fds(self) -> list[int]:
+        """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
+        return [*self.bells.fds(), *self.arena.fds(), self._root.file.fd, *self.health.fds()]
+
     def leave(self) -> None:
         """Tell the peers that this rank ends on purpose."""
         self._root.words[STATE] = LEFT

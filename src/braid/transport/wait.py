@@ -80,6 +80,10 @@ class Doorbells:
         """Descriptors that peers open to ring."""
         return tuple(write for _, write in self._pipes)
 
+    def fds(self) -> list[int]:
+        """All descriptors."""
+        return [fd for pipe in self._pipes for fd in pipe]
+
     def acquire(self) -> int:
         """Take a slot for this thread; waits while all are taken."""
         self._available.acquire()

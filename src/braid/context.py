@@ -1,0 +1,77 @@
+"""The one default context: `braid.init()`.
+
+Programs that are one job from beginning to end want to say `braid.init()` once and be a rank. This is the only place
+that remembers it; everything below is handed its group.
+"""
+
+from __future__ import annotations
+
+from braid.comm import Group
+from braid.errors import StaleError
+from braid.rendezvous import JobEnvironment
+from braid.rendezvous.membership import Membership, join
+
+__all__ = ["init", "membership", "shutdown", "world"]
+
+
+class _Default:
+    """Holder of the default membership and its group."""
+
+    def __init__(self) -> None:
+        self.membership: Membership | None = None
+        self.group: Group | None = None
+
+
+_DEFAULT = _Default()
+
+
+def init(*, timeout_s: float = 600.0) -> Group:
+    """Become a rank of the job that the launcher started, and return the group of all ranks.
+
+    Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns the same group.
+
+    Args:
+        timeout_s: Seconds to wait for the other ranks.
+
+    Raises:
+        RendezvousError: Some ranks did not come; they are named.
+        ConfigError: The launcher's environment makes no sense; everything wrong with it is listed.
+    """
+    if _DEFAULT.membership is None:
+        member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
+        _DEFAULT.group = Group.world(member.context, member.transport)
+        _DEFAULT.membership = member
+    return world()
+
+
+def shutdown() -> None:
+    """Leave the job and give everything back; `init` may be called again. Also happens at exit."""
+    if _DEFAULT.group is not None:
+        _DEFAULT.group.close()
+    if _DEFAULT.membership is not None:
+        _DEFAULT.membership.close()
+    _DEFAULT.group = _DEFAULT.membership = None
+
+
+def world() -> Group:
+    """The group of all ranks.
+
+    Raises:
+        StaleError: `init` has not been called.
+    """
+    if _DEFAULT.group is None:
+        msg = "expected braid.init() to have been called, found no default group: call it once at the start"
+        raise StaleError(msg)
+    return _DEFAULT.group
+
+
+def membership() -> Membership:
+    """This process as a rank: its environment, its connection to the launcher.
+
+    Raises:
+        StaleError: `init` has not been called.
+    """
+    if _DEFAULT.membership is None:
+        msg = "expected braid.init() to have been called, found no membership: call it once at the start"
+        raise StaleError(msg)
+    return _DEFAULT.membership

@@ -1,0 +1,133 @@
+"""What a model's parameters are, as data: one record each, comparable across ranks.
+
+Problem: engines address parameters by position (flat buffers, buckets, shards). If two ranks built their models in another
+order, or with another size, position 3 means different things and gradients are averaged into the wrong place, in silence.
+
+Idea: walk the module once, the same way everywhere, into a table with one record per parameter: tied parameters have one
+record with several names. Ranks compare a digest of the table when a model is wrapped; if it differs, the error
+shows which lines differ on which rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import MismatchError
+from braid.types import TensorSpec, text_digest
+
+__all__ = ["ParamRecord", "ParamTable"]
+
+MAX_LINES_SHOWN = 8
+
+
+class ParamRecord(NamedTuple):
+    """One parameter.
+
+    Attributes:
+        names: Every name it has in the module, the first in registration order first.
+        spec: Shape, dtype and whether it is trained.
+        param: The parameter itself.
+    """
+
+    names: tuple[str, ...]
+    spec: TensorSpec
+    param: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
+
+    def __str__(self) -> str:
+        tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
+        frozen = "" if self.spec.requires_grad else " frozen"
+        return f"{self.name}{tied} {self.spec}{frozen}"
+
+
+class ParamTable:
+    """The parameters of a module in registration order."""
+
+    def __init__(self, records: tuple[ParamRecord, ...]) -> None:
+        self.records = records
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ParamTable:
+        """Walk `module`."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
+        return cls(tuple(ParamRecord(tuple(found), _spec(p), p) for p, found in names.items()))
+
+    @property
+    def trained(self) -> tuple[ParamRecord, ...]:
+        """Records of parameters that require a gradient."""
+        return tuple(record for record in self.records if record.spec.requires_grad)
+
+    def digest_table(self) -> str:
+        """One line per parameter; equal tables mean models that can be trained together."""
+        return "\n".join(map(str, self.records))
+
+    def compare(self, group: Group) -> None:
+        """Check that every member has the same table.
+
+        Raises:
+            MismatchError: On every member, with the lines that differ.
+
+        Cost: one all_gather of 8 bytes a member.
+        """
+        text = self.digest_table()
+        digests = group.all_gather(torch.tensor([text_digest(text)]))
+        if bool((digests == digests[0]).all()):
+            return
+        raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
+
+    def __iter__(self) -> Iterator[ParamRecord]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __repr__(self) -> str:
+        total = sum(record.param.numel() for record in self.records)
+        return f"ParamTable({len(self.records)} parameters, {total} numbers)"
+
+
+def _spec(param: nn.Parameter) -> TensorSpec:
+    dtype = str(param.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(param.shape), dtype, param.requires_grad)
+
+
+def _gather_texts(group: Group, text: str) -> list[str]:
+    raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+    lengths = group.all_gather(torch.tensor([raw.numel()])).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: raw.numel()] = raw
+    rows = group.all_gather(padded).view(group.size, -1)
+    texts = [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
+    return [found.rstrip("\n") for found in texts]
+
+
+def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:
+    tables = [text.split("\n") if text else [] for text in texts]
+    counts = ", ".join(f"{len(t)} on rank {r}" for r, t in zip(ranks, tables, strict=True))
+    lines = [
+        f"expected the same parameters in the same order on every rank, found {counts}, which differ at"
+    ]
+    differing = 0
+    for index in range(max(map(len, tables))):
+        column = [table[index] if index < len(table) else "(none)" for table in tables]
+        if len(set(column)) == 1:
+            continue
+        differing += 1
+        if differing <= MAX_LINES_SHOWN:
+            lines.append(f"  parameter {index}")
+            lines += [f"    rank {r}  {what}" for r, what in zip(ranks, column, strict=True)]
+    if differing > MAX_LINES_SHOWN:
+        lines.append(f"  and {differing - MAX_LINES_SHOWN} more")
+    lines.append("build the model the same way on every rank")
+    return "\n".join(lines)

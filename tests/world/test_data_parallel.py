@@ -1,0 +1,221 @@
+"""Data parallel training equals the ordered loop in one process, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.data_parallel import DistributedDataParallel, accumulate
+from braid.errors import CommError, ConfigError, MismatchError
+
+STEPS = 4
+
+
+class Branching(nn.Module):
+    """Tied weights, a parameter that only some shards use, one that nobody uses, and a frozen one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator).to(dtype) * 0.3)
+
+        self.embed = weight(11, 6)
+        self.mix = weight(6, 6)
+        self.rare = weight(6)
+        self.never = weight(5)
+        self.frozen = nn.Parameter(torch.ones(6, dtype=dtype), requires_grad=False)
+        self.head = self.embed
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        hidden = torch.tanh(x @ self.head.t().t() @ self.mix) * self.frozen
+        if x[0, 0] > 0:
+            hidden = hidden + self.rare
+        return (hidden @ self.head.t()).square().mean()
+
+
+def _shard(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(5, 11, generator=generator)
+    x[0, 0] = 1.0 if rank == step % 2 else -1.0
+    return x.to(dtype)
+
+
+def _reference(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    model = Branching(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        shards = [_shard(rank, step, dtype) for rank in range(size)]
+        accumulate(model, [lambda x=x: model(x) for x in shards])
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _train(group: Group, cap_mb: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    model = Branching(dtype)
+    if group.rank:
+        with torch.no_grad():
+            model.mix.add_(1.0)  # wrapping copies rank 0's values
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap_mb)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        wrapped(_shard(group.rank, step, dtype)).backward()
+        assert model.never.grad is None
+        optimizer.step()
+    assert not model.frozen.requires_grad
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("cap_mb", [25.0, 1e-5], ids=["one bucket", "many buckets"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_equal_those_of_one_process(world, size, cap_mb, dtype):
+    expected = _reference(size, dtype)
+    for found in world(size, _train, cap_mb, dtype):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.procs
+def test_weights_equal_those_of_one_process_on_processes(procs):
+    expected = _reference(3)
+    for found in procs(3, _train, 1e-5, torch.float32):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _accumulating(group: Group) -> torch.Tensor:
+    model = Branching()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    with wrapped.no_sync():
+        wrapped(_shard(group.rank, 0)).backward()
+    wrapped(_shard(group.rank, 1)).backward()
+    return model.mix.grad.clone()
+
+
+def test_no_sync_accumulates_locally_and_the_next_backward_averages_the_sum(world):
+    def local(rank: int) -> torch.Tensor:
+        model = Branching()
+        model(_shard(rank, 0)).backward()
+        model(_shard(rank, 1)).backward()
+        return model.mix.grad
+
+    expected = (local(0) + local(1)) / 2
+    for found in world(2, _accumulating):
+        assert torch.equal(found, expected)
+
+
+def _other_model(group: Group) -> str:
+    width = 4 if group.rank == 1 else 3
+    model = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+    try:
+        DistributedDataParallel(model, process_group=group)
+    except MismatchError as error:
+        return str(error)
+    return "nothing happened"
+
+
+@pytest.mark.procs
+def test_processes_with_other_parameters_see_the_lines_that_differ(procs):
+    texts = procs(3, _other_model)
+    assert texts == [texts[0]] * 3
+    assert "rank 1  0.weight float32[4, 2]" in texts[0]
+    assert "rank 2  0.weight float32[3, 2]" in texts[0]
+
+
+def _frozen(group: Group) -> str:
+    model = nn.Linear(2, 2, device="meta").requires_grad_(False)
+    try:
+        DistributedDataParallel(model, process_group=group)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_without_trained_parameters_is_refused(world):
+    assert "2 frozen ones" in world(1, _frozen)[0]
+
+
+def test_something_else_than_a_group_is_refused():
+    with pytest.raises(ConfigError, match=r"braid\.init"):
+        DistributedDataParallel(nn.Identity(), process_group=None)
+
+
+class Poison(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        msg = "backward went wrong"
+        raise ArithmeticError(msg)
+
+
+def _leaves_backward(group: Group) -> str:
+    model = Branching()
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1e-5)
+    try:
+        loss = wrapped(_shard(group.rank, 0))
+        if group.rank == 1:
+            loss = Poison.apply(model.rare).sum()
+            loss = loss + model.never.exp().sum()  # differentiated before the poisoned part
+        loss.backward()
+    except ArithmeticError:
+        try:
+            wrapped(_shard(group.rank, 1))
+        except CommError as error:
+            return str(error)
+    except CommError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_rank_that_leaves_backward_tells_the_others(world):
+    texts = world(2, _leaves_backward)
+    assert all("rank 1 left backward by an exception" in text for text in texts), texts
+
+
+class Running(nn.Module):
+    """A buffer that each rank would compute differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = self.mean.clone()
+        self.mean.copy_(x.mean(0))
+        self.steps += 1
+        return (x * self.weight).sum() + seen.sum()
+
+
+def _buffers(group: Group) -> list[float]:
+    wrapped = DistributedDataParallel(Running(), process_group=group)
+    x = torch.full((2, 3), float(group.rank + 1))
+    return [wrapped(x).item() - x.sum().item() for _ in range(3)]
+
+
+def test_buffers_are_those_of_rank_0_before_each_forward(world):
+    assert world(2, _buffers) == [[0.0, 3.0, 3.0], [0.0, 3.0, 3.0]]
+
+
+def test_accumulate_leaves_unused_parameters_alone():
+    model = Branching()
+    plain = copy.deepcopy(model)
+    losses = accumulate(model, [lambda: model(_shard(1, 0))])
+    plain(_shard(1, 0)).backward()
+    assert model.never.grad is None
+    assert model.rare.grad is None
+    assert torch.equal(model.embed.grad, plain.embed.grad)
+    assert len(losses) == 1
