@@ -136,7 +136,6 @@ class Operation:
         if wait is None:
             return
         port = self.port
-        port.transport.health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
         for member in self.channel.others:
             state = port.state(member)
             if state.code == DISAGREED:
@@ -145,6 +144,8 @@ class Operation:
                 reason = port.text_of(member, state.reason)
                 msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
                 raise CommError(msg)
+        # after what the members say themselves: one that abandoned the group may have left since
+        port.transport.health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
         if port.transport.clock.now_ns() > self._deadline_ns:
             raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s))
 
