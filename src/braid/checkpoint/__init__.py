@@ -1,0 +1,34 @@
+"""checkpoint: safetensors and a manifest, complete or not there; see README.md."""
+
+from __future__ import annotations
+
+from braid.checkpoint.inspection import Comparison, Listed, compare, ls
+from braid.checkpoint.loading import Checkpoint, Skipped, load, read_manifest, verify
+from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
+from braid.checkpoint.saving import save
+from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, Snapshot
+from braid.checkpoint.training_state import restore_training, training_numbers, training_tensors
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "FileEntry",
+    "Listed",
+    "Manifest",
+    "Origin",
+    "Piece",
+    "ReplicatedSnapshot",
+    "Skipped",
+    "Slice",
+    "Snapshot",
+    "TensorEntry",
+    "compare",
+    "load",
+    "ls",
+    "read_manifest",
+    "restore_training",
+    "save",
+    "training_numbers",
+    "training_tensors",
+    "verify",
+]

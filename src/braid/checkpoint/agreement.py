@@ -1,0 +1,62 @@
+"""All ranks learn what each of them has to say, and draw the same conclusion.
+
+Problem: when rank 2's disk is full, rank 2 raises and the others wait in the next collective. Idea: every phase of a save or
+load ends with an exchange of small reports; an error in any of them makes every rank raise the same CheckpointError.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from braid.comm import Group
+from braid.errors import CheckpointError
+
+__all__ = ["Report", "exchange", "raise_problems"]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What every report holds: why this rank cannot go on; empty when it can."""
+
+    problem: str = ""
+
+
+R = TypeVar("R", bound=Report)
+
+
+def exchange(group: Group, report: R) -> list[R]:
+    """The reports of all members, in the order of ranks.
+
+    Cost: two all_gathers, of 8 bytes and of the longest report.
+    """
+    data = msgspec.msgpack.encode(report)
+    lengths = group.all_gather(torch.tensor([len(data)])).tolist()
+    mine = torch.zeros(max(lengths), dtype=torch.uint8)
+    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = group.all_gather(mine).view(group.size, -1)
+    decoder = msgspec.msgpack.Decoder(type(report))
+    return [
+        decoder.decode(bytes(row[:length].tolist()))
+        for row, length in zip(rows, lengths, strict=True)
+    ]
+
+
+def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) -> None:
+    """Raise unless every problem is empty; the same text on all ranks.
+
+    Raises:
+        CheckpointError: Names each rank that has a problem; ranks with the same one are listed together.
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank, text in enumerate(problems):
+        if text:
+            by_text.setdefault(text, []).append(rank)
+    if not by_text:
+        return
+    parts = [
+        text if size == 1 else f"rank {','.join(map(str, ranks))}: {text}"
+        for text, ranks in by_text.items()
+    ]
+    raise CheckpointError(f"{action}: {'; '.join(parts)}. {remedy}")

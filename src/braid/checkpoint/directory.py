@@ -1,0 +1,140 @@
+"""The directory of a run's checkpoints: names, what is complete, what can go.
+
+    checkpoints/
+        step-00000100/            complete: its manifest was written last, then it was renamed to this
+        step-00000200/
+        .step-00000300.partial/   being written, or left by a crash; the next save removes it
+        .step-00000200.old/       its successor of the same step is taking its place; counts until that is there
+        .step-00000050.gone/      being removed
+
+The last complete one wins. Names are the only index: nothing else has to be kept in step with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+__all__ = ["CheckpointDirectory", "sync_directory"]
+
+STEP_NAME = re.compile(r"step-(\d{8,18})")
+HIDDEN_NAME = re.compile(r"\.step-(\d{8,18})\.(partial|old|gone)")
+
+
+class CheckpointDirectory:
+    """Checkpoints of one run, on a file system that all its ranks see.
+
+    Args:
+        path: The directory; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def final(self, step: int) -> Path:
+        """Where the checkpoint of `step` is once it is complete."""
+        return self.path / f"step-{step:08d}"
+
+    def partial(self, step: int) -> Path:
+        """Where it is written."""
+        return self._hidden(step, "partial")
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, ascending; complete or not."""
+        found = set()
+        for entry in self._entries():
+            match = STEP_NAME.fullmatch(entry.name)
+            hidden = HIDDEN_NAME.fullmatch(entry.name)
+            if hidden and hidden[2] == "old":
+                match = hidden
+            if match and entry.is_dir(follow_symlinks=False):
+                found.add(int(match[1]))
+        return sorted(found)
+
+    def locate(self, step: int) -> Path:
+        """Where the checkpoint of `step` is now."""
+        final, old = self.final(step), self._hidden(step, "old")
+        return old if old.exists() and not final.exists() else final
+
+    def begin(self, step: int) -> Path:
+        """Make the hidden directory of a new checkpoint; remove what crashes have left.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        for entry in self._entries():
+            hidden = HIDDEN_NAME.fullmatch(entry.name)
+            if hidden and (hidden[2] != "old" or self.final(int(hidden[1])).exists()):
+                shutil.rmtree(entry.path)
+        path = self.partial(step)
+        path.mkdir()
+        return path
+
+    def publish(self, step: int) -> Path:
+        """Give the hidden directory its name; from here on the checkpoint exists.
+
+        Raises:
+            OSError: It cannot be renamed.
+        """
+        final, partial = self.final(step), self.partial(step)
+        sync_directory(partial)
+        old = self._hidden(step, "old")
+        if final.exists():
+            final.rename(old)
+        partial.rename(final)
+        sync_directory(self.path)
+        shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def discard(self, step: int) -> None:
+        """Remove the hidden directory; never fails."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def prune(self, keep: int, newest: int) -> None:
+        """Remove all but the last `keep` checkpoints up to step `newest`; never fails.
+
+        Later ones are left alone: they belong to a run that went further.
+        """
+        for step in [step for step in self.steps() if step <= newest][:-keep]:
+            gone = self._hidden(step, "gone")
+            with contextlib.suppress(OSError):
+                self.locate(step).rename(gone)  # at once, whatever happens meanwhile
+                shutil.rmtree(gone)
+
+    def free_bytes(self) -> int:
+        """Bytes that can be written here.
+
+        Raises:
+            OSError: The directory cannot be looked at.
+        """
+        return shutil.disk_usage(self.path).free
+
+    def __repr__(self) -> str:
+        return f"CheckpointDirectory({str(self.path)!r})"
+
+    def _hidden(self, step: int, what: str) -> Path:
+        return self.path / f".step-{step:08d}.{what}"
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        try:
+            with os.scandir(self.path) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def sync_directory(path: Path) -> None:
+    """Bring the names in a directory to the disk.
+
+    Raises:
+        OSError: It cannot be done.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

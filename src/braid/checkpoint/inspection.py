@@ -1,0 +1,122 @@
+"""Looking at checkpoints from outside: what there is, and whether two of them hold the same bits."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from braid.checkpoint.directory import CheckpointDirectory
+from braid.checkpoint.loading import Checkpoint, read_manifest
+from braid.errors import CheckpointError
+
+__all__ = ["Comparison", "Listed", "compare", "ls"]
+
+
+class Listed(NamedTuple):
+    """One line of a listing.
+
+    Attributes:
+        path: The checkpoint.
+        step: Its step.
+        num_tensors: Number of tensors.
+        nbytes: Bytes of its files.
+        world_size: Ranks that wrote it.
+        problem: Why it cannot be used; empty when it is complete.
+    """
+
+    path: str
+    step: int
+    num_tensors: int = 0
+    nbytes: int = 0
+    world_size: int = 0
+    problem: str = ""
+
+
+class Comparison(NamedTuple):
+    """How two checkpoints differ.
+
+    Attributes:
+        num_tensors: Tensors that were compared.
+        differing: Names of those whose bits are not the same; also those that only one of them has.
+        max_diff: Largest absolute difference of two elements; inf when something is missing or not finite.
+    """
+
+    num_tensors: int
+    differing: tuple[str, ...]
+    max_diff: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether all bits are the same."""
+        return not self.differing
+
+
+def ls(directory: str | os.PathLike[str]) -> list[Listed]:
+    """The checkpoints of a directory, oldest step first; files are not hashed."""
+    home = CheckpointDirectory(directory)
+    lines = []
+    for step in home.steps():
+        path = home.locate(step)
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as exc:
+            lines.append(Listed(str(path), step, problem=str(exc)))
+            continue
+        present = {name for name in manifest.files if (path / name).is_file()}
+        missing = sorted(manifest.files.keys() - present)
+        lines.append(
+            Listed(
+                str(path),
+                step,
+                len(manifest.tensors),
+                manifest.nbytes,
+                len(manifest.files),
+                f"missing {', '.join(missing)}" if missing else "",
+            )
+        )
+    return lines
+
+
+def compare(
+    ours: str | os.PathLike[str], theirs: str | os.PathLike[str], *, prefix: str = ""
+) -> Comparison:
+    """Compare the tensors of two checkpoints bit by bit, whatever pieces they are stored in.
+
+    Args:
+        ours: A checkpoint.
+        theirs: Another.
+        prefix: Only tensors whose names begin with this.
+
+    Raises:
+        CheckpointError: One of them cannot be read.
+    """
+    a, b = (Checkpoint(Path(path), read_manifest(path)) for path in (ours, theirs))
+    names = {n for c in (a, b) for n in c.manifest.tensors if n.startswith(prefix)}
+    differing, max_diff = [], 0.0
+    for name in sorted(names):
+        if name not in a.manifest.tensors or name not in b.manifest.tensors:
+            differing.append(name)
+            max_diff = math.inf
+            continue
+        x, y = a.read(name), b.read(name)
+        if not _same_bits(x, y):
+            differing.append(name)
+            max_diff = max(max_diff, _distance(x, y))
+    return Comparison(len(names), tuple(differing), max_diff)
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
+    if x.shape != y.shape:
+        return math.inf
+    distance = (x.double() - y.double()).abs().max().item()
+    return math.inf if math.isnan(distance) else distance

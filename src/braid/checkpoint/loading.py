@@ -1,0 +1,259 @@
+"""Loading: find the last complete checkpoint, say what was passed over, read only what a rank needs.
+
+A checkpoint is verified before anything is used: manifest against its own digest, files against the manifest's. Tensors are
+then assembled from whatever pieces overlap with what is wanted, so the number of ranks that wrote it does not matter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from braid.checkpoint.agreement import Report, exchange
+from braid.checkpoint.directory import CheckpointDirectory
+from braid.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, decode_manifest
+from braid.checkpoint.tensor_file import DTYPES, hash_file, read_piece
+from braid.comm import Group
+from braid.errors import CheckpointError
+from braid.types import TensorSpec
+
+__all__ = ["Checkpoint", "Skipped", "load", "read_manifest", "verify"]
+
+MAX_ROWS = 20  # of the table of differences
+NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+class Skipped(NamedTuple):
+    """A checkpoint that was passed over."""
+
+    path: str
+    reason: str
+
+
+class Checkpoint:
+    """A checkpoint that has been found good.
+
+    Attributes:
+        path: Its directory.
+        manifest: Its contents.
+        skipped: Later ones that could not be used, and why.
+
+    Args:
+        path: See above.
+        manifest: See above.
+        skipped: See above.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, skipped: Sequence[Skipped] = ()) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.skipped = tuple(skipped)
+
+    def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A tensor, or a part of it.
+
+        Args:
+            name: Name of the tensor.
+            box: A slice per dim, step 1; None for all of it.
+
+        Returns:
+            A new tensor.
+
+        Raises:
+            CheckpointError: There is no such tensor, or a file is not what the manifest says.
+
+        Cost: reads the bytes of the box, from a mapped file.
+        """
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            msg = f"expected tensor {name!r} in {self.path}, found {len(self.manifest.tensors)} others"
+            raise CheckpointError(msg)
+        dtype = NAMES.get(entry.dtype)
+        if dtype is None:
+            msg = f"expected a known dtype for {name!r} in {self.path}, found {entry.dtype!r}"
+            raise CheckpointError(msg)
+        wanted = _ranges(entry, box)
+        out = torch.empty([high - low for low, high in wanted], dtype=dtype)
+        for piece in entry.pieces:
+            self._copy(entry, piece, wanted, out)
+        return out
+
+    def require(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Check that the checkpoint holds these tensors, and no others that begin like one of them.
+
+        Args:
+            expected: Name -> shape and dtype. Names begin with what they belong to (`model/...`, `optimizer/...`).
+
+        Raises:
+            CheckpointError: The table of all missing, unexpected and differing ones.
+        """
+        roots = {name.partition("/")[0] for name in expected}
+        there = {
+            name: TensorSpec(entry.shape, entry.dtype)
+            for name, entry in self.manifest.tensors.items()
+            if name.partition("/")[0] in roots
+        }
+        rows = [
+            (name, str(there.get(name, "-")), str(wanted.get(name, "-")))
+            for wanted in [{k: TensorSpec(v.shape, v.dtype) for k, v in expected.items()}]
+            for name in sorted(there.keys() | wanted.keys())
+            if there.get(name) != wanted.get(name)
+        ]
+        if not rows:
+            return
+        width, left = (max(len(row[i]) for row in rows[:MAX_ROWS]) for i in (0, 1))
+        table = [
+            f"  {name:<{width}}  {a:<{max(left, 10)}}  {b}"
+            for name, a, b in [("tensor", "checkpoint", "here"), *rows[:MAX_ROWS]]
+        ]
+        if len(rows) > MAX_ROWS:
+            table.append(f"  ... and {len(rows) - MAX_ROWS} more")
+        msg = (
+            f"expected a checkpoint of this model in {self.path}, found {len(rows)} tensors that differ:\n"
+            + "\n".join(table)
+        )
+        raise CheckpointError(msg)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, step {self.manifest.step})"
+
+    def _copy(
+        self,
+        entry: TensorEntry,
+        piece: Piece,
+        wanted: list[tuple[int, int]],
+        out: torch.Tensor,
+    ) -> None:
+        source, target = [], []
+        for (low, high), offset, extent in zip(wanted, piece.offset, piece.shape, strict=True):
+            first, last = max(low, offset), min(high, offset + extent)
+            if first >= last:
+                return
+            source.append(slice(first - offset, last - offset))
+            target.append(slice(first - low, last - low))
+        path = _file_in(self.path, piece.file)
+        values = read_piece(path, piece.key, piece.shape, entry.dtype, tuple(source))
+        out[tuple(target)].copy_(values)
+
+
+class _Choice(Report, frozen=True):
+    """What rank 0 found."""
+
+    path: str = ""
+    skipped: tuple[Skipped, ...] = ()
+
+
+def load(where: str | os.PathLike[str], *, group: Group) -> Checkpoint:
+    """Open a checkpoint, or the last complete one of a directory; collective.
+
+    Rank 0 chooses and verifies; all ranks open the same one or raise the same error.
+
+    Args:
+        where: A checkpoint (`.../step-00000200`), or the directory of a run's checkpoints.
+        group: The ranks that load together.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint; each one that was looked at, with its reason.
+
+    Cost: rank 0 reads and hashes all files once.
+    """
+    choice = _Choice()
+    if group.rank == 0:
+        choice = _choose(Path(where))
+    choice = exchange(group, choice)[0]
+    if choice.problem:
+        raise CheckpointError(choice.problem)
+    path = Path(choice.path)
+    return Checkpoint(path, read_manifest(path), choice.skipped)
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Check one checkpoint completely.
+
+    Raises:
+        CheckpointError: Every problem: files that are missing, truncated or altered.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    problems = []
+    for name, expected in sorted(manifest.files.items()):
+        try:
+            found = hash_file(_file_in(path, name))
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as exc:
+            problems.append(f"{name} cannot be read: {exc.strerror}")
+        except CheckpointError as exc:
+            problems.append(str(exc))
+        else:
+            if found.nbytes != expected.nbytes:
+                problems.append(
+                    f"{name} is truncated or extended: {found.nbytes:,} bytes, expected {expected.nbytes:,}"
+                )
+            elif found.sha256 != expected.sha256:
+                problems.append(f"sha256 mismatch in {name}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    return manifest
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of a checkpoint, checked against its own digest; files are not looked at.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    try:
+        data = _file_in(Path(path), MANIFEST_NAME).read_bytes()
+    except FileNotFoundError as exc:
+        msg = f"incomplete: no {MANIFEST_NAME}" if Path(path).is_dir() else "does not exist"
+        raise CheckpointError(msg) from exc
+    except OSError as exc:
+        msg = f"{MANIFEST_NAME} cannot be read: {exc.strerror}"
+        raise CheckpointError(msg) from exc
+    return decode_manifest(data)
+
+
+def _choose(where: Path) -> _Choice:
+    steps = CheckpointDirectory(where).steps()
+    if not steps:
+        try:
+            verify(where)
+        except CheckpointError as exc:
+            problem = f"expected a checkpoint in {where}, found: {exc}"
+            return _Choice(problem=problem)
+        return _Choice(path=str(where))
+    skipped: list[Skipped] = []
+    for step in reversed(steps):
+        path = CheckpointDirectory(where).locate(step)
+        try:
+            verify(path)
+        except CheckpointError as exc:
+            skipped.append(Skipped(str(path), str(exc)))
+        else:
+            return _Choice(path=str(path), skipped=tuple(skipped))
+    listed = "\n".join(f"  {path}: {reason}" for path, reason in skipped)
+    return _Choice(problem=f"expected a complete checkpoint in {where}, found none:\n{listed}")
+
+
+def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int, int]]:
+    if box is None:
+        return [(0, extent) for extent in entry.shape]
+    if len(box) != len(entry.shape) or any(s.step not in {None, 1} for s in box):
+        msg = f"expected {len(entry.shape)} slices of step 1 for shape {list(entry.shape)}, found {box}"
+        raise CheckpointError(msg)
+    ranges = [s.indices(extent)[:2] for s, extent in zip(box, entry.shape, strict=True)]
+    return [(low, max(low, high)) for low, high in ranges]
+
+
+def _file_in(directory: Path, name: str) -> Path:
+    """A file of the checkpoint; never one that a link points at elsewhere."""
+    path = directory / name
+    if path.is_symlink():
+        msg = f"{name} is a symbolic link; a checkpoint's files are in its directory"
+        raise CheckpointError(msg)
+    return path

@@ -1,0 +1,217 @@
+"""What a checkpoint says about itself: one JSON file that is written last.
+
+Problem: formats whose index is a pickle run whatever code is in it when they are looked at, and shards without digests are
+loaded with their flipped bits. Idea: a manifest without code that names every file with its length and SHA-256 and every
+tensor with the pieces that it is made of; it carries a digest of its own. Where there is no manifest there is no
+checkpoint, so a crash at any moment leaves a complete checkpoint or none.
+
+    step-00000200/
+        manifest.json           {"sha256": "...", "manifest": {step, tensors, files, state, numerics, braid}}
+        rank-00000.safetensors  pieces that rank 0 owned
+        rank-00001.safetensors  ...
+
+A manifest is input from outside: sizes, names and shapes are checked before anything is allocated or opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from itertools import combinations, pairwise
+from typing import Any
+
+import msgspec
+
+from braid._version import __version__
+from braid.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST_NAME",
+    "FileEntry",
+    "Manifest",
+    "Origin",
+    "Piece",
+    "TensorEntry",
+    "decode_manifest",
+    "encode_manifest",
+]
+
+FORMAT = 1
+MANIFEST_NAME = "manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20  # some 300,000 tensors
+MAX_DIMS = 16
+MAX_PAIRWISE = 64  # pieces of a tensor that are compared each with each
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor, stored under `key` in `file`.
+
+    Attributes:
+        file: Name of a file of the checkpoint.
+        key: Name of the tensor in it.
+        offset: Where the box begins, per dim.
+        shape: Its extent, per dim.
+    """
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole tensor.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: torch's name without the prefix.
+        pieces: Boxes that tile it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[Piece, ...]
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the checkpoint."""
+
+    nbytes: int
+    sha256: str
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Who wrote the checkpoint."""
+
+    version: str = __version__
+    format: int = FORMAT
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Contents of a checkpoint.
+
+    Attributes:
+        step: Steps that had been completed.
+        tensors: By name.
+        files: By name.
+        state: What is no tensor: position in the data, optimizer's numbers, seeds, digest of the data.
+        numerics: What the bits depend on: threads, order of sums, algorithms, world size, torch's version.
+        braid: Who wrote it.
+    """
+
+    step: int
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    state: dict[str, Any] = {}
+    numerics: dict[str, Any] = {}
+    braid: Origin = Origin()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+
+class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
+    sha256: str
+    manifest: msgspec.Raw
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest with its own digest.
+
+    Raises:
+        CheckpointError: It is inconsistent, or holds values that JSON does not know.
+    """
+    _refuse(problems_of(manifest))
+    try:
+        raw = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    except (TypeError, ValueError) as exc:
+        msg = f"expected state and numerics of a checkpoint as JSON knows them, found: {exc}"
+        raise CheckpointError(msg) from exc
+    if len(raw) > MAX_MANIFEST_BYTES - 256:
+        msg = f"expected a manifest below {MAX_MANIFEST_BYTES:,} bytes, found {len(raw):,}"
+        raise CheckpointError(msg)
+    return msgspec.json.encode(_Sealed(hashlib.sha256(raw).hexdigest(), msgspec.Raw(raw)))
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Inverse of `encode_manifest`.
+
+    Raises:
+        CheckpointError: Not a manifest, altered, of a newer format, or inconsistent: all problems at once.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        msg = f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES:,} bytes"
+        raise CheckpointError(msg)
+    try:
+        sealed = msgspec.json.decode(data, type=_Sealed)
+        if hashlib.sha256(sealed.manifest).hexdigest() != sealed.sha256:
+            msg = f"sha256 mismatch in {MANIFEST_NAME}"
+            raise CheckpointError(msg)
+        origin = msgspec.json.decode(sealed.manifest, type=_Head).braid
+        if origin.format > FORMAT:
+            msg = f"written by braid {origin.version} in format {origin.format}; this braid knows {FORMAT}"
+            raise CheckpointError(msg)
+        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        msg = f"{MANIFEST_NAME} is damaged: {exc}"
+        raise CheckpointError(msg) from exc
+    _refuse(problems_of(manifest))
+    return manifest
+
+
+class _Head(msgspec.Struct):
+    braid: Origin
+
+
+def problems_of(manifest: Manifest) -> list[str]:
+    """Everything in a manifest that contradicts itself or could reach outside of its directory."""
+    problems = [] if manifest.step >= 0 else [f"step is {manifest.step}"]
+    for name, file in manifest.files.items():
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+            problems.append(f"file name {name[:80]!r} is not allowed")
+        if file.nbytes < 0 or not SHA256.fullmatch(file.sha256):
+            problems.append(f"file {name[:80]} has a length or digest that cannot be")
+    for name, entry in manifest.tensors.items():
+        if problem := _problem_of(entry, manifest.files):
+            problems.append(f"tensor {name[:80]!r} {problem}")
+    return problems
+
+
+def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
+    shape = entry.shape
+    if len(shape) > MAX_DIMS or any(not 0 <= extent < 1 << 62 for extent in shape):
+        return f"has the impossible shape {list(shape[:MAX_DIMS])}"
+    for piece in entry.pieces:
+        if piece.file not in files:
+            return f"has a piece in {piece.file[:80]!r}, which is no file of the checkpoint"
+        inside = len(piece.offset) == len(piece.shape) == len(shape) and all(
+            min(low, extent) >= 0 and low + extent <= full
+            for low, extent, full in zip(piece.offset, piece.shape, shape, strict=True)
+        )
+        if not inside:
+            return f"has a piece outside of its shape {list(shape)}"
+    if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(shape):
+        return f"has pieces that do not add up to its shape {list(shape)}"
+    # Equal volume and no overlap: the boxes tile the tensor.
+    boxes = sorted((p for p in entry.pieces if math.prod(p.shape)), key=lambda p: p.offset)
+    pairs = combinations(boxes, 2) if len(boxes) <= MAX_PAIRWISE else pairwise(boxes)
+    return "has pieces that overlap" if any(_overlap(a, b) for a, b in pairs) else ""
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return all(
+        max(al, bl) < min(al + ae, bl + be)
+        for al, ae, bl, be in zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    )
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise CheckpointError(f"{MANIFEST_NAME} is inconsistent: {'; '.join(problems[:10])}{more}")

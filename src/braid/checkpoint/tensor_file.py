@@ -1,0 +1,137 @@
+"""Writing and reading one safetensors file: hashed while it is written, mapped when it is read.
+
+The format is 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), and the values. The
+library's own writer takes no hash on the way and builds the file in memory first; this one streams, so that saving
+needs no second copy of the model. Reading is the library's: it maps the file and checks the header.
+
+Source: safetensors format, github.com/huggingface/safetensors (README, "Format").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from braid.checkpoint.manifest import FileEntry
+from braid.errors import CheckpointError
+
+__all__ = ["DTYPES", "hash_file", "read_piece", "tensor_file_bytes", "write_tensor_file"]
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+CHUNK_BYTES = 8 << 20
+
+
+def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Length of the file that these tensors make."""
+    return len(_header(tensors)) + sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEntry:
+    """Write a new file and bring it to the disk.
+
+    Raises:
+        OSError: It cannot be written; a part may be there.
+        CheckpointError: A dtype that the format does not know.
+    """
+    digest = hashlib.sha256()
+    nbytes = 0
+    with path.open("xb", buffering=0) as file:
+        blocks = itertools.chain([memoryview(_header(tensors))], map(_bytes_of, tensors.values()))
+        for block in blocks:
+            for start in range(0, len(block), CHUNK_BYTES):
+                rest = block[start : start + CHUNK_BYTES]
+                digest.update(rest)
+                nbytes += len(rest)
+                while rest:
+                    rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+    return FileEntry(nbytes, digest.hexdigest())
+
+
+def hash_file(path: Path) -> FileEntry:
+    """Length and digest of what is there.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    nbytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            nbytes += len(chunk)
+    return FileEntry(nbytes, digest.hexdigest())
+
+
+def read_piece(
+    path: Path, key: str, shape: tuple[int, ...], dtype: str, box: tuple[slice, ...]
+) -> torch.Tensor:
+    """A box of the tensor `key`; only its pages are read.
+
+    Args:
+        path: The file.
+        key: Name in it.
+        shape: Shape that it must have.
+        dtype: torch's name of the dtype that it must have.
+        box: What to read, per dim, relative to the stored tensor.
+
+    Raises:
+        CheckpointError: The file does not hold that.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            stored = file.get_slice(key)
+            found = tuple(stored.get_shape())
+            if found != shape:
+                msg = f"expected {key!r} of shape {list(shape)} in {path.name}, found {list(found)}"
+                raise CheckpointError(msg)
+            tensor: torch.Tensor = stored[box] if box else file.get_tensor(key)
+    except (SafetensorError, OSError) as exc:
+        msg = f"expected tensor {key!r} in {path}, found: {exc}"
+        raise CheckpointError(msg) from exc
+    if str(tensor.dtype) != f"torch.{dtype}":
+        msg = f"expected {key!r} of {dtype} in {path.name}, found {tensor.dtype}"
+        raise CheckpointError(msg)
+    return tensor
+
+
+def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    entries = {}
+    start = 0
+    for key, tensor in tensors.items():
+        name = DTYPES.get(tensor.dtype)
+        if name is None:
+            msg = f"expected a dtype that safetensors knows, found {tensor.dtype} for {key!r}"
+            raise CheckpointError(msg)
+        end = start + tensor.numel() * tensor.element_size()
+        entries[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # values begin aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data)

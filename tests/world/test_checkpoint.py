@@ -1,0 +1,418 @@
+"""Checkpoints: complete or not there, readable by any number of ranks, clear about what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from braid.checkpoint import (
+    ReplicatedSnapshot,
+    Slice,
+    compare,
+    load,
+    ls,
+    read_manifest,
+    restore_training,
+    save,
+    tensor_file,
+    training_numbers,
+    training_tensors,
+    verify,
+)
+from braid.comm import Group
+from braid.errors import CheckpointError, ConfigError
+from braid.testing.worlds import run_threads
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model/w": torch.randn(37, 5, generator=generator),
+        "model/b": torch.randn(3, generator=generator).to(torch.bfloat16),
+        "model/scalar": torch.tensor(3.5, dtype=torch.float64),
+        "model/none": torch.empty(0, 4),
+        "model/flags": torch.tensor([True, False, True]),
+        "model/count": torch.arange(5),
+    }
+
+
+def save_all(group: Group, directory: str, step: int = 1, seed: int = 0, **options: object) -> Path:
+    snapshot = ReplicatedSnapshot(tensors(seed), rank=group.rank, size=group.size)
+    return save(directory, snapshot, step=step, group=group, **options)
+
+
+def read_all(group: Group, directory: str) -> dict[str, torch.Tensor]:
+    checkpoint = load(directory, group=group)
+    return {name: checkpoint.read(name) for name in checkpoint.manifest.tensors}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_any_world_reads_what_any_world_wrote(world, tmp_path, writers, readers):
+    paths = world(writers, save_all, str(tmp_path))
+    assert paths == [tmp_path / "step-00000001"] * writers
+    for found in world(readers, read_all, str(tmp_path)):
+        assert_same(found, tensors())
+    assert len(list(paths[0].glob("*.safetensors"))) == writers
+
+
+def _columns(group: Group, directory: str) -> list[torch.Tensor]:
+    """Save by rows, read by columns: every box overlaps several pieces."""
+    save_all(group, directory)
+    checkpoint = load(directory, group=group)
+    return [checkpoint.read("model/w", (slice(5, 30), slice(c, c + 2))) for c in range(4)]
+
+
+def test_a_part_is_assembled_from_the_pieces_that_it_overlaps(world, tmp_path):
+    expected = [tensors()["model/w"][5:30, c : c + 2] for c in range(4)]
+    for found in world(3, _columns, str(tmp_path)):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Columns:
+    """A snapshot that is sharded along dim 1, with several boxes on each rank."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def pieces(self) -> list[Slice]:
+        full = torch.arange(24.0).view(4, 6)
+        mine = range(self.group.rank, 6, self.group.size)
+        return [Slice("w", (4, 6), (0, c), full[:, c : c + 1]) for c in mine]
+
+
+def _sharded(group: Group, directory: str) -> torch.Tensor:
+    save(directory, Columns(group), step=3, group=group)
+    return load(directory, group=group).read("w")
+
+
+def test_any_tiling_can_be_saved(world, tmp_path):
+    for found in world(2, _sharded, str(tmp_path)):
+        assert torch.equal(found, torch.arange(24.0).view(4, 6))
+
+
+def _hole(group: Group, directory: str) -> None:
+    class Half:
+        def pieces(self) -> list[Slice]:
+            return [Slice("w", (4,), (0,), torch.ones(2))] if group.rank == 0 else []
+
+    save(directory, Half(), step=3, group=group)
+
+
+def test_pieces_that_leave_a_hole_are_refused_on_every_rank(world, tmp_path):
+    with pytest.raises(CheckpointError, match=r"'w' has pieces that do not add up") as caught:
+        world(2, _hole, str(tmp_path))
+    assert len({str(error) for error in caught.value.rank_errors.values()}) == 1
+    assert len(caught.value.rank_errors) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def _keep_two(group: Group, directory: str) -> list[tuple[int, bool]]:
+    told: list[tuple[int, bool]] = []
+    for step in (1, 2, 3):
+        save_all(group, directory, step, keep=2, on_saved=lambda s, _, ok: told.append((s, ok)))
+    return told
+
+
+def test_older_ones_go_and_everyone_is_told(world, tmp_path):
+    assert world(2, _keep_two, str(tmp_path)) == [[(1, True), (2, True), (3, True)]] * 2
+    assert [(line.step, line.world_size, line.problem) for line in ls(tmp_path)] == [
+        (2, 2, ""),
+        (3, 2, ""),
+    ]
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    run_threads(1, save_all, str(tmp_path), 5, 0)
+    run_threads(2, save_all, str(tmp_path), 5, 1)
+    (found,) = run_threads(1, read_all, str(tmp_path))
+    assert_same(found, tensors(1))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def _fail_on_rank_one(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    original = tensor_file.write_tensor_file
+
+    def failing(path: Path, tensors: dict[str, torch.Tensor]) -> object:
+        if path.name == "rank-00001.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(code, os.strerror(code))
+        return original(path, tensors)
+
+    monkeypatch.setattr("braid.checkpoint.saving.write_tensor_file", failing)
+
+
+def test_a_disk_that_fills_up_on_one_rank_is_the_same_error_on_all(tmp_path, monkeypatch):
+    run_threads(3, save_all, str(tmp_path), 1)
+    _fail_on_rank_one(monkeypatch, errno.ENOSPC)
+    with pytest.raises(CheckpointError) as caught:
+        run_threads(3, save_all, str(tmp_path), 2)
+    texts = {rank: str(error) for rank, error in caught.value.rank_errors.items()}
+    assert texts == dict.fromkeys(range(3), texts[0])
+    assert "rank 1: No space left on device while writing rank-00001.safetensors" in texts[0]
+    assert "bytes; " in texts[0]
+    assert texts[0].endswith("Earlier checkpoints are untouched")
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    verify(tmp_path / "step-00000001")
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "braid.checkpoint.directory.shutil.disk_usage",
+        lambda _: shutil._ntuple_diskusage(10, 9, 1000),
+    )
+    with pytest.raises(CheckpointError, match=r"needs 1,04\d,\d+ bytes, 1,000 are free"):
+        run_threads(2, save_all, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_says_why(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
+        run_threads(2, save_all, str(tmp_path / "file"))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_file_system_leaves_earlier_checkpoints_alone(tmp_path, monkeypatch):
+    if os.system(f"mount -t tmpfs -o size=1536k tmpfs {tmp_path} 2>/dev/null") != 0:
+        pytest.skip("this container may not mount")
+    try:
+        run_threads(2, save_all, str(tmp_path), 1)
+        (tmp_path / "ballast").write_bytes(b"x" * 1_490_000)
+        with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes, [\d,]+ are free"):
+            run_threads(2, save_all, str(tmp_path), 2)
+        monkeypatch.setattr(
+            "braid.checkpoint.directory.CheckpointDirectory.free_bytes", lambda _: 1 << 40
+        )
+        big = {"w": torch.zeros(100_000)}
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            run_threads(1, lambda g: save(tmp_path, ReplicatedSnapshot(big), step=2, group=g))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["ballast", "step-00000001"]
+        verify(tmp_path / "step-00000001")
+    finally:
+        os.system(f"umount {tmp_path}")
+
+
+def _die_while_writing(group: Group, directory: str) -> None:
+    def die(*_: object) -> None:
+        os._exit(9)
+
+    if group.rank == 1:
+        import braid.checkpoint.saving as room
+
+        room.write_tensor_file = die
+    save_all(group, directory, 2)
+
+
+@pytest.mark.procs
+def test_a_crash_leaves_the_last_complete_one_and_the_next_save_cleans_up(procs, tmp_path):
+    from braid.testing.pool import RankDiedError
+
+    procs(2, save_all, str(tmp_path), 1)
+    with pytest.raises(RankDiedError):
+        procs(2, _die_while_writing, str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".step-00000002.partial",
+        "step-00000001",
+    ]
+    assert_same(procs(2, read_all, str(tmp_path))[1], tensors())
+    procs(2, save_all, str(tmp_path), 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def _damage(path: Path, how: str) -> None:
+    file = path / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    if how == "flip":
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif how == "truncate":
+        file.write_bytes(data[:-3])
+    elif how == "missing":
+        file.unlink()
+    elif how == "link":
+        file.rename(path.parent / "elsewhere")
+        file.symlink_to(path.parent / "elsewhere")
+    elif how == "manifest":
+        (path / "manifest.json").unlink()
+    else:
+        text = (path / "manifest.json").read_text()
+        (path / "manifest.json").write_text(text.replace('"step": 2', '"step": 7'))
+
+
+REASONS = {
+    "flip": "sha256 mismatch in rank-00001.safetensors",
+    "truncate": "rank-00001.safetensors is truncated or extended: ",
+    "missing": "rank-00001.safetensors is missing",
+    "link": "rank-00001.safetensors is a symbolic link",
+    "manifest": "incomplete: no manifest.json",
+    "altered": "sha256 mismatch in manifest.json",
+}
+
+
+def _load_and_say(group: Group, directory: str) -> tuple[int, list[tuple[str, str]]]:
+    checkpoint = load(directory, group=group)
+    return checkpoint.manifest.step, [tuple(skipped) for skipped in checkpoint.skipped]
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_a_damaged_checkpoint_is_passed_over_and_named(world, tmp_path, how):
+    world(2, save_all, str(tmp_path), 1)
+    world(2, save_all, str(tmp_path), 2)
+    _damage(tmp_path / "step-00000002", how)
+    for step, skipped in world(2, _load_and_say, str(tmp_path)):
+        assert step == 1
+        ((path, reason),) = skipped
+        assert path == str(tmp_path / "step-00000002")
+        assert REASONS[how] in reason
+    with pytest.raises(CheckpointError, match=REASONS[how]):
+        verify(tmp_path / "step-00000002")
+
+
+def test_nothing_to_load_is_the_same_error_on_every_rank(world, tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"expected a checkpoint in .* does not exist"
+    ) as caught:
+        world(2, _load_and_say, str(tmp_path / "nothing"))
+    assert len(caught.value.rank_errors) == 2
+
+
+def test_every_bad_checkpoint_is_listed_when_none_is_left(tmp_path):
+    for step, how in ((1, "flip"), (2, "manifest")):
+        run_threads(2, save_all, str(tmp_path), step)
+        _damage(tmp_path / f"step-0000000{step}", how)
+    with pytest.raises(CheckpointError) as caught:
+        run_threads(1, _load_and_say, str(tmp_path))
+    assert str(caught.value).split("\n") == [
+        f"expected a complete checkpoint in {tmp_path}, found none:",
+        f"  {tmp_path}/step-00000002: incomplete: no manifest.json",
+        f"  {tmp_path}/step-00000001: sha256 mismatch in rank-00001.safetensors",
+    ]
+
+
+def test_bad_arguments_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="keep=0"):
+        run_threads(1, lambda g: save_all(g, str(tmp_path), keep=0))
+
+
+def _net(width: int = 4) -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2), nn.BatchNorm1d(2))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator))
+    return net
+
+
+def _groups(net: nn.Module, *, swapped: bool = False) -> torch.optim.Optimizer:
+    params = list(net.parameters())
+    halves = [params[:2], params[2:]]
+    if swapped:
+        halves = [list(reversed(half)) for half in halves]
+    return torch.optim.AdamW([{"params": halves[0], "lr": 0.01}, {"params": halves[1]}], lr=0.1)
+
+
+def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_with_another_order_of_parameters_continues_to_the_bit(tmp_path):
+    def main(group: Group) -> None:
+        with torch.random.fork_rng():  # nn.Linear draws its initial values
+            whole, half, other = _net(), _net(), _net()
+        optimizer = _groups(whole)
+        _steps(whole, optimizer, 0, 6)
+        optimizer = _groups(half)
+        _steps(half, optimizer, 0, 3)
+        generator = torch.Generator().manual_seed(5)
+        torch.rand(3, generator=generator)
+        save(
+            tmp_path,
+            ReplicatedSnapshot(training_tensors(half, optimizer)),
+            step=3,
+            state=training_numbers(half, optimizer, generators={"noise": generator}),
+            group=group,
+        )
+        swapped = _groups(other, swapped=True)
+        fresh = torch.Generator()
+        restore_training(load(tmp_path, group=group), other, swapped, generators={"noise": fresh})
+        assert torch.equal(torch.rand(2, generator=fresh), torch.rand(2, generator=generator))
+        _steps(other, swapped, 3, 3)
+        expected = whole.state_dict()
+        assert_same(other.state_dict(), expected)
+
+    run_threads(1, main)
+
+
+def test_another_model_is_a_table_of_what_differs(tmp_path):
+    def main(group: Group) -> str:
+        with torch.random.fork_rng():
+            net, wider = _net(), _net(5)
+        save(tmp_path, ReplicatedSnapshot(training_tensors(net)), step=3, group=group)
+        before = {name: value.clone() for name, value in wider.state_dict().items()}
+        with pytest.raises(CheckpointError) as caught:
+            restore_training(load(tmp_path, group=group), wider)
+        assert_same(wider.state_dict(), before)
+        return str(caught.value)
+
+    (text,) = run_threads(1, main)
+    assert text.split("\n") == [
+        f"expected a checkpoint of this model in {tmp_path}/step-00000003, found 3 tensors that differ:",
+        "  tensor          checkpoint     here",
+        "  model/0.bias    float32[4]     float32[5]",
+        "  model/0.weight  float32[4, 3]  float32[5, 3]",
+        "  model/2.weight  float32[2, 4]  float32[2, 5]",
+    ]
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    def main(group: Group) -> None:
+        with torch.random.fork_rng():
+            net = _net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        save(
+            tmp_path,
+            ReplicatedSnapshot(training_tensors(net, optimizer)),
+            step=3,
+            state=training_numbers(net, optimizer),
+            group=group,
+        )
+        with pytest.raises(CheckpointError, match=r"state of AdamW .* found SGD with \[6\]"):
+            restore_training(load(tmp_path, group=group), net, _groups(net))
+
+    run_threads(1, main)
+
+
+def test_checkpoints_are_compared_bit_by_bit(tmp_path):
+    for name, size, seed in (("a", 1, 0), ("b", 3, 0), ("c", 2, 1)):
+        run_threads(size, save_all, str(tmp_path / name), 1, seed)
+    paths = {name: tmp_path / name / "step-00000001" for name in "abc"}
+    assert compare(paths["a"], paths["b"]) == (6, (), 0.0)
+    different = compare(paths["a"], paths["c"])
+    assert (different.differing, different.equal) == (("model/b", "model/w"), False)
+    assert different.max_diff == (tensors(0)["model/w"] - tensors(1)["model/w"]).abs().max().item()
+
+
+def test_no_pickle_is_in_a_checkpoint(tmp_path):
+    run_threads(2, save_all, str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+    assert read_manifest(path).braid.format == 1
