@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[:1] == ["run"]:
         given[1:] = separate_command(given[1:])
+    if " ".join(given[:2]) in COMMANDS:
+        given[:2] = [" ".join(given[:2])]
     try:
         exit_code: int = tyro.extras.subcommand_cli_from_dict(
             dict(COMMANDS),
@@ -126,4 +128,44 @@ def run(
     return outcome.exit_code
 
 
-COMMANDS: Mapping[str, Callable[..., int]] = {"run": run}
+def bench_comm(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    operations: tuple[str, ...] = (),
+    sizes_kib: tuple[int, ...] = (1, 16, 256, 1024, 4096, 16384),
+    dtypes: tuple[str, ...] = ("float32",),
+    rounds: int = 5,
+    out: str = "runs/bench-comm",
+    plot: bool = True,
+) -> int:
+    """Measure collectives against Gloo, in turns in one run: table, JSON, plot.
+
+    Args:
+        n: Number of ranks.
+        operations: Which; all when empty.
+        sizes_kib: KiB of the largest full buffer of a rank.
+        dtypes: Such as float32 bfloat16 int64.
+        rounds: Alternating rounds for each row; the ratios shown are medians over them.
+        out: Directory for comm.json and comm.png.
+        plot: Draw comm.png (needs matplotlib).
+    """
+    from pathlib import Path
+
+    from braid.bench import comm
+
+    bench = comm.CommBench(
+        ranks=n,
+        operations=operations or comm.OPERATIONS,
+        sizes_bytes=tuple(size << 10 for size in sizes_kib),
+        dtypes=dtypes,
+        rounds=rounds,
+        out=Path(out),
+    )
+    report = comm.run_comm(bench)
+    comm.print_report(report, bench.out)
+    if plot:
+        print(f"plot  {comm.plot(report, bench.out / 'comm.png')}")
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {"run": run, "bench comm": bench_comm}

@@ -1,3 +1,1 @@
-"""bench: experiments that measure braid and write the figures of its documents."""
-
-from __future__ import annotations
+"""Measurements whose figures matter; they are never tests. Each compares within one run, in turns."""

@@ -9,7 +9,7 @@ from braid.diagnose.block import (
     rank_list,
     render_block,
 )
-from braid.diagnose.testimony import last_step, testimony
+from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
 from braid.diagnose.verdict import (
     Ending,
@@ -35,6 +35,7 @@ __all__ = [
     "describe",
     "error_block",
     "judge",
+    "last_operation_end",
     "last_step",
     "parse_error",
     "parse_stack",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from braid.diagnose.tracebacks import short_site
 from braid.events import Event, EventRing
 
-__all__ = ["last_step", "testimony"]
+__all__ = ["last_operation_end", "last_step", "testimony"]
 
 
 def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 - no test
@@ -40,6 +40,15 @@ def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 
     if step is not None:
         words.append(f"{'at' if _lasted_until(step, at_ns) else 'after'} step {step.seq}")
     return ", ".join(words)
+
+
+def last_operation_end(ring: EventRing) -> int:
+    """When the rank's last collective ended, on its clock; 0 when none has.
+
+    A survivor that gave up did so in its last collective, which may have begun after the fault.
+    """
+    ended = (e.t_ns + e.dur_ns for e in ring.tail() if "(" in ring.name(e.kind) and not e.open)
+    return max(ended, default=0)
 
 
 def last_step(ring: EventRing) -> int | None:

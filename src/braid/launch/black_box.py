@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from braid.diagnose import last_step, parse_stack, testimony
+from braid.diagnose import last_operation_end, last_step, parse_stack, testimony
 from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, EventRing
 
 __all__ = ["BlackBox"]
@@ -54,7 +54,13 @@ class BlackBox:
         return os.pread(self.stacks_fd, size, 0).decode(errors="replace")
 
     def testimony(self, at_ns: int | None = None) -> str:
-        """What the rank was inside of, from its spans, else from its stacks; may be empty."""
+        """What the rank was inside of, from its spans, else from its stacks; may be empty.
+
+        Args:
+            at_ns: Moment of the fault that ended the run; the rank may have noticed it in a later collective.
+        """
+        if at_ns is not None:
+            at_ns = max(at_ns, last_operation_end(self.ring))
         told = testimony(self.ring, at_ns)
         if told:
             return told
