@@ -74,8 +74,8 @@ class Health:
             self._pidfds[rank] = (os.pidfd_open(pid), pid)
         except ProcessLookupError:
             self.report(Loss(rank, f"(pid {pid}) was gone before it could be watched"))
-        except OSError:
-            return  # a kernel before 5.3 or a sandbox: the launcher's word and the 50 ms look remain
+        except (OSError, AttributeError):
+            return  # a kernel before 5.3, a sandbox or another system: the launcher's word remains
 
     def hear(self, witness: Witness) -> None:
         """Listen to `witness` from now on."""

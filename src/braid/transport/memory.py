@@ -25,6 +25,7 @@ import mmap
 import os
 import platform
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -49,8 +50,10 @@ DIRECTORY_BYTES = MAX_EXTENTS * 16
 NAMES_BYTES = 256 << 10
 ROOT_BYTES = ROOT_WORDS_BYTES + DIRECTORY_BYTES + NAMES_BYTES
 
+MAGIC = int.from_bytes(b"BRAIDRT1", "little")
+
 # root words
-PID, STATE, SLEEPERS = 0, 1, 2
+PID, STATE, SLEEPERS, MARK = 0, 1, 2, 3
 # values of STATE: what a peer that finds the process gone may conclude
 RUNNING, LEFT = 0, 1
 
@@ -99,10 +102,12 @@ class MemoryFile:
         Raises:
             CommError: The memory is not to be had.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = _anonymous_file(name)
         try:
-            # reserves the pages: a clear error now instead of a bus error in the middle of a step
-            os.posix_fallocate(fd, 0, nbytes)
+            os.ftruncate(fd, nbytes)
+            if hasattr(os, "posix_fallocate"):
+                # reserves the pages: a clear error now instead of a bus error in the middle of a step
+                os.posix_fallocate(fd, 0, nbytes)
         except OSError as exc:
             os.close(fd)
             msg = (
@@ -172,6 +177,7 @@ class Root:
         """Make the root of this process."""
         root = cls(MemoryFile.create(ROOT_BYTES, f"braid-root-{rank}"))
         root.words[PID] = os.getpid()
+        root.words[MARK] = MAGIC
         return root
 
     def publish(self, extent_id: int, extent: Extent) -> None:
@@ -238,7 +244,7 @@ class MappedMemory:
                 root = self._roots.get(rank)
                 if root is None:
                     extent = Extent(self._addresses[rank].fd, ROOT_BYTES)
-                    root = self._roots[rank] = Root(self._open(rank, extent))
+                    root = self._roots[rank] = self._check(rank, self._open(rank, extent))
         return root
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
@@ -273,6 +279,15 @@ class MappedMemory:
         self._extents.clear()
         self._bells.clear()
 
+    def _check(self, rank: int, file: MemoryFile) -> Root:
+        """In another pid namespace the same number is another process, whose descriptor may be anything."""
+        root = Root(file)
+        if root.words[MARK] != MAGIC or root.words[PID] != self._addresses[rank].pid:
+            root.close()
+            msg = f"descriptor {self._addresses[rank].fd} of pid {self._addresses[rank].pid} is not a root"
+            raise PermissionError(msg)
+        return root
+
     def _bell(self, rank: int, slot: int, number: int) -> int:
         with self._lock:
             fd = self._bells.get((rank, slot))
@@ -283,7 +298,19 @@ class MappedMemory:
 
     def _open(self, rank: int, extent: Extent) -> MemoryFile:
         fd = self._open_fd(rank, extent.fd, os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(fd).st_size < extent.nbytes:
+            os.close(fd)
+            msg = f"descriptor {extent.fd} of rank {rank} is shorter than the {extent.nbytes} bytes it should have"
+            raise PermissionError(msg)
         return MemoryFile(fd, extent.nbytes, keep_fd=False)
+
+
+def _anonymous_file(name: str) -> int:
+    """A file without a name; in memory where the system has such files (Linux), else a deleted one."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix=name) as file:
+        return os.dup(file.fileno())
 
 
 def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, int], int]:

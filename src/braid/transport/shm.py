@@ -7,6 +7,7 @@ descriptors over a socket instead (`fd_service`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -57,30 +58,42 @@ def connect(
         ConfigError: The processor or system is not supported, or ranks run on several hosts.
         RendezvousError: Some ranks did not come (they are named), or one came twice.
     """
-    require_ordered_stores()
+    if world_size > 1:
+        require_ordered_stores()
     if store.add(f"shm/joined/{rank}", 1) > 1:
         msg = (
             f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): give every process "
             "its own RANK, or use a fresh rendezvous address for a new job"
         )
         raise RendezvousError(msg)
-    root = Root.create(rank)
-    bells = Doorbells(root)
-    address = RootAddress(os.getpid(), start_time(os.getpid()), root.file.fd, bells.write_fds)
-    store.set(f"shm/root/{rank}", f"{_host()}|{address.to_text()}".encode())
-    addresses = _gather(rank, world_size, store, timeout_s)
-    service = None
-    peers = MappedMemory(addresses, open_through_proc(addresses))
-    if _refused(rank, world_size, store, timeout_s, peers, force=pass_descriptors):
-        peers.close()
-        service = FdService(rank)
-        store.set(f"shm/service/{rank}", service.name.encode())
-        names = {r: store.get(f"shm/service/{r}", timeout_s).decode() for r in range(world_size)}
-        peers = MappedMemory(addresses, open_through_services(addresses, names))
-    for other, where in addresses.items():
-        if other != rank:
-            health.watch(other, where.pid)
-    cores = len(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as undo:
+        root = Root.create(rank)
+        undo.callback(root.close)
+        bells = Doorbells(root)
+        undo.callback(bells.close)
+        me = os.getpid()
+        address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
+        store.set(f"shm/root/{rank}", f"{_host()}|{address.to_text()}".encode())
+        addresses = _gather(rank, world_size, store, timeout_s)
+        service = None
+        peers = MappedMemory(addresses, open_through_proc(addresses))
+        undo.callback(peers.close)
+        if _refused(rank, world_size, store, timeout_s, peers, force=pass_descriptors):
+            service = FdService(rank)
+            undo.callback(service.close)
+            store.set(f"shm/service/{rank}", service.name.encode())
+            keys = [f"shm/service/{r}" for r in range(world_size)]
+            names = {r: store.get(key, timeout_s).decode() for r, key in enumerate(keys)}
+            peers.close()
+            peers = MappedMemory(addresses, open_through_services(addresses, names))
+            undo.callback(peers.close)
+        undo.callback(health.close)
+        for other, where in addresses.items():
+            # a start time that does not fit: another pid namespace, where only the launcher can tell who died
+            if other != rank and start_time(where.pid) == where.started:
+                health.watch(other, where.pid)
+        undo.pop_all()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return MemoryTransport(
         rank,
         world_size,
@@ -89,20 +102,21 @@ def connect(
         peers=peers,
         clock=clock,
         health=health,
-        crowded=world_size > cores,
+        crowded=world_size > (cores or 1),
         on_close=service.close if service else None,
     )
 
 
 def start_time(pid: int) -> int:
     """Start time of a process in clock ticks since boot: with the pid, it names the process."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[19])
+    path = Path(f"/proc/{pid}/stat")
+    return int(path.read_text().rpartition(")")[2].split()[19]) if path.exists() else 0
 
 
 def _host() -> str:
     """Name of this host and of its present boot; equal for processes that share memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    path = Path("/proc/sys/kernel/random/boot_id")
+    boot = path.read_text().strip() if path.exists() else ""
     return f"{socket.gethostname()}/{boot}"
 
 

@@ -70,7 +70,7 @@ class Doorbells:
 
     def __init__(self, root: Root) -> None:
         self._words = root.words
-        self._pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in range(NUM_SLOTS)]
+        self._pipes = [_pipe() for _ in range(NUM_SLOTS)]
         self._free = list(range(NUM_SLOTS))
         self._lock = threading.Lock()
         self._available = threading.Semaphore(NUM_SLOTS)
@@ -127,6 +127,14 @@ class Doorbells:
             os.close(read)
             os.close(write)
         self._pipes.clear()
+
+
+def _pipe() -> tuple[int, int]:
+    """A pipe whose ends never block and are not inherited."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write
 
 
 class Waiter:

@@ -1,0 +1,79 @@
+"""The public surface is small, lazy and frozen here: changing it is a decision."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import braid
+from braid import errors
+
+ROOT_NAMES = [
+    "BraidError",
+    "CheckpointError",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "DistributedDataParallel",
+    "Group",
+    "InternalError",
+    "MismatchError",
+    "PeerLostError",
+    "RendezvousError",
+    "Request",
+    "StaleError",
+    "Work",
+    "__version__",
+    "init",
+    "shutdown",
+    "world",
+]
+
+
+def test_root_names_are_these():
+    assert sorted(braid.__all__) == sorted(ROOT_NAMES)
+    assert len(ROOT_NAMES) <= 40
+
+
+def test_every_root_name_can_be_used():
+    assert all(getattr(braid, name) is not None for name in ROOT_NAMES)
+    assert dir(braid) == sorted(ROOT_NAMES)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Grup'"):
+        braid.Grup  # noqa: B018
+
+
+def test_importing_braid_imports_neither_torch_nor_any_room():
+    code = "import braid, sys; print([m for m in sys.modules if m.startswith(('torch', 'braid.'))])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "['braid._version']"
+
+
+def test_the_error_tree_is_what_its_docstring_draws():
+    tree = {
+        name: tuple(base.__name__ for base in getattr(errors, name).__bases__)
+        for name in errors.__all__
+    }
+    assert tree == {
+        "BraidError": ("Exception",),
+        "CheckpointError": ("BraidError", "RuntimeError"),
+        "CommError": ("BraidError", "RuntimeError"),
+        "CommTimeout": ("CommError", "TimeoutError"),
+        "ConfigError": ("BraidError", "ValueError"),
+        "InternalError": ("BraidError", "RuntimeError"),
+        "MismatchError": ("CommError",),
+        "PeerLostError": ("CommError",),
+        "RendezvousError": ("BraidError", "RuntimeError"),
+        "StaleError": ("BraidError", "RuntimeError"),
+    }
+
+
+def test_torch_finds_an_entry_point_that_does_nothing_harmful():
+    import importlib.metadata
+
+    points = importlib.metadata.entry_points(group="torch.backends", name="braid")
+    assert [point.load()() for point in points] == [None]

@@ -1,0 +1,177 @@
+"""Real processes become ranks: under braid's launcher, under torchrun's contract, alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from braid.launch import JobSpec, QuietConsole, Supervisor
+
+JOB = """
+import os, sys, signal
+import torch
+import braid
+group = braid.init()
+assert braid.init() is group is braid.world()
+mode = sys.argv[1]
+if mode == "twice":
+    braid.shutdown()
+    group = braid.init()
+with group.context.events.span("step", seq=5):
+    total = group.all_reduce(torch.tensor([float(group.rank + 1)]))
+    if mode == "raise" and group.rank == 1:
+        raise ValueError("dataset file shard-7 is missing")
+    if mode == "kill" and group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "leave" and group.rank == 1:
+        sys.exit(0)
+    if mode == "shape":
+        group.all_reduce(torch.ones(2 + group.rank))
+    if mode == "device" and group.rank == 0:
+        group.all_reduce(torch.ones(2, device="meta"))
+    if mode == "fork" and os.fork() == 0:
+        os._exit(0)
+    group.barrier()
+print("sum", total.item(), "of", group.size)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return path
+
+
+def _run(job: Path, mode: str, ranks: int = 2):
+    console = QuietConsole()
+    spec = JobSpec(command=(str(job), mode), num_ranks=ranks, log_dir=str(job.parent / "run"))
+    outcome = Supervisor(console).run(spec)
+    logs = [(job.parent / "run" / f"rank{r}.log").read_text() for r in range(ranks)]
+    return outcome, logs
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("plain", 1), ("plain", 3), ("twice", 2), ("fork", 2)])
+def test_ranks_find_each_other(job, mode, ranks):
+    outcome, logs = _run(job, mode, ranks)
+    total = float(sum(range(1, ranks + 1)))
+    assert (outcome.exit_code, logs) == (0, [f"sum {total} of {ranks}\n"] * ranks)
+
+
+def test_an_exception_is_blamed_on_its_rank_and_line(job):
+    outcome, _ = _run(job, "raise", 3)
+    text = str(outcome)
+    line = JOB.splitlines().index('        raise ValueError("dataset file shard-7 is missing")') + 1
+    assert [end.rank for end in outcome.guilty] == [1]
+    assert "ValueError: dataset file shard-7 is missing" in text
+    assert f"job.py:{line} in <module>" in text
+    assert "ranks 0,2 were" in text
+    assert "barrier()" in text
+
+
+def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):
+    outcome, logs = _run(job, "kill", 3)
+    assert (outcome.exit_code, [end.rank for end in outcome.guilty]) == (137, [1])
+    assert "killed by signal 9 (SIGKILL) at step 5" in str(outcome)
+    for rank in (0, 2):
+        assert "PeerLostError: rank 1 was killed by signal 9 (SIGKILL)" in logs[rank]
+
+
+def test_a_rank_that_leaves_early_is_blamed_though_it_exits_with_0(job):
+    outcome, _ = _run(job, "leave")
+    assert [end.rank for end in outcome.guilty] == [1]
+    assert "exit code 0" in str(outcome)
+
+
+def test_a_mismatch_shows_the_table_once(job):
+    outcome, logs = _run(job, "shape", 3)
+    text = str(outcome)
+    assert [end.rank for end in outcome.guilty] == [0, 1, 2]
+    for rank in range(3):
+        assert f"rank {rank}  all_reduce(float32[{2 + rank}], sum)  at " in text
+        assert "MismatchError: expected every rank to ask for the same operation" in logs[rank]
+    assert text.count("float32[4]") == 1
+
+
+def test_a_device_without_an_engine_is_named(job):
+    outcome, _ = _run(job, "device")
+    assert [end.rank for end in outcome.guilty] == [0]
+    assert "expected a tensor on cpu, found one on meta" in str(outcome)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _by_contract(job: Path, size: int, ranks: list[int], **extra: str) -> list[subprocess.Popen]:
+    port = str(_free_port())
+    return [
+        subprocess.Popen(
+            [sys.executable, str(job), "plain"],
+            env=os.environ
+            | {"RANK": str(r), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+            | {"MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+            | extra,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in ranks
+    ]
+
+
+def test_torchruns_contract_is_enough(job):
+    children = _by_contract(job, 2, [0, 1])
+    assert [child.communicate()[0] for child in children] == ["sum 3.0 of 2\n"] * 2
+
+
+def test_a_rank_that_is_there_twice_is_refused(job):
+    children = _by_contract(job, 2, [0, 1, 1])
+    errors = [child.communicate()[1] for child in children]
+    assert sorted(bool(child.returncode) for child in children) == [False, False, True]
+    assert "RendezvousError: expected one process with rank 1" in "".join(errors)
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'"),
+        ({"RANK": "7"}, "RANK is 7"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(job, variables, problem):
+    (child,) = _by_contract(job, 2, [0], **variables)
+    _, errors = child.communicate()
+    assert child.returncode == 1
+    assert f"ConfigError: the launcher's environment cannot work: {problem}" in errors
+
+
+def test_a_port_that_is_taken_is_named(job):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        (child,) = _by_contract(job, 2, [0], MASTER_PORT=port)
+        _, errors = child.communicate()
+    assert "RendezvousError: expected to serve the store" in errors
+    assert port in errors
+
+
+def test_ranks_that_do_not_come_are_named():
+    import threading
+
+    from braid.clock import MonotonicClock
+    from braid.errors import RendezvousError
+    from braid.store import HashStore
+    from braid.transport import Health, connect
+
+    clock, store = MonotonicClock(), HashStore()
+    with pytest.raises(RendezvousError, match=r"found all but \[1, 2\]"):
+        connect(0, 3, store, clock, Health(0, clock), timeout_s=0.05)
+    assert threading.active_count() >= 1
