@@ -1,0 +1,149 @@
+"""What a timeline says, in three sentences: who is slow, what ranks wait for, and why the worst step was the worst.
+
+A rank is not slow because its steps are long (those of all ranks are), but because its own work in them is. So ranks
+are compared by step time less waits; and a late rank is one whose own work in some phase exceeds what the others
+needed for the same phase of the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from braid.diagnose import rank_list
+from braid.observe.operations import bucket_waits, operations
+from braid.observe.timeline import RankTimeline, StepKey, StepTime
+from braid.observe.units import bytes_text, duration_text, percent_text
+
+__all__ = ["by_step", "facts", "slowest_step"]
+
+EVEN = 0.05  # ranks whose own work differs by less than this are called equally fast
+LATE = 0.1  # of the step; a smaller lateness explains nothing
+WARM_UP = 1  # steps left out when there are enough others: the first one allocates
+
+
+def facts(timelines: Sequence[RankTimeline]) -> list[str]:
+    """At most three sentences, each about another question; fewer when there is nothing to say."""
+    found = [_slowest_rank(timelines), _most_waited_for(timelines), _slowest_step(timelines)]
+    return [fact for fact in found if fact]
+
+
+def by_step(timelines: Sequence[RankTimeline]) -> dict[StepKey, dict[int, StepTime]]:
+    """Finished steps that every rank with steps has recorded, in order of time: step -> rank -> times."""
+    ranks = [timeline for timeline in timelines if timeline.steps]
+    table: dict[StepKey, dict[int, StepTime]] = {}
+    for timeline in ranks:
+        for step in timeline.steps:
+            if not step.open:
+                table.setdefault(step.key, {})[timeline.rank] = step
+    whole = [(key, row) for key, row in table.items() if len(row) == len(ranks)]
+    return dict(sorted(whole, key=lambda item: min(s.start_ns for s in item[1].values())))
+
+
+def slowest_step(steps: Mapping[StepKey, Mapping[int, StepTime]]) -> StepKey | None:
+    """The step that took longest, the first left out when there are others; None without steps."""
+    keys = list(steps)
+    keys = keys[WARM_UP:] if len(keys) > WARM_UP + 1 else keys
+    return max(keys, key=lambda key: _lasted_ns(steps[key]), default=None)
+
+
+def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
+    steps = by_step(timelines)
+    keys = list(steps)[WARM_UP:] if len(steps) > WARM_UP + 1 else list(steps)
+    if not keys:
+        return ""
+    own = {rank: median(steps[key][rank].busy_ns for key in keys) for rank in steps[keys[0]]}
+    if len(own) == 1:
+        (only,) = own
+        return f"rank {only} needed {duration_text(own[only])} for a step (median of {len(keys)})"
+    slowest = max(own, key=lambda rank: (own[rank], -rank))
+    others = median(value for rank, value in own.items() if rank != slowest)
+    if own[slowest] <= others * (1 + EVEN):
+        return (
+            f"{len(own)} ranks are equally fast: {duration_text(others)} of own work a step, "
+            f"within {percent_text(EVEN)}"
+        )
+    return (
+        f"rank {slowest} is the slowest: {duration_text(own[slowest])} of own work a step, "
+        f"{percent_text(own[slowest] / others - 1)} more than {_others(own, slowest)} "
+        f"({duration_text(others)})"
+    )
+
+
+def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:
+    buckets = [bucket for bucket in bucket_waits(timelines) if bucket.wait_ns]
+    if buckets:
+        first = buckets[0]
+        most = max(first.by_rank, key=lambda rank: (first.by_rank[rank], -rank))
+        whole = sum(bucket.wait_ns for bucket in buckets)
+        return (
+            f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: {duration_text(first.wait_ns)} in all, "
+            f"{percent_text(first.wait_ns / whole)} of the waiting for buckets, "
+            f"{percent_text(first.by_rank[most] / first.wait_ns)} of it on rank {most}"
+        )
+    calls = sorted(operations(timelines), key=lambda o: -o.wait_share * o.total_ns)
+    if not calls or not calls[0].wait_share:
+        return ""
+    first_call = calls[0]
+    waited = first_call.wait_share * first_call.total_ns
+    called = f" called at {first_call.site}" if first_call.site else ""
+    return f"{first_call.name}{called} is waited for longest: {duration_text(waited)} in all"
+
+
+def _slowest_step(timelines: Sequence[RankTimeline]) -> str:
+    steps = by_step(timelines)
+    key = slowest_step(steps)
+    if key is None or len(steps) < 2:
+        return ""
+    lasted = _lasted_ns(steps[key])
+    usual = median(_lasted_ns(row) for row in steps.values())
+    text = f"step {key.seq} took longest: {duration_text(lasted)} against {duration_text(usual)} in the median"
+    reason = _reason(key, steps)
+    return f"{text}; {reason}" if reason else text
+
+
+def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> str:
+    """A rank that was late in a phase, else a phase that took all ranks longer than usual."""
+    row = steps[key]
+    lasted = _lasted_ns(row)
+    names = {name for step in row.values() for name in step.phases}
+    late = max(
+        (
+            (step.phases.get(name, 0) - _median_of_others(row, rank, name), -rank, name)
+            for rank, step in row.items()
+            for name in sorted(names)
+        ),
+        default=(0, 0, ""),
+    )
+    if len(row) > 1 and late[0] > LATE * lasted:
+        where = "between steps before" if late[2] == "between steps" else f"in {late[2]} of"
+        return f"rank {-late[1]} was {duration_text(late[0])} late {where} step {key.seq}"
+    longer = max(
+        (
+            (median(step.phases.get(name, 0) for step in row.values()) - _usual(name, steps), name)
+            for name in sorted(names - {"between steps"})
+        ),
+        default=(0, ""),
+    )
+    if longer[0] > LATE * lasted:
+        who = "all ranks" if len(row) > 1 else f"rank {next(iter(row))}"
+        return f"{who} needed {duration_text(longer[0])} more than usual in {longer[1]}"
+    return ""
+
+
+def _usual(name: str, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> float:
+    return median(step.phases.get(name, 0) for row in steps.values() for step in row.values())
+
+
+def _median_of_others(row: Mapping[int, StepTime], rank: int, name: str) -> float:
+    others = [step.phases.get(name, 0) for other, step in row.items() if other != rank]
+    return median(others) if others else 0.0
+
+
+def _others(own: Mapping[int, float], slowest: int) -> str:
+    text = rank_list(rank for rank in own if rank != slowest)
+    return text if len(own) == 2 else f"the median of {text}"
+
+
+def _lasted_ns(row: Mapping[int, StepTime]) -> int:
+    return max(step.dur_ns for step in row.values())

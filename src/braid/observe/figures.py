@@ -1,0 +1,252 @@
+"""Geometry of the figures: from numbers to positions in percent, without any markup.
+
+Text inside a scaled SVG shrinks with the window until nobody can read it. Here a figure is a drawing without text that
+stretches to whatever width there is (`preserveAspectRatio="none"`, strokes that do not scale), and its labels are ordinary text
+placed at percentages. The page's template draws what these functions measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from braid.observe.intervals import Interval
+from braid.observe.timeline import RankTimeline
+from braid.observe.trace import lanes
+from braid.observe.units import bytes_text, count_text, duration_text
+
+__all__ = ["Chart", "Lane", "Line", "Picture", "Tick", "line_chart", "picture", "ticks"]
+
+MAX_POINTS = 400
+MAX_FLIGHTS = 4  # rows of buckets and collectives under way, per rank
+MIN_LABEL = 6.0  # percent of the width below which a box has no room for text
+MIN_WIDTH = 0.12  # percent; thinner boxes would be invisible
+
+
+class Tick(NamedTuple):
+    """A labelled position on an axis."""
+
+    at: float
+    label: str
+
+
+class Line(NamedTuple):
+    """One curve: pieces of SVG points, broken where values are missing, and single points."""
+
+    name: str
+    role: str
+    pieces: tuple[str, ...]
+    dots: tuple[tuple[float, float], ...]
+    last: str
+
+
+class Chart(NamedTuple):
+    """Curves over steps; y runs downwards, as in SVG."""
+
+    lines: tuple[Line, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    y_label: str
+    note: str
+
+
+class Box(NamedTuple):
+    """A piece of a lane."""
+
+    left: float
+    width: float
+    role: str
+    title: str
+    label: str
+    open: bool
+
+
+class Lane(NamedTuple):
+    """One rank in a picture: its phases, what it did, and what was under way meanwhile."""
+
+    rank: int
+    phases: tuple[Box, ...]
+    states: tuple[Box, ...]
+    flights: tuple[tuple[Box, ...], ...]
+
+
+class Picture(NamedTuple):
+    """A piece of the timeline."""
+
+    title: str
+    lanes: tuple[Lane, ...]
+    x_ticks: tuple[Tick, ...]
+
+
+def line_chart(
+    rows: Sequence[Mapping[str, float]],
+    series: Mapping[str, tuple[str, str]],
+    *,
+    y_label: str,
+    scale: float = 1.0,
+    from_zero: bool = False,
+) -> Chart | None:
+    """Curves of some keys over steps.
+
+    Args:
+        rows: Numbers of each step.
+        series: For each key, the name of its curve and its role (its colour).
+        y_label: What the y axis shows, with its unit.
+        scale: Factor for all values.
+        from_zero: Whether the y axis begins at 0.
+
+    Returns:
+        None when no row has a finite value of any key.
+    """
+    points = {
+        key: [(row["step"], row[key] * scale) for row in rows if key in row] for key in series
+    }
+    finite = {key: [(x, y) for x, y in found if math.isfinite(y)] for key, found in points.items()}
+    known = [point for found in finite.values() for point in found]
+    if not known:
+        return None
+    x_low, x_high = min(x for x, _ in known), max(x for x, _ in known)
+    y_marks = ticks(0.0 if from_zero else min(y for _, y in known), max(y for _, y in known))
+    y_low, y_high = y_marks[0], y_marks[-1]
+    x_span = (x_high - x_low) or 1.0
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        left = 100 * (x - x_low) / x_span if x_high > x_low else 50.0
+        return round(left, 2), round(100 * (1 - (y - y_low) / (y_high - y_low)), 2)
+
+    drawn, per_point = [], 1
+    for key, (name, role) in series.items():
+        if finite[key]:
+            thinned, count = _thin(points[key])
+            per_point = max(per_point, count)
+            last_x, last_y = finite[key][-1]
+            last = f"{count_text(last_y)} at step {last_x:.0f}"
+            drawn.append(_line(name, role, [(*place(x, y), y) for x, y in thinned], last))
+    num_missing = sum(len(points[key]) - len(finite[key]) for key in series)
+    notes = [f"each point is the mean of {per_point} steps"] if per_point > 1 else []
+    notes += [f"{num_missing} values are not finite and not drawn"] if num_missing else []
+    return Chart(
+        tuple(drawn),
+        tuple(
+            Tick(place(x, y_low)[0], count_text(x))
+            for x in ticks(x_low, x_high, whole=True)
+            if x_low <= x <= x_high
+        ),
+        tuple(Tick(place(x_low, y)[1], count_text(y)) for y in y_marks),
+        y_label,
+        "; ".join(notes),
+    )
+
+
+def picture(
+    timelines: Sequence[RankTimeline], start_ns: int, end_ns: int, *, title: str
+) -> Picture:
+    """What all ranks did between two moments."""
+    span = max(1, end_ns - start_ns)
+    marks = ticks(0.0, span / 1e6, count=5)
+    return Picture(
+        title,
+        tuple(_lane(timeline, start_ns, start_ns + span) for timeline in timelines),
+        tuple(
+            Tick(round(100 * mark * 1e6 / span, 2), duration_text(mark * 1e6) if mark else "0")
+            for mark in marks
+            if mark * 1e6 <= span
+        ),
+    )
+
+
+def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
+    """Round numbers that enclose [low, high], at most about `count` apart; at least two."""
+    if high <= low:
+        margin = max(abs(low) * 0.1, 1.0 if whole else 1e-9)
+        low, high = (0.0, high) if low > 0 and not whole else (low - margin, high + margin)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    step = max(step, 1.0) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12) for index in range(first, max(last, first + 1) + 1)]
+
+
+def _line(name: str, role: str, points: Iterable[tuple[float, float, float]], last: str) -> Line:
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for left, top, value in points:
+        if math.isfinite(value):
+            pieces[-1].append((left, top))
+        elif pieces[-1]:
+            pieces.append([])
+    curves = [piece for piece in pieces if len(piece) > 1]
+    dots = [piece[0] for piece in pieces if len(piece) == 1]
+    texts = (" ".join(f"{left:g},{top:g}" for left, top in piece) for piece in curves)
+    return Line(name, role, tuple(texts), tuple(dots), last)
+
+
+def _thin(points: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, float]], int]:
+    """Means of groups of neighbours, so that a long run does not make a large page."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    if size <= 1:
+        return list(points), 1
+    groups = [points[index : index + size] for index in range(0, len(points), size)]
+    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], size
+
+
+def _lane(timeline: RankTimeline, start_ns: int, end_ns: int) -> Lane:
+    span = end_ns - start_ns
+
+    def box(
+        begin: int, end: int, role: str, title: str, label: str = "", *, open_: bool = False
+    ) -> Box:
+        left, right = max(begin, start_ns) - start_ns, min(end, end_ns) - start_ns
+        width = max(MIN_WIDTH, 100 * (right - left) / span)
+        text = label if width >= MIN_LABEL else ""
+        return Box(round(100 * left / span, 3), round(width, 3), role, title, text, open_)
+
+    def boxes(intervals: Iterable[Interval]) -> tuple[Box, ...]:
+        return tuple(
+            box(i.start_ns, i.end_ns, i.role, _title(i), _label(i), open_=i.open) for i in intervals
+        )
+
+    shown = [
+        i
+        for i in timeline.intervals
+        if i.start_ns < end_ns and i.end_ns > start_ns and i.role != "instant"
+    ]
+    phases = lanes((i for i in shown if i.role == "phase"), nest=False)
+    steps = [i for i in shown if i.role == "step"]
+    recorded = steps or [Interval(*timeline.span_ns, "recording", "step")]
+    states = [
+        box(a, b, "compute", f"{'compute' if steps else 'not in a collective'} in {i.name} {i.seq}")
+        for i in recorded
+        if i.start_ns < end_ns and i.end_ns > start_ns
+        for a, b in [(max(i.start_ns, start_ns), min(i.end_ns, end_ns))]
+    ]
+    for role, cover in (("transfer", timeline.transfers), ("wait", timeline.waits)):
+        states += [
+            box(a, b, role, f"{role}, {duration_text(b - a)}")
+            for a, b in cover.clipped(start_ns, end_ns)
+        ]
+    buckets = [i for i in shown if i.role == "bucket"]
+    flying = buckets or [i for i in shown if i.role == "collective"]
+    flights = lanes(flying, nest=False)[:MAX_FLIGHTS]
+    return Lane(
+        timeline.rank,
+        boxes(phases[0] if phases else ()),
+        tuple(states),
+        tuple(boxes(flight) for flight in flights),
+    )
+
+
+def _label(interval: Interval) -> str:
+    return interval.name.partition("(")[0]
+
+
+def _title(interval: Interval) -> str:
+    lasted = "did not end" if interval.open else duration_text(interval.dur_ns)
+    parts = [interval.name, lasted]
+    if interval.nbytes:
+        parts.append(bytes_text(interval.nbytes))
+    if interval.site:
+        parts.append(f"called at {interval.site}")
+    return ", ".join(parts)

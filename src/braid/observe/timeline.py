@@ -1,0 +1,261 @@
+"""From event rings to one timeline: what each rank did when, and where its time went.
+
+Problem: ranks of a synchronous job all take equally long a step, because the fast ones wait for the slow one. Durations
+therefore show nothing; what tells is how a rank's step divides into
+
+    wait        blocked until another rank has come (`wait` spans)
+    transfer    inside collectives without waiting
+    compute     the rest of the step: forward, backward, optimizer, data
+
+A collective that was started from a hook is open while backward goes on computing, so its span is not the time it
+cost. Only its *foreground* counts: from the last moment at which the rank is seen to do something else.
+
+    backward     |-----------------------------------------|
+    bucket 1            |.....................=====|            . under way   = counts, less the waits inside
+    bucket 2                                  |=========|
+                                              ^ the rank began something else
+
+Clocks: `t_ns` + the ring's offset is the launcher's clock; the first event of the run is moment 0. A span that never
+ended lasts until the last event of any rank.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from braid.events import EventRing
+from braid.observe.intervals import Cover, Interval
+
+__all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
+
+COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
+BUCKET = re.compile(r"bucket \d+ of \d+")
+
+
+class Shares(NamedTuple):
+    """Fractions of a rank's time; they add up to 1, or are all 0 when there is no time."""
+
+    compute: float
+    wait: float
+    transfer: float
+
+
+class StepKey(NamedTuple):
+    """Identity of a step over ranks: its number, and how often that number had come before."""
+
+    repeat: int
+    seq: int
+
+
+class StepTime(NamedTuple):
+    """How one rank spent one step.
+
+    Attributes:
+        key: Which step.
+        start_ns: Begin.
+        end_ns: End.
+        wait_ns: Blocked by others.
+        transfer_ns: In collectives, not waiting.
+        phases: Time of each outermost phase, without waits; `between steps` is the time since the step before.
+        open: The step did not end.
+    """
+
+    key: StepKey
+    start_ns: int
+    end_ns: int
+    wait_ns: int
+    transfer_ns: int
+    phases: dict[str, int]
+    open: bool
+
+    @property
+    def dur_ns(self) -> int:
+        """Duration."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def busy_ns(self) -> int:
+        """Time that the rank needed itself: all but waits."""
+        return self.dur_ns - self.wait_ns
+
+    @property
+    def compute_ns(self) -> int:
+        """Time outside of collectives."""
+        return self.busy_ns - self.transfer_ns
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """What one rank recorded.
+
+    Attributes:
+        rank: Its rank.
+        intervals: By begin; of two that begin together, the longer first.
+        num_lost: Older records that the ring had no room for.
+        waits: When it was blocked.
+        transfers: When it was in collectives without being blocked.
+        steps: Its steps in order of time.
+    """
+
+    rank: int
+    intervals: tuple[Interval, ...]
+    num_lost: int
+    waits: Cover
+    transfers: Cover
+    steps: tuple[StepTime, ...]
+
+    def of(self, *roles: str) -> list[Interval]:
+        """The intervals of some roles."""
+        return [i for i in self.intervals if i.role in roles]
+
+    @property
+    def span_ns(self) -> tuple[int, int]:
+        """Begin and end of the recording."""
+        if not self.intervals:
+            return 0, 0
+        return self.intervals[0].start_ns, max(i.end_ns for i in self.intervals)
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """What shares are of: finished steps, else unfinished ones, else the whole recording."""
+        finished = [(s.start_ns, s.end_ns) for s in self.steps if not s.open]
+        return finished or [(s.start_ns, s.end_ns) for s in self.steps] or [self.span_ns]
+
+
+def read_timelines(rings: Iterable[EventRing]) -> tuple[RankTimeline, ...]:
+    """The timelines of all ranks on one clock, by rank."""
+    found = [(ring, ring.tail(), ring.clock_offset_ns) for ring in rings]
+    begins = [event.t_ns + offset for _, events, offset in found for event in events]
+    origin_ns = min(begins, default=0)
+    last_ns = max(
+        (
+            event.t_ns + offset + (0 if event.open else event.dur_ns)
+            for _, events, offset in found
+            for event in events
+        ),
+        default=0,
+    )
+    timelines = []
+    for ring, events, offset in found:
+        name = ring.name
+        intervals = []
+        for event in events:
+            start_ns = event.t_ns + offset - origin_ns
+            end_ns = last_ns - origin_ns if event.open else start_ns + event.dur_ns
+            kind = name(event.kind)
+            intervals.append(
+                Interval(
+                    start_ns,
+                    end_ns,
+                    kind,
+                    _role(kind, instant=event.dur_ns == 0),
+                    event.channel,
+                    event.seq,
+                    event.nbytes,
+                    name(event.site) if event.site else "",
+                    event.open,
+                )
+            )
+        timelines.append(_timeline(ring, intervals))
+    return tuple(sorted(timelines, key=lambda timeline: timeline.rank))
+
+
+def shares(timeline: RankTimeline) -> Shares:
+    """Where the rank's time went, over all its steps."""
+    total = wait = transfer = 0
+    for start_ns, end_ns in timeline.windows:
+        total += end_ns - start_ns
+        wait += timeline.waits.within(start_ns, end_ns)
+        transfer += timeline.transfers.within(start_ns, end_ns)
+    if not total:
+        return Shares(0.0, 0.0, 0.0)
+    return Shares((total - wait - transfer) / total, wait / total, transfer / total)
+
+
+def foreground(intervals: Sequence[Interval]) -> list[tuple[int, int]]:
+    """The part of each collective during which the rank did nothing else."""
+    elsewhere = sorted(
+        moment
+        for i in intervals
+        if i.role in {"step", "phase", "bucket", "collective"}
+        for moment in ((i.start_ns, i.end_ns) if i.role in {"step", "phase"} else (i.start_ns,))
+    )
+    parts = []
+    for i in intervals:
+        if i.role == "collective":
+            last = bisect_left(elsewhere, i.end_ns) - 1
+            parts.append((max(i.start_ns, elsewhere[last] if last >= 0 else 0), i.end_ns))
+    return parts
+
+
+def _role(kind: str, *, instant: bool) -> str:
+    if instant:
+        return "instant"
+    if kind in {"step", "wait"}:
+        return kind
+    if COLLECTIVE.fullmatch(kind):
+        return "collective"
+    return "bucket" if BUCKET.fullmatch(kind) else "phase"
+
+
+def _timeline(ring: EventRing, intervals: list[Interval]) -> RankTimeline:
+    intervals.sort(key=lambda i: (i.start_ns, -i.end_ns))
+    waits = Cover((i.start_ns, i.end_ns) for i in intervals if i.role == "wait")
+    transfers = Cover(foreground(intervals)).minus(waits)
+    return RankTimeline(
+        rank=ring.rank,
+        intervals=tuple(intervals),
+        num_lost=max(0, ring.written - ring.capacity),
+        waits=waits,
+        transfers=transfers,
+        steps=_step_times(intervals, waits, transfers),
+    )
+
+
+def _step_times(
+    intervals: Sequence[Interval], waits: Cover, transfers: Cover
+) -> tuple[StepTime, ...]:
+    steps = [i for i in intervals if i.role == "step"]
+    starts = [step.start_ns for step in steps]
+    phases = _outermost_phases(intervals, steps, starts, waits)
+    seen: Counter[int] = Counter()
+    times = []
+    for index, step in enumerate(steps):
+        if index:
+            gap = (steps[index - 1].end_ns, step.start_ns)
+            phases[index]["between steps"] = max(0, gap[1] - gap[0]) - waits.within(*gap)
+        times.append(
+            StepTime(
+                StepKey(seen[step.seq], step.seq),
+                step.start_ns,
+                step.end_ns,
+                waits.within(step.start_ns, step.end_ns),
+                transfers.within(step.start_ns, step.end_ns),
+                phases[index],
+                step.open,
+            )
+        )
+        seen[step.seq] += 1
+    return tuple(times)
+
+
+def _outermost_phases(
+    intervals: Sequence[Interval], steps: Sequence[Interval], starts: list[int], waits: Cover
+) -> list[dict[str, int]]:
+    """For each step, the time of its phases; those inside other phases are part of them."""
+    phases: list[dict[str, int]] = [{} for _ in steps]
+    covered_ns = 0
+    for i in intervals:
+        index = bisect_right(starts, i.start_ns) - 1
+        if i.role != "phase" or index < 0 or i.end_ns > steps[index].end_ns:
+            continue
+        if i.start_ns >= covered_ns:
+            covered_ns = i.end_ns
+            own_ns = i.dur_ns - waits.within(i.start_ns, i.end_ns)
+            phases[index][i.name] = phases[index].get(i.name, 0) + own_ns
+    return phases

@@ -1,0 +1,208 @@
+"""The recording as a trace file: all ranks on one clock, for https://ui.perfetto.dev or chrome://tracing.
+
+The format asks that events of one track nest or are disjoint. Buckets and collectives of several channels overlap, so every
+kind of event is laid out on as many tracks as it takes; waits go into the track of the collective that they block.
+
+    rank 0   phases               |step                                             |
+                                  |data|forward   |backward            |optimizer   |
+             buckets                                |bucket 1 of 2   |
+             buckets 2                                    |bucket 2 of 2|
+             channel 5            all_reduce        |  |wait|        | ----.
+    rank 1   channel 5            all_reduce                   |     | <---'  arrow to the rank that came last
+
+Events are written one by one, never held together as text. A large trace is compressed, which both viewers can read.
+
+Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M (metadata), microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from braid._version import __version__
+from braid.observe.intervals import Interval
+from braid.observe.run_directory import Run
+from braid.observe.timeline import RankTimeline, read_timelines
+
+__all__ = ["lanes", "trace_events", "write_trace"]
+
+LARGE = 100_000  # events; some 20 MB of text
+COLORS = {  # names that chrome://tracing reserves: green, orange, blue, grey
+    "step": "grey",
+    "phase": "thread_state_running",
+    "bucket": "rail_load",
+    "collective": "thread_state_runnable",
+    "wait": "thread_state_iowait",
+    "instant": "black",
+}
+CATEGORIES = {"phase": "compute", "bucket": "transfer", "collective": "transfer"}
+
+
+def write_trace(run: Run, path: Path) -> Path:
+    """Write the trace of a run.
+
+    Args:
+        run: The run.
+        path: File to write, such as `trace.json`.
+
+    Returns:
+        The file: `path`, or `path` with `.gz` appended when the trace is large.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    timelines = read_timelines(run.rings)
+    if sum(len(timeline.intervals) for timeline in timelines) > LARGE:
+        path = path.with_name(path.name + ".gz")
+    part = path.with_name(path.name + ".part")
+    head: dict[str, object] = {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "command": run.command_line,
+            "braid": __version__,
+            "clock": "microseconds since the first event of any rank",
+        },
+    }
+    try:
+        with part.open("wb") as file:
+            if path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4, mtime=0) as packed:
+                    _write(cast("BinaryIO", packed), head, trace_events(timelines))
+            else:
+                _write(file, head, trace_events(timelines))
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object]]:
+    """All events of the trace, as the format wants them."""
+    meetings: dict[tuple[object, ...], list[tuple[int, int, int]]] = defaultdict(list)
+    for timeline in timelines:
+        rank = timeline.rank
+        yield _metadata(rank, 0, "process_name", name=f"rank {rank}")
+        yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+        seen: Counter[tuple[object, ...]] = Counter()
+        for tid, (title, members) in enumerate(_tracks(timeline), start=1):
+            yield _metadata(rank, tid, "thread_name", name=title)
+            yield _metadata(rank, tid, "thread_sort_index", sort_index=tid)
+            for member in members:
+                yield _event(rank, tid, member)
+                if member.role == "collective":
+                    key = (member.name, member.channel, member.seq)
+                    meetings[key + (seen[key],)].append((member.start_ns, rank, tid))
+                    seen[key] += 1
+    yield from _arrows(meetings)
+
+
+def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
+    """Spread intervals over as few lanes as a greedy choice needs.
+
+    Args:
+        intervals: By begin; of two that begin together, the longer first.
+        nest: Whether one may lie inside another in the same lane.
+    """
+    found: list[list[Interval]] = []
+    stacks: list[list[int]] = []  # ends of what is open, per lane
+    for interval in intervals:
+        for lane, stack in zip(found, stacks, strict=True):
+            while stack and stack[-1] <= interval.start_ns:
+                stack.pop()
+            if not stack or (nest and interval.end_ns <= stack[-1]):
+                lane.append(interval)
+                stack.append(interval.end_ns)
+                break
+        else:
+            found.append([interval])
+            stacks.append([interval.end_ns])
+    return found
+
+
+def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
+    """Titles and members of the rank's tracks, from top to bottom."""
+    families: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    operations: dict[int, set[str]] = defaultdict(set)
+    for i in timeline.intervals:
+        if i.role == "collective":
+            operations[i.channel].add(i.name)
+        order = {"step": 0, "phase": 0, "instant": 0, "bucket": 1}.get(i.role, 2)
+        families[order, i.channel if order == 2 else 0].append(i)
+    for (order, channel), members in sorted(families.items()):
+        title = ("phases", "buckets", f"channel {channel}")[order]
+        if order == 2 and len(operations[channel]) == 1:
+            title += f": {next(iter(operations[channel]))}"
+        for index, lane in enumerate(lanes(members, nest=order != 1)):
+            yield f"{title} ({index + 1})" if index else title, lane
+
+
+def _event(rank: int, tid: int, i: Interval) -> dict[str, object]:
+    args: dict[str, object] = {"seq": i.seq}
+    if i.role in {"collective", "wait"}:
+        args["channel"] = i.channel
+    if i.nbytes:
+        args["bytes"] = i.nbytes
+    if i.site:
+        args["called at"] = i.site
+    if i.open:
+        args["unfinished"] = "had not ended when the run did"
+    event: dict[str, object] = {
+        "ph": "i" if i.role == "instant" else "X",
+        "name": f"{i.name} {i.seq}" if i.role == "step" else i.name,
+        "cat": CATEGORIES.get(i.role, i.role),
+        "pid": rank,
+        "tid": tid,
+        "ts": i.start_ns / 1000,
+        "cname": "terrible" if i.open else COLORS[i.role],
+        "args": args,
+    }
+    if i.role == "instant":
+        event["s"] = "t"
+    else:
+        event["dur"] = i.dur_ns / 1000
+    if i.open:
+        event["name"] = f"{event['name']} (unfinished)"
+    return event
+
+
+def _arrows(
+    meetings: dict[tuple[object, ...], list[tuple[int, int, int]]],
+) -> Iterator[dict[str, object]]:
+    """Through each collective, from the rank that came first to the one that came last."""
+    for number, places in enumerate(meetings.values(), start=1):
+        if len(places) < 2:
+            continue
+        places.sort()
+        for index, (start_ns, rank, tid) in enumerate(places):
+            arrow: dict[str, object] = {
+                "ph": "s" if index == 0 else "f" if index == len(places) - 1 else "t",
+                "id": number,
+                "name": "same collective",
+                "cat": "flow",
+                "pid": rank,
+                "tid": tid,
+                "ts": start_ns / 1000,
+            }
+            if arrow["ph"] == "f":
+                arrow["bp"] = "e"  # bind to the slice around it, not to the next one
+            yield arrow
+
+
+def _metadata(rank: int, tid: int, what: str, **args: object) -> dict[str, object]:
+    return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": args}
+
+
+def _write(file: BinaryIO, head: dict[str, object], events: Iterable[dict[str, object]]) -> None:
+    encoder = msgspec.json.Encoder()
+    file.write(encoder.encode(head)[:-1] + b',"traceEvents":[\n')
+    separator = b""
+    for event in events:
+        file.write(separator + encoder.encode(event))
+        separator = b",\n"
+    file.write(b"\n]}\n")
