@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from braid.diagnose import last_operation_end
 from braid.events import EventRing
 from braid.launch import JobSpec, Outcome, Supervisor
 
@@ -42,12 +43,15 @@ class Trial:
         correct: Whether the struck rank, and it alone, was found guilty for the right reason.
         found: The verdict in words.
         noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other faults than signals.
+        survived_s: From the rank's last event until the last survivor had left its collective with an error; None for
+            other faults than signals, and for jobs without collectives.
     """
 
     fault: str
     correct: bool
     found: str
     noticed_s: float | None
+    survived_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,16 +77,21 @@ class FaultReport:
         return tuple(trial for trial in self.trials if not trial.correct)
 
     def noticed_s(self, quantile: float) -> float:
-        """Time to notice a death by signal, at a quantile; nan when nothing was measured."""
-        times = sorted(t.noticed_s for t in self.trials if t.noticed_s is not None)
-        if len(times) < 2:
-            return times[0] if times else float("nan")
-        return statistics.quantiles(times, n=100, method="inclusive")[round(quantile * 100) - 1]
+        """Time until the launcher knew of a death by signal, at a quantile; nan when nothing was measured."""
+        return _quantile([t.noticed_s for t in self.trials], quantile)
+
+    def survived_s(self, quantile: float) -> float:
+        """Time until the survivors knew of a death by signal, at a quantile; nan when nothing was measured."""
+        return _quantile([t.survived_s for t in self.trials], quantile)
 
     def __str__(self) -> str:
+        launcher, survivors = (
+            f"p50 {at(0.5) * 1e3:.0f} ms, p95 {at(0.95) * 1e3:.0f} ms"
+            for at in (self.noticed_s, self.survived_s)
+        )
         return (
-            f"culprit right {self.correct}/{len(self.trials)}, orphans {self.orphans}, "
-            f"killed noticed in p50 {self.noticed_s(0.5) * 1e3:.1f} ms, p95 {self.noticed_s(0.95) * 1e3:.1f} ms"
+            f"culprit right {self.correct}/{len(self.trials)}, orphans {self.orphans}; death by signal known to the "
+            f"launcher in {launcher}, to the survivors in {survivors}"
         )
 
 
@@ -130,17 +139,35 @@ def run_fault_trials(
     return FaultReport(trials=tuple(results), orphans=len(left))
 
 
+def _quantile(times: list[float | None], quantile: float) -> float:
+    measured = sorted(t for t in times if t is not None)
+    if len(measured) < 2:
+        return measured[0] if measured else float("nan")
+    return statistics.quantiles(measured, n=100, method="inclusive")[round(quantile * 100) - 1]
+
+
 def _result(fault: str, kind: str, rank: int, outcome: Outcome) -> Trial:
     verdict = outcome.verdict
     right = [end.rank for end in verdict.guilty] == [rank] and verdict.kind in VERDICTS[kind]
-    ring = Path(outcome.log_dir) / "events" / f"rank{rank}.ring"
-    noticed_s = None
-    if right and kind in {"kill", "segv"} and ring.exists():
-        last = EventRing(ring.read_bytes()).tail(1)
-        noticed_s = (verdict.guilty[0].ended_ns - last[0].t_ns) / 1e9 if last else None
+    noticed_s = survived_s = None
+    rings = _rings(Path(outcome.log_dir) / "events")
+    last = rings[rank].tail(1) if rank in rings else []
+    if right and kind in {"kill", "segv"} and last:
+        struck_ns = last[0].t_ns
+        noticed_s = (verdict.guilty[0].ended_ns - struck_ns) / 1e9
+        knew_ns = max(
+            (last_operation_end(ring) for r, ring in rings.items() if r != rank), default=0
+        )
+        survived_s = (knew_ns - struck_ns) / 1e9 if knew_ns > struck_ns else None
     return Trial(
         fault=fault,
         correct=right and verdict.certain,
         found=str(outcome),
         noticed_s=noticed_s,
+        survived_s=survived_s,
     )
+
+
+def _rings(directory: Path) -> dict[int, EventRing]:
+    files = directory.glob("rank*.ring")
+    return {ring.rank: ring for ring in (EventRing(file.read_bytes()) for file in files)}

@@ -6,7 +6,7 @@ Three ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor,
     two_phase    reduce-scatter and all-gather through the slots         2a        + (3 + 1/n) l b
     registered   tensors already lie in the arena: no copy in, no copy out
                  rank r sums slice r of everybody, block by block, and writes each block into every rank's
-                 tensor while it is hot                                   3a        + 2 l b / n a rank
+                 tensor while it is hot                                   2a        + 2 l b
 
     registered, two ranks         rank 0's tensor   [ slice 0 | slice 1 ]
                                   rank 1's tensor   [ slice 0 | slice 1 ]
