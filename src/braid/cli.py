@@ -168,4 +168,150 @@ def bench_comm(
     return 0
 
 
-COMMANDS: Mapping[str, Callable[..., int]] = {"run": run, "bench comm": bench_comm}
+def train(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+    data: tuple[str, ...] = (),
+    model: str = "tiny",
+    steps: int = 200,
+    batch: int = 16,
+    context: int = 128,
+    lr: float = 3e-3,
+    warmup: int | None = None,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    seed: int = 0,
+    eval_every: int = 100,
+    eval_samples: int = 64,
+    checkpoint_every: int = 100,
+    keep: int = 3,
+    resume: str = "",
+    log_dir: str | None = None,
+    threads: int | None = None,
+    reference_shards: int = 0,
+    sample_bytes: int = 240,
+) -> int:
+    """Train a GPT on bytes, on N ranks of this host.
+
+    Ctrl-C and SIGTERM save a checkpoint at the next step; the line that resumes from it is printed.
+
+    Args:
+        n: Number of ranks.
+        data: Text files; Python's own standard library when there are none.
+        model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
+        steps: Optimizer steps in all.
+        batch: Sequences of a global batch; a multiple of N.
+        context: Bytes of a sequence.
+        lr: Peak learning rate.
+        warmup: Steps of linear warm-up (default: a twentieth of all).
+        weight_decay: Of matrices.
+        clip: Largest global norm of the gradient.
+        seed: Chooses initial weights and order of samples.
+        eval_every: Steps between evaluations on held-out text; 0 for one at the end.
+        eval_samples: Sequences of an evaluation, at most.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end.
+        keep: Number of checkpoints to keep.
+        resume: Checkpoint to resume from; auto for the last complete one.
+        log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with --resume auto the last run).
+        threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
+        reference_shards: On one rank, run this many shards in turn: the same bits as that many ranks.
+        sample_bytes: Length of the text that is generated at the end.
+    """
+    from rich.console import Console
+
+    from braid.train import command
+    from braid.train.config import TrainConfig
+
+    config = TrainConfig(
+        model=model,
+        data=data,
+        steps=steps,
+        batch=batch,
+        context=context,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        eval_every=eval_every,
+        eval_samples=eval_samples,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        log_dir=log_dir or command.choose_log_dir(resume),
+        reference_shards=reference_shards,
+        sample_bytes=sample_bytes,
+    )
+    outcome = command.train(config, num_ranks=n, out=Console(), resume=resume, threads=threads)
+    if not outcome.ok:
+        print(outcome, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def demo(
+    *,
+    n: Annotated[int | None, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = None,
+    log_dir: str | None = None,
+) -> int:
+    """Train the same model alone and in parallel, and prove that the weights are equal, in about half a minute.
+
+    Args:
+        n: Number of ranks of the parallel training (default: 2, or 1 on a single core).
+        log_dir: Directory of the two runs (default: ./runs/demo-<date>_<hex>).
+    """
+    from rich.console import Console
+
+    from braid.demo.show import show
+    from braid.train.command import choose_log_dir
+
+    return show(Console(), num_ranks=n, log_dir=log_dir or choose_log_dir("", "demo-"))
+
+
+def checkpoint_ls(directory: Annotated[str, tyro.conf.Positional]) -> int:
+    """List the checkpoints of a run.
+
+    Args:
+        directory: The run's directory, or its checkpoints'.
+    """
+    from pathlib import Path
+
+    from braid.checkpoint import ls
+
+    inner = Path(directory) / "checkpoints"
+    found = ls(inner if inner.is_dir() else directory)
+    for line in found:
+        size = f"{line.num_tensors:>5} tensors {line.nbytes:>15,} bytes  {line.world_size} ranks"
+        print(f"step {line.step:>9}  {line.problem or size}  {line.path}")
+    if not found:
+        print(f"no checkpoints in {directory}", file=sys.stderr)
+    return 0 if found else 1
+
+
+def checkpoint_verify(paths: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+    """Check every file of checkpoints against its sha256.
+
+    Args:
+        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200.
+    """
+    from braid.checkpoint import verify
+    from braid.errors import CheckpointError
+
+    bad = 0
+    for path in paths:
+        try:
+            manifest = verify(path)
+        except CheckpointError as exc:
+            bad += 1
+            print(f"{path}: {exc}")
+        else:
+            print(f"{path}: ok, step {manifest.step}, {len(manifest.files)} files, sha256 ok")
+    return 1 if bad else 0
+
+
+COMMANDS: Mapping[str, Callable[..., int]] = {
+    "run": run,
+    "bench comm": bench_comm,
+    "train": train,
+    "demo": demo,
+    "checkpoint ls": checkpoint_ls,
+    "checkpoint verify": checkpoint_verify,
+}

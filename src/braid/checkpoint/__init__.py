@@ -5,7 +5,7 @@ from __future__ import annotations
 from braid.checkpoint.inspection import Comparison, Listed, compare, ls
 from braid.checkpoint.loading import Checkpoint, Skipped, load, read_manifest, verify
 from braid.checkpoint.manifest import FileEntry, Manifest, Origin, Piece, TensorEntry
-from braid.checkpoint.saving import save
+from braid.checkpoint.saving import OnSaved, save
 from braid.checkpoint.snapshot import ReplicatedSnapshot, Slice, Snapshot
 from braid.checkpoint.training_state import restore_training, training_numbers, training_tensors
 
@@ -15,6 +15,7 @@ __all__ = [
     "FileEntry",
     "Listed",
     "Manifest",
+    "OnSaved",
     "Origin",
     "Piece",
     "ReplicatedSnapshot",

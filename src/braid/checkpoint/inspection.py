@@ -94,7 +94,7 @@ def compare(
     Raises:
         CheckpointError: One of them cannot be read.
     """
-    a, b = (Checkpoint(Path(path), read_manifest(path)) for path in (ours, theirs))
+    a, b = _open(ours), _open(theirs)
     names = {n for c in (a, b) for n in c.manifest.tensors if n.startswith(prefix)}
     differing, max_diff = [], 0.0
     for name in sorted(names):
@@ -107,6 +107,14 @@ def compare(
             differing.append(name)
             max_diff = max(max_diff, _distance(x, y))
     return Comparison(len(names), tuple(differing), max_diff)
+
+
+def _open(path: str | os.PathLike[str]) -> Checkpoint:
+    try:
+        return Checkpoint(Path(path), read_manifest(path))
+    except CheckpointError as exc:
+        msg = f"expected a checkpoint in {path}, found: {exc}"
+        raise CheckpointError(msg) from exc
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:

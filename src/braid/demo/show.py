@@ -1,0 +1,198 @@
+"""`braid demo`: train a small GPT alone, then in parallel, and prove that nothing changed.
+
+    1 reference   one process runs the shards of each batch in turn, in the order of ranks
+    2 parallel    one process for each shard
+    proof         the two last checkpoints, weights and optimizer, are compared bit by bit
+
+Everything that is printed was measured in this run. The data is Python's own standard library, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from braid._version import __version__
+from braid.checkpoint import Comparison, compare, verify
+from braid.errors import CheckpointError
+from braid.launch import Outcome
+from braid.train.command import launch
+from braid.train.config import TrainConfig
+from braid.train.progress import TrainConsole
+from braid.train.reports import Finished, Shares
+
+__all__ = ["bar", "show"]
+
+STEPS = 200  # some ten seconds for the reference on an old core
+SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
+BAR_WIDTH = 40
+SAMPLE_ROWS = 6
+PROOF_FAILED_EXIT_CODE = 1
+
+
+class _Stage(NamedTuple):
+    """What came of a training."""
+
+    outcome: Outcome
+    finished: Finished | None
+    console: TrainConsole
+
+
+def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int = STEPS) -> int:
+    """Run the demonstration.
+
+    Args:
+        out: Where to show it.
+        num_ranks: Processes of the parallel training; at most two, and no more than cores, when None.
+        log_dir: Where the two runs go.
+        steps: Steps of each training.
+
+    Returns:
+        0 if the proof holds; 1 if it does not; the exit code of a stage that failed.
+
+    Raises:
+        ConfigError: Nothing was started.
+    """
+    began_s = time.monotonic()
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    size = num_ranks or min(2, cores)
+    config = TrainConfig(
+        steps=steps,
+        batch=size * max(1, SEQUENCES // size),
+        eval_every=0,
+        checkpoint_every=0,
+        log_dir=f"{log_dir}/parallel",
+    )
+    config.check_ranks(size)
+    _say(out, _header(size, cores), style="bold")
+
+    reference = replace(config, log_dir=f"{log_dir}/reference", reference_shards=size)
+    alone = _train(out, "1 reference", f"1 process, {size} shards in turn", reference, 1)
+    if alone.finished is None:
+        return _failed(out, alone)
+    _tell(out, "1 reference", f"1 process, {steps} steps", alone.finished)
+
+    parallel = _train(out, "2 parallel", f"{size} processes", config, size)
+    if parallel.finished is None:
+        return _failed(out, parallel)
+    proof = _prove(alone.finished, parallel.finished)
+    noun = "process" if size == 1 else "processes"
+    _tell(out, "2 parallel", f"{size} {noun}, data parallel", parallel.finished, _verdict(proof))
+
+    _explain(out, alone.finished, parallel, proof, num_ranks=size)
+    _next(out, log_dir, size, time.monotonic() - began_s)
+    return 0 if proof.equal else PROOF_FAILED_EXIT_CODE
+
+
+def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
+    """A rank's time as `width` characters: # compute, = wait, . transfer; the largest remainders are rounded up."""
+    exact = [share * width for share in shares]
+    counts = [int(x) for x in exact]
+    by_rest = sorted(range(3), key=lambda i: counts[i] - exact[i])
+    for i in by_rest[: width - sum(counts)]:
+        counts[i] += 1
+    return "".join(sign * count for sign, count in zip("#=.", counts, strict=True))
+
+
+def _header(size: int, cores: int) -> str:
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    return (
+        f"braid {__version__} | torch {torch.__version__} | {cores} core{'s' if cores > 1 else ''}, {gpu} | "
+        f"{size} worker{'s' if size > 1 else ''} on 127.0.0.1 (loopback only)"
+    )
+
+
+def _train(out: Console, name: str, what: str, config: TrainConfig, num_ranks: int) -> _Stage:
+    with TrainConsole(out, title=f"{name}   {what}") as console:
+        # One thread a rank in both: how many there are decides how matrix products are split.
+        outcome = launch(config, num_ranks=num_ranks, console=console, threads=1)
+    return _Stage(outcome, console.finished if outcome.ok else None, console)
+
+
+def _tell(
+    out: Console, name: str, what: str, finished: Finished, verdict: Text | None = None
+) -> None:
+    line = Text(
+        f"  {name:<14}{what:<32}loss {finished.first_loss:.3f} -> {finished.last_loss:.3f}"
+        f"{finished.seconds:8.1f} s"
+    )
+    out.print(line + Text("   ") + verdict if verdict else line, soft_wrap=True, highlight=False)
+
+
+def _prove(alone: Finished, parallel: Finished) -> Comparison:
+    """Both checkpoints are what was written, and hold the same bits."""
+    try:
+        for finished in (alone, parallel):
+            verify(finished.checkpoint)
+        return compare(alone.checkpoint, parallel.checkpoint)
+    except CheckpointError as exc:
+        return Comparison(0, (str(exc),), float("inf"))
+
+
+def _verdict(proof: Comparison) -> Text:
+    if proof.equal:
+        return Text(f"weights equal to 1: yes (max diff {proof.max_diff:g})", style="bold green")
+    return Text(f"weights equal to 1: NO (max diff {proof.max_diff:g})", style="bold red")
+
+
+def _explain(
+    out: Console, alone: Finished, parallel: _Stage, proof: Comparison, *, num_ranks: int
+) -> None:
+    finished, console = parallel.finished, parallel.console
+    assert finished is not None
+    if proof.equal:
+        speedup = alone.seconds / max(finished.seconds, 1e-9)
+        _say(
+            out,
+            f"  proof         {proof.num_tensors} tensors (weights and AdamW's moments) of both last checkpoints have "
+            f"the same bits; {num_ranks} ranks were {speedup:.2f} times as fast",
+        )
+    else:
+        first = proof.differing[0]
+        _say(
+            out,
+            f"  no proof      {len(proof.differing)} of {proof.num_tensors} differ, first {first}",
+        )
+    if console.started is not None and console.evaluated is not None:
+        start = console.started
+        _say(
+            out,
+            f"  what was done {start.model} GPT, {start.num_params:,} parameters, {start.steps} steps of "
+            f"{start.tokens_per_step:,} bytes of {start.data}; loss on held-out text "
+            f"{console.evaluated.eval_loss:.3f} nats/byte",
+        )
+    _say(out, "  where the time went     # compute  = wait  . transfer")
+    for rank, shares in enumerate(finished.shares):
+        figures = "  ".join(f"{name} {share:.0%}" for name, share in shares._asdict().items())
+        _say(out, f"    rank {rank:<4}{bar(shares)}  {figures}")
+    if console.sampled is not None:
+        _say(out, "  what it writes now")
+        for row in console.sampled.text.splitlines()[:SAMPLE_ROWS]:
+            _say(out, f"    | {row[:100]}", style="italic")
+
+
+def _next(out: Console, log_dir: str, size: int, took_s: float) -> None:
+    _say(
+        out,
+        f"  next          open the timeline   braid report {log_dir}/parallel\n"
+        f"                train for longer    braid train -n {size} --model mini --steps 2000\n"
+        f"                run your own        braid run -n {size} train.py",
+    )
+    _say(out, f"  all in all    {took_s:.0f} s")
+
+
+def _say(out: Console, text: str, style: str = "") -> None:
+    out.print(Text(text, style=style), soft_wrap=True, highlight=False)
+
+
+def _failed(out: Console, stage: _Stage) -> int:
+    _say(out, str(stage.outcome))
+    return stage.outcome.exit_code or PROOF_FAILED_EXIT_CODE

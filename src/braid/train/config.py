@@ -1,0 +1,162 @@
+"""What a training is told: one frozen value that travels to every rank as JSON.
+
+Everything that can be found wrong by looking at the numbers is found here, before a process is started.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.sampling import share_of
+
+__all__ = ["MODELS", "ModelSize", "TrainConfig"]
+
+
+class ModelSize(NamedTuple):
+    """Extent of a GPT.
+
+    Attributes:
+        layers: Number of blocks.
+        width: Width of the residual stream.
+        heads: Attention heads; they divide the width.
+    """
+
+    layers: int
+    width: int
+    heads: int
+
+
+# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains while one watches. The vocabulary is
+# bytes, so the embedding is 256 rows and "gpt2" has 86 million parameters instead of 124.
+MODELS = {
+    "tiny": ModelSize(2, 64, 4),
+    "mini": ModelSize(4, 128, 4),
+    "small": ModelSize(6, 256, 8),
+    "medium": ModelSize(8, 512, 8),
+    "gpt2": ModelSize(12, 768, 12),
+    "gpt2-medium": ModelSize(24, 1024, 16),
+    "gpt2-large": ModelSize(36, 1280, 20),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """One training.
+
+    Attributes:
+        model: Name of a size in `MODELS`.
+        data: Text files; Python's standard library when empty.
+        steps: Optimizer steps in all.
+        batch: Sequences of a global batch; a multiple of the number of shards.
+        context: Tokens (bytes) of a sequence.
+        lr: Peak learning rate.
+        warmup: Steps of linear warm-up; a twentieth of all when None.
+        weight_decay: For matrices; AdamW.
+        clip: Largest global norm of the gradient.
+        seed: Chooses initial weights and order of samples.
+        eval_every: Steps between evaluations; 0 for one at the end only.
+        eval_samples: Sequences of an evaluation, at most.
+        checkpoint_every: Steps between checkpoints; 0 for one at the end only.
+        keep: Number of checkpoints to keep.
+        log_dir: Where metrics and checkpoints go.
+        reference_shards: On one rank: run this many shards in rank order, as that many ranks would; 0 for as many
+            shards as ranks.
+        sample_bytes: Length of the text that is generated at the end.
+    """
+
+    model: str = "tiny"
+    data: tuple[str, ...] = ()
+    steps: int = 200
+    batch: int = 16
+    context: int = 128
+    lr: float = 3e-3
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 100
+    eval_samples: int = 64
+    checkpoint_every: int = 100
+    keep: int = 3
+    log_dir: str = "runs/train"
+    reference_shards: int = 0
+    sample_bytes: int = 240
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.model not in MODELS:
+            problems.append(f"model is {self.model!r}, expected one of {', '.join(MODELS)}")
+        least = {
+            "steps": 1,
+            "batch": 1,
+            "context": 1,
+            "seed": 0,
+            "eval_every": 0,
+            "eval_samples": 1,
+            "checkpoint_every": 0,
+            "keep": 1,
+            "reference_shards": 0,
+            "sample_bytes": 0,
+            "warmup": 0,
+        }
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                problems.append(f"{name} is {value}, expected at least {low}")
+        if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
+            problems.append(
+                f"lr is {self.lr:g}, clip {self.clip:g}, weight_decay {self.weight_decay:g}; expected positive numbers"
+            )
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    def check_ranks(self, num_ranks: int) -> int:
+        """Number of shards of a batch on this many ranks.
+
+        Raises:
+            ConfigError: The batch cannot be shared, or a reference shall run on several ranks.
+        """
+        if self.reference_shards and num_ranks != 1:
+            msg = f"expected one rank for --reference-shards {self.reference_shards}, found {num_ranks}: use -n 1"
+            raise ConfigError(msg)
+        shards = self.reference_shards or num_ranks
+        share_of(range(self.batch), 0, shards)
+        return shards
+
+    @property
+    def checkpoints(self) -> str:
+        """Directory of the checkpoints."""
+        return f"{self.log_dir}/checkpoints"
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of the step with this number (the first is 0): linear warm-up, then half a cosine to a tenth.
+
+        Source: I. Loshchilov, F. Hutter, "SGDR", ICLR 2017; without restarts.
+        """
+        warmup = max(1, self.steps // 20) if self.warmup is None else self.warmup
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        return self.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def to_json(self) -> str:
+        """As one argument of a command line."""
+        return msgspec.json.encode(asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainConfig:
+        """Inverse of `to_json`.
+
+        Raises:
+            ConfigError: Says which part is wrong.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except (msgspec.MsgspecError, ValueError) as exc:
+            msg = f"expected the configuration of a training as JSON, found {text[:80]!r}: {exc}"
+            raise ConfigError(msg) from exc

@@ -1,0 +1,120 @@
+"""A GPT over bytes, small enough to be read in one sitting.
+
+    B sequences, T tokens, V = 256 bytes, D width, H heads, K = D / H, L layers
+
+                                          shape          parameters       FLOPs of a token, forward
+    x = token[i] + position               B T D          V D + T D        0
+    L times
+        x += project(attend(norm(x)))     B T D          4 D D            8 D D + 4 T D  (scores, sums; causal: half of it)
+        x += down(gelu(up(norm(x))))      B T 4D         8 D D            16 D D
+    logits = norm(x) token^T              B T V          0 (tied)         2 V D
+
+Backward costs twice the forward, so a token of training costs 6 N + 12 L T D with N = 12 L D D + V D. MFU counts that, the full
+square of attention included, as is the custom.
+
+Initial values are drawn per parameter from a generator keyed by (seed, name): they are the same on every rank and do not
+depend on the order in which modules are made.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm, GELU, learned positions, residual
+projections scaled by 1/sqrt(2L)); without biases. FLOPs: Chowdhery et al., "PaLM", 2022, appendix B.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as torch calls it
+
+from braid.train.config import ModelSize
+from braid.types import text_digest
+
+__all__ = ["GPT", "flops_per_token", "generate"]
+
+VOCABULARY = 256
+INITIAL_STD = 0.02
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each added to the residual stream."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norm1 = nn.LayerNorm(width, bias=False)
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        """(B, T, D) to (B, T, D)."""
+        b, t, d = x_btd.shape
+        qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, self.heads, d // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T K
+        mixed_bhtk = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_btd = x_btd + self.project(mixed_bhtk.transpose(1, 2).reshape(b, t, d))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x_btd)), approximate="tanh"))
+        return x_btd + hidden
+
+
+class GPT(nn.Module):
+    """Predicts the next byte.
+
+    Args:
+        size: Layers, width and heads.
+        context: Longest sequence.
+        seed: Chooses the initial values.
+    """
+
+    def __init__(self, size: ModelSize, context: int, seed: int = 0) -> None:
+        super().__init__()
+        self.context = context
+        with torch.device("meta"):  # values are drawn below: the default generator stays untouched
+            self.token = nn.Embedding(VOCABULARY, size.width)
+            self.position = nn.Embedding(context, size.width)
+            self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+            self.norm = nn.LayerNorm(size.width, bias=False)
+        self.to_empty(device="cpu")
+        residual_std = INITIAL_STD / math.sqrt(2 * size.layers)
+        with torch.no_grad():
+            for name, param in self.named_parameters():
+                if param.dim() == 1:
+                    param.fill_(1.0)
+                    continue
+                generator = torch.Generator().manual_seed(text_digest(f"{seed}/{name}"))
+                residual = name.endswith(("project.weight", "down.weight"))
+                param.normal_(0.0, residual_std if residual else INITIAL_STD, generator=generator)
+
+    def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
+        """Logits (B, T, V), or the mean loss in nats per byte when targets are given."""
+        positions = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)
+        x_btd = self.token(tokens_bt) + self.position(positions)
+        for block in self.blocks:
+            x_btd = block(x_btd)
+        logits_btv = F.linear(self.norm(x_btd), self.token.weight)
+        if targets_bt is None:
+            return logits_btv
+        return F.cross_entropy(logits_btv.flatten(0, 1), targets_bt.flatten())
+
+
+def flops_per_token(size: ModelSize, context: int) -> int:
+    """Floating point operations of one token of training, see the module."""
+    weights = 12 * size.layers * size.width**2 + VOCABULARY * size.width
+    return 6 * weights + 12 * size.layers * context * size.width
+
+
+@torch.no_grad()
+def generate(model: GPT, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> str:
+    """`count` bytes that continue `prompt`, as text that a terminal can take."""
+    generator = torch.Generator().manual_seed(text_digest(f"{seed}/sample"))
+    tokens = list(prompt)
+    for _ in range(count):
+        logits_v = model(torch.tensor([tokens[-model.context :]]))[0, -1]
+        probabilities = torch.softmax(logits_v.double() / temperature, dim=-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    text = bytes(tokens[len(prompt) :]).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,370 @@
+"""The training loop: the same lines for one rank and for many.
+
+    batch of this step -> shards: forward, backward, average -> all ranks know all losses and whether to stop
+    -> clip, optimizer -> now and then: evaluate, checkpoint
+
+Every decision that ranks must take together (stop, checkpoint, give up on NaN) is drawn from the same exchanged numbers, so
+no rank is ever left alone in a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from braid.checkpoint import (
+    Checkpoint,
+    OnSaved,
+    ReplicatedSnapshot,
+    restore_training,
+    save,
+    training_numbers,
+    training_tensors,
+)
+from braid.comm import Group
+from braid.data import Corpus, Windows
+from braid.errors import BraidError, CheckpointError, ConfigError
+from braid.sampling import OrderedSampler, SampleOrder
+from braid.train.config import MODELS, TrainConfig
+from braid.train.gpt import GPT, flops_per_token, generate
+from braid.train.reports import (
+    Checkpointed,
+    Evaluated,
+    Finished,
+    Reporter,
+    Sampled,
+    Shares,
+    Started,
+    Stepped,
+)
+from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
+
+__all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
+
+PROMPT = b"\0"  # what begins each document of a corpus
+PROBE_SIZE = 512
+PROBE_RUNS = 12
+
+
+class TrainingDivergedError(BraidError, ArithmeticError):
+    """The loss or a gradient is no longer a finite number."""
+
+
+class Stopping:
+    """Whether this rank has been asked to stop; set by a signal handler."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+
+    def __call__(self, signum: int, _frame: object) -> None:
+        """Note the signal; the loop acts on it when the step is done."""
+        self.signum = signum
+
+
+class Trainer:
+    """One training on one rank.
+
+    Args:
+        config: What to do.
+        corpus: Text; the same on all ranks.
+        group: The ranks.
+        reporter: Gets the reports.
+        stopping: Asks to stop.
+
+    Raises:
+        ConfigError: Data and configuration do not fit each other.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        group: Group,
+        reporter: Reporter,
+        stopping: Stopping,
+    ) -> None:
+        self._config = config
+        self._corpus = corpus
+        self._group = group
+        self._reporter = reporter
+        self._stopping = stopping
+        self._num_shards = config.check_ranks(group.size)
+        train = Windows(corpus.train, config.context, name="training text")
+        self._held_out = Windows(corpus.held_out, config.context, name="held-out text")
+        self._eval_indices = self._choose_eval(len(self._held_out))
+        self._sampler = OrderedSampler(
+            SampleOrder(num_samples=len(train), batch_size=config.batch, seed=config.seed)
+        )
+        self._model = GPT(MODELS[config.model], config.context, config.seed)
+        self._optimizer = _adamw(self._model, config)
+        self._shards: Shards = (
+            ReferenceShards(self._model, train, group, self._num_shards)
+            if config.reference_shards
+            else ParallelShards(self._model, train, group)
+        )
+        self._flops_per_step = (
+            flops_per_token(MODELS[config.model], config.context) * config.batch * config.context
+        )
+        self._step = 0
+        self._saved_step = -1
+        self._peak = 0.0
+        self._losses: list[float] = []  # of the first and the last step of this run
+        self.on_saved: OnSaved | None = None
+
+    def resume(self, loaded: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            CheckpointError: It is of another model, other data or another order of samples.
+        """
+        state = loaded.manifest.state
+        if state.get("data") != self._corpus.digest:
+            msg = (
+                f"expected a checkpoint of a training on {self._corpus.name} (sha256 {self._corpus.digest[:12]}), "
+                f"found in {loaded.path} one on other data (sha256 {str(state.get('data'))[:12]}): give the same "
+                "--data, or start anew in another --log-dir"
+            )
+            raise CheckpointError(msg)
+        restore_training(loaded, self._model, self._optimizer)
+        self._sampler.load_state_dict(state.get("sampler", {}))
+        self._step = self._saved_step = loaded.manifest.step
+        if self._step >= self._config.steps:
+            msg = (
+                f"expected steps left to do, found that {loaded.path} has done {self._step} of {self._config.steps}: "
+                "ask for more --steps"
+            )
+            raise ConfigError(msg)
+
+    def run(self, *, resumed_from: str = "", notes: tuple[str, ...] = ()) -> int:
+        """Train to the end, or until asked to stop.
+
+        Returns:
+            The signal that ended it early, or 0.
+
+        Raises:
+            TrainingDivergedError: Names rank and step; the same on every rank.
+            CheckpointError: A checkpoint could not be written.
+        """
+        config, clock = self._config, self._group.context.clock
+        self._peak = self._probe_peak()
+        self._reporter.tell(self._started(resumed_from, notes))
+        start_ns, before = clock.now_ns(), self._group.statistics()
+        signum = 0
+        while self._step < config.steps and not signum:
+            with self._group.context.events.span("step", seq=self._step):
+                signum = self._one_step()
+            last = self._step == config.steps
+            if last or (config.eval_every and self._step % config.eval_every == 0):
+                self._evaluate()
+            if last or signum or self._checkpoint_is_due():
+                self._checkpoint()
+        after = self._group.statistics()
+        shares = self._shares_of_all(clock.now_ns() - start_ns, before, after)
+        if not signum and config.sample_bytes:
+            self._sample()
+        self._reporter.tell(
+            Finished(
+                step=self._step,
+                first_loss=self._losses[0],
+                last_loss=self._losses[-1],
+                seconds=(clock.now_ns() - start_ns) / 1e9,
+                checkpoint=str(Path(config.checkpoints) / f"step-{self._step:08d}"),
+                shares=shares,
+                stopped_by=f"signal {signum}" if signum else "",
+            )
+        )
+        return signum
+
+    # One step
+
+    def _one_step(self) -> int:
+        """Returns the signal to stop with, or 0."""
+        config, events, clock = self._config, self._group.context.events, self._group.context.clock
+        start_ns, before = clock.now_ns(), self._group.statistics()
+        lr = config.lr_at(self._step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad()
+        batch = self._sampler.next_batch()
+        answers = self._shards.backward(batch, stop=bool(self._stopping.signum))
+        self._refuse_not_finite(answers)
+        with events.span("optimizer"):
+            norm = nn.utils.clip_grad_norm_(self._model.parameters(), config.clip).item()
+            self._refuse_gradient(norm)
+            self._optimizer.step()
+        self._step += 1
+        self._losses = [*self._losses[:1], answers.loss]
+        if len(self._losses) == 1:
+            self._losses *= 2
+        after = self._group.statistics()
+        wall_ns = clock.now_ns() - start_ns
+        shares = _shares(wall_ns, before, after)
+        wall_s = max(wall_ns, 1) / 1e9
+        self._reporter.tell(
+            Stepped(
+                step=self._step,
+                loss=answers.loss,
+                lr=lr,
+                grad_norm=norm,
+                step_s=wall_s,
+                tokens_per_s=config.batch * config.context / wall_s,
+                **shares._asdict(),
+                mfu=self._flops_per_step / self._group.size / wall_s / self._peak,
+            )
+        )
+        # What ranks have exchanged counts, not what this one has heard since.
+        return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
+
+    def _refuse_not_finite(self, answers: Round) -> None:
+        bad = [rank for rank, loss in enumerate(answers.losses) if not math.isfinite(loss)]
+        if not bad:
+            return
+        values = ", ".join(f"{answers.losses[rank]} on rank {rank}" for rank in bad)
+        msg = (
+            f"expected a finite loss at step {self._step}, found {values} (learning rate "
+            f"{self._config.lr_at(self._step):.2g}): lower --lr, or resume from the last checkpoint"
+        )
+        raise TrainingDivergedError(msg)
+
+    def _refuse_gradient(self, norm: float) -> None:
+        if math.isfinite(norm):
+            return
+        name = next(
+            (
+                name
+                for name, param in self._model.named_parameters()
+                if param.grad is not None and not param.grad.isfinite().all()
+            ),
+            "(all parameters together)",
+        )
+        msg = (
+            f"expected a finite gradient at step {self._step}, found a norm of {norm}, first in {name}: lower "
+            "--lr, or resume from the last checkpoint"
+        )
+        raise TrainingDivergedError(msg)
+
+    # Now and then
+
+    def _evaluate(self) -> None:
+        with self._group.context.events.span("evaluate", seq=self._step):
+            loss = self._shards.evaluate(self._held_out, self._eval_indices)
+        self._reporter.tell(Evaluated(step=self._step, eval_loss=loss))
+
+    def _checkpoint_is_due(self) -> bool:
+        every = self._config.checkpoint_every
+        return bool(every) and self._step % every == 0
+
+    def _checkpoint(self) -> None:
+        if self._saved_step == self._step:
+            return
+        group = self._group
+        snapshot = ReplicatedSnapshot(
+            training_tensors(self._model, self._optimizer), rank=group.rank, size=group.size
+        )
+        state = {
+            "sampler": self._sampler.state_dict(),
+            "data": self._corpus.digest,
+            "model": self._config.model,
+            "seed": self._config.seed,
+            **training_numbers(self._model, self._optimizer),
+        }
+        numerics = {
+            "world_size": group.size,
+            "shards": self._num_shards,
+            "threads": torch.get_num_threads(),
+            "sum_order": "rank",
+            "torch": str(torch.__version__),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        with group.context.events.span("checkpoint", seq=self._step):
+            path = save(
+                self._config.checkpoints,
+                snapshot,
+                step=self._step,
+                state=state,
+                numerics=numerics,
+                group=group,
+                keep=self._config.keep,
+                on_saved=self.on_saved,
+            )
+        self._saved_step = self._step
+        self._reporter.tell(Checkpointed(step=self._step, path=str(path)))
+
+    def _sample(self) -> None:
+        if self._group.rank == 0:
+            text = generate(self._model, PROMPT, self._config.sample_bytes, seed=self._config.seed)
+            self._reporter.tell(Sampled(step=self._step, text=text))
+        self._group.barrier()
+
+    # Figures
+
+    def _choose_eval(self, available: int) -> list[int]:
+        """Evenly spread samples, a multiple of the number of shards."""
+        count = min(self._config.eval_samples, available) // self._num_shards * self._num_shards
+        if not count:
+            msg = (
+                f"expected at least {self._num_shards} sequences to evaluate with, one for each shard, found "
+                f"{available} in the held-out text (at most {self._config.eval_samples} asked for): give more "
+                "--data, or a shorter --context"
+            )
+            raise ConfigError(msg)
+        return [i * available // count for i in range(count)]
+
+    def _probe_peak(self) -> float:
+        """Floating point operations a second of a matrix product, all ranks at the same time: what MFU compares with."""
+        clock = self._group.context.clock
+        a = torch.ones(PROBE_SIZE, PROBE_SIZE)
+        self._group.barrier()
+        best_ns = 1 << 62
+        for _ in range(PROBE_RUNS):
+            start_ns = clock.now_ns()
+            a @ a
+            best_ns = min(best_ns, clock.now_ns() - start_ns)
+        self._group.barrier()
+        return 2 * PROBE_SIZE**3 / (max(best_ns, 1) / 1e9)
+
+    def _shares_of_all(
+        self, wall_ns: int, before: dict[str, int], after: dict[str, int]
+    ) -> tuple[Shares, ...]:
+        mine = torch.tensor([_shares(wall_ns, before, after)], dtype=torch.float64)
+        return tuple(Shares(*row) for row in self._group.all_gather(mine).tolist())
+
+    def _started(self, resumed_from: str, notes: tuple[str, ...]) -> Started:
+        config = self._config
+        return Started(
+            first_step=self._step,
+            steps=config.steps,
+            num_ranks=self._group.size,
+            shards=self._num_shards,
+            threads=torch.get_num_threads(),
+            model=config.model,
+            num_params=sum(p.numel() for p in self._model.parameters()),
+            data=self._corpus.name,
+            num_files=self._corpus.num_files,
+            data_bytes=self._corpus.train.numel(),
+            tokens_per_step=config.batch * config.context,
+            flops_per_step=self._flops_per_step,
+            peak_flops_per_s=self._peak,
+            torch=str(torch.__version__),
+            resumed_from=resumed_from,
+            notes=notes,
+        )
+
+
+def _adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
+    """Weight decay for matrices only. Source: I. Loshchilov, F. Hutter, ICLR 2019; betas of GPT-3."""
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _shares(wall_ns: int, before: dict[str, int], after: dict[str, int]) -> Shares:
+    spent, waited = (after[name] - before[name] for name in ("spent_ns", "waited_ns"))
+    return Shares.of(wall_ns, spent, waited)

@@ -1,0 +1,259 @@
+"""What one sees of a training: one moving line on a terminal, a plain line every two seconds elsewhere.
+
+The launcher hands every line of its ranks to a console. This one recognises rank 0's reports and draws them; whatever else
+ranks print is shown above, with the rank before it. Drawing happens on a thread of its own, so that a terminal that is not
+read does not hold up the launcher.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from contextlib import suppress
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from braid.clock import Clock, MonotonicClock
+from braid.train.reports import (
+    Checkpointed,
+    Evaluated,
+    Finished,
+    Report,
+    Sampled,
+    Started,
+    Stepped,
+    parse_report,
+)
+
+__all__ = ["TrainConsole", "describe_start", "describe_step"]
+
+PLAIN_LINE_NS = 2_000_000_000
+TRACEBACK = b"Traceback (most recent call last)"
+MAX_WAITING = 5000
+CLOSE_LIMIT_S = 2.0
+
+
+class TrainConsole:
+    """A `braid.launch.Console` that knows trainings; a context manager.
+
+    Attributes:
+        started: What rank 0 said at the start; None before.
+        evaluated: The last evaluation.
+        sampled: The text of the end.
+        finished: What rank 0 said at the end.
+
+    Args:
+        out: Where to draw.
+        title: Show no more than this and the moving line; for a caller that tells the rest itself.
+        clock: Decides when a plain line is due.
+    """
+
+    def __init__(self, out: Console, *, title: str = "", clock: Clock | None = None) -> None:
+        self.started: Started | None = None
+        self.evaluated: Evaluated | None = None
+        self.sampled: Sampled | None = None
+        self.finished: Finished | None = None
+        self.step: Stepped | None = None
+        self._out = out
+        self._title = title
+        self._clock = clock or MonotonicClock()
+        self._shown_ns = 0
+        self._failing: set[int] = (
+            set()
+        )  # their tracebacks are in the logs, the cause in the error block
+        self._left_s = LeftTime()
+        self._progress: Progress | None = None
+        self._queue: queue.Queue[Report | Text | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._draw, name="braid-train-view", daemon=True)
+        self._thread.start()
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002 - whole lines only
+        """Take a line of a rank."""
+        report = parse_report(text) if rank == 0 and stream == 1 else None
+        if report is None:
+            if stream == 2 and text.startswith(TRACEBACK):
+                self._failing.add(rank)
+            if rank not in self._failing:
+                self._put(Text(f"[rank {rank}] {text.decode(errors='replace')}"))
+            return
+        self._keep(report)
+        self._put(report)
+
+    def notice(self, text: str) -> None:
+        """Take a message of the launcher."""
+        if not self._title:
+            self._put(Text(f"braid: {text}"))
+
+    def close(self) -> None:
+        """Draw what waits and end the thread. Idempotent."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=CLOSE_LIMIT_S)
+            self._thread.join(CLOSE_LIMIT_S)
+
+    def __enter__(self) -> TrainConsole:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _keep(self, report: Report) -> None:
+        if isinstance(report, Started):
+            self.started = report
+        elif isinstance(report, Evaluated):
+            self.evaluated = report
+        elif isinstance(report, Sampled):
+            self.sampled = report
+        elif isinstance(report, Finished):
+            self.finished = report
+        elif isinstance(report, Stepped):
+            self.step = report
+
+    def _put(self, item: Report | Text) -> None:
+        with suppress(queue.Full):  # nobody reads the terminal
+            self._queue.put_nowait(item)
+
+    # The drawing thread
+
+    def _draw(self) -> None:
+        with suppress(OSError, ValueError):
+            self._open()
+        while (item := self._queue.get()) is not None:
+            with suppress(OSError, ValueError):  # a closed pipe: the training goes on
+                self._show(item)
+        if self._progress is not None:
+            with suppress(OSError, ValueError):
+                self._progress.stop()
+
+    def _open(self) -> None:
+        if not self._out.is_terminal:
+            if self._title:
+                self._print(Text(f"  {self._title} ..."))
+            return
+        self._progress = Progress(
+            TextColumn(f"  {self._title}  " if self._title else " "),
+            BarColumn(bar_width=24),
+            _Figures(),
+            console=self._out,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._progress.add_task("", total=None, figures="starting")
+        self._progress.start()
+
+    def _show(self, item: Report | Text) -> None:
+        if isinstance(item, Text):
+            self._print(item)
+        elif isinstance(item, Started):
+            self._begin(item)
+        elif isinstance(item, Stepped):
+            self._advance(item)
+        elif not self._title:
+            self._tell(item)
+
+    def _tell(self, report: Report) -> None:
+        if isinstance(report, Evaluated):
+            self._print(
+                Text(f"step {report.step}: loss on held-out text {report.eval_loss:.3f} nats/byte")
+            )
+        elif isinstance(report, Checkpointed):
+            self._print(Text(f"step {report.step}: saved {report.path}", style="dim"))
+        elif isinstance(report, Sampled):
+            self._print(Text("a sample of its own:", style="bold"))
+            self._print(Text(report.text, style="italic"))
+        elif isinstance(report, Finished):
+            state = f"stopped by {report.stopped_by}" if report.stopped_by else "finished"
+            self._print(
+                Text(
+                    f"{state} at step {report.step} after {report.seconds:.1f} s: loss "
+                    f"{report.first_loss:.3f} -> {report.last_loss:.3f}, {report.checkpoint}"
+                )
+            )
+
+    def _begin(self, start: Started) -> None:
+        if not self._title:
+            for line in describe_start(start):
+                self._print(Text(line))
+        if self._progress is not None:
+            task = self._progress.task_ids[0]
+            self._progress.update(task, total=start.steps, completed=start.first_step, refresh=True)
+
+    def _advance(self, step: Stepped) -> None:
+        total = self.started.steps if self.started is not None else step.step
+        now_ns = self._clock.now_ns()
+        figures = describe_step(step, self._left_s.after(step.step, total, now_ns))
+        if self._progress is not None:
+            task = self._progress.task_ids[0]
+            figures = f"{step.step}/{total}  {figures}"
+            self._progress.update(task, completed=step.step, figures=figures, refresh=True)
+        elif now_ns - self._shown_ns >= PLAIN_LINE_NS:
+            self._shown_ns = now_ns
+            width = len(str(total))
+            indent = "      " if self._title else "  "
+            self._print(Text(f"{indent}step {step.step:>{width}}/{total}  {figures}"))
+
+    def _print(self, text: Text) -> None:
+        self._out.print(text, soft_wrap=True, highlight=False)
+
+
+class LeftTime:
+    """Estimates the time left from the steps seen so far."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, int] | None = None
+
+    def after(self, step: int, total: int, now_ns: int) -> float | None:
+        """Seconds left after `step` of `total`; None while it cannot be told."""
+        if self._first is None:
+            self._first = (step, now_ns)
+        done, elapsed_ns = step - self._first[0], now_ns - self._first[1]
+        return (total - step) * elapsed_ns / done / 1e9 if done > 0 else None
+
+
+class _Figures(ProgressColumn):
+    """The text behind the bar; not through markup, which brackets in it would upset."""
+
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields["figures"]))
+
+
+def describe_start(start: Started) -> list[str]:
+    """What is being trained, on what, by whom."""
+    shards = "" if start.shards == start.num_ranks else f" running {start.shards} shards in turn"
+    lines = [
+        f"model    {start.model}, {_count(start.num_params)} parameters, torch {start.torch}",
+        f"data     {start.data}: {start.num_files} files, {_count(start.data_bytes)} bytes to train on",
+        f"ranks    {start.num_ranks}{shards}, {_plural(start.threads, 'thread')} each",
+        f"step     {start.tokens_per_step:,} tokens, {start.flops_per_step / 1e9:.2g} GFLOP",
+        f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, measured with matrix products on all of them",
+    ]
+    if start.resumed_from:
+        lines.append(f"resumed  {start.resumed_from}, step {start.first_step}")
+    return lines + [f"note     {note}" for note in start.notes]
+
+
+def describe_step(step: Stepped, left_s: float | None) -> str:
+    """The figures of a step in one short line."""
+    parts = [
+        f"loss {step.loss:.3f}",
+        f"{_count(step.tokens_per_s)} tok/s",
+        f"compute {step.compute:.0%} wait {step.wait:.0%} transfer {step.transfer:.0%}",
+        f"MFU {step.mfu:.0%}",
+    ]
+    if left_s is not None:
+        parts.append(f"{left_s:.0f} s left")
+    return "  ".join(parts)
+
+
+def _count(value: float) -> str:
+    for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"

@@ -1,0 +1,185 @@
+"""What a training says while it runs: one JSON object a line, in the metrics file and to whoever watches.
+
+Rank 0 appends every report to `metrics.jsonl`. Its standard output carries the same lines, thinned out, so that the parent of
+`braid train` can draw a progress bar without another channel; a person who reads the log can read them as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TextIO, TypeAlias
+
+import msgspec
+
+from braid.clock import Clock
+from braid.errors import ConfigError
+
+__all__ = [
+    "Checkpointed",
+    "Evaluated",
+    "Finished",
+    "Report",
+    "Reporter",
+    "Sampled",
+    "Shares",
+    "Started",
+    "Stepped",
+    "parse_report",
+]
+
+TELL_NS = 200_000_000
+MARK = b'{"kind":"'
+
+
+class Shares(NamedTuple):
+    """Where the time of a rank went; the three add up to 1.
+
+    Attributes:
+        compute: Outside of collectives.
+        wait: In collectives, waiting for others.
+        transfer: In collectives, moving and adding data.
+    """
+
+    compute: float
+    wait: float
+    transfer: float
+
+    @classmethod
+    def of(cls, wall_ns: int, spent_ns: int, waited_ns: int) -> Shares:
+        """From the counters of a group over an interval."""
+        wall = max(wall_ns, spent_ns, 1)
+        waited = min(waited_ns, spent_ns)
+        return cls(1 - spent_ns / wall, waited / wall, (spent_ns - waited) / wall)
+
+
+class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_only=True):
+    """Everything is ready; the first step comes next."""
+
+    first_step: int
+    steps: int
+    num_ranks: int
+    shards: int
+    threads: int
+    model: str
+    num_params: int
+    data: str
+    num_files: int
+    data_bytes: int
+    tokens_per_step: int
+    flops_per_step: int
+    peak_flops_per_s: float
+    torch: str
+    resumed_from: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Stepped(msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only=True):
+    """A step is done; shares and MFU are those of rank 0."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    compute: float
+    wait: float
+    transfer: float
+    mfu: float
+
+
+class Evaluated(msgspec.Struct, tag_field="kind", tag="eval", frozen=True, kw_only=True):
+    """Loss on held-out text."""
+
+    step: int
+    eval_loss: float
+
+
+class Checkpointed(msgspec.Struct, tag_field="kind", tag="checkpoint", frozen=True, kw_only=True):
+    """A checkpoint is complete."""
+
+    step: int
+    path: str
+
+
+class Sampled(msgspec.Struct, tag_field="kind", tag="sample", frozen=True, kw_only=True):
+    """Text that the model has written."""
+
+    step: int
+    text: str
+
+
+class Finished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only=True):
+    """The training has ended; `stopped_by` is empty when it is complete."""
+
+    step: int
+    first_loss: float
+    last_loss: float
+    seconds: float
+    checkpoint: str
+    shares: tuple[Shares, ...]
+    stopped_by: str = ""
+
+
+Report: TypeAlias = Started | Stepped | Evaluated | Checkpointed | Sampled | Finished
+
+_DECODER = msgspec.json.Decoder(Started | Stepped | Evaluated | Checkpointed | Sampled | Finished)
+
+
+def parse_report(line: bytes) -> Report | None:
+    """The report in a line of output; None when it is something else."""
+    if not line.startswith(MARK):
+        return None
+    try:
+        report: Report = _DECODER.decode(line)
+    except msgspec.MsgspecError:
+        return None
+    return report
+
+
+class Reporter:
+    """Writes reports; a context manager. Ranks other than 0 have one that writes nothing.
+
+    Args:
+        path: The metrics file; appended to. None to write nothing.
+        out: Where lines go for whoever watches.
+        clock: Decides when a step is worth telling.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+
+    def __init__(self, path: Path | None, out: TextIO, clock: Clock) -> None:
+        self._out = out
+        self._clock = clock
+        self._told_ns = 0
+        self._file: BinaryIO | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab")
+        except OSError as exc:
+            msg = f"expected to write metrics to {path}, found: {exc.strerror}; choose another --log-dir"
+            raise ConfigError(msg) from exc
+
+    def tell(self, report: Report) -> None:
+        """Record a report; steps reach the watcher a few times a second, all others at once."""
+        if self._file is None:
+            return
+        line = msgspec.json.encode(report) + b"\n"
+        self._file.write(line)
+        now_ns = self._clock.now_ns()
+        if isinstance(report, Stepped) and now_ns - self._told_ns < TELL_NS:
+            return
+        self._told_ns = now_ns
+        self._file.flush()
+        self._out.write(line.decode())
+        self._out.flush()
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._file is not None:
+            self._file.close()

@@ -1,0 +1,132 @@
+"""The shards of a batch: each on a rank of its own, or all of them in one process, in the order of ranks.
+
+Both leave the same bits in `.grad`, which is what `braid demo` proves. Everything else of a training (order of samples, clipping,
+optimizer, evaluation) is one path, and asks its shards for two things only: gradients, and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from braid.comm import Group
+from braid.data import Windows
+from braid.data_parallel import DistributedDataParallel, accumulate
+from braid.sampling import share_of
+from braid.train.gpt import GPT
+
+__all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards"]
+
+
+class Round(NamedTuple):
+    """What all ranks know after a step's backward.
+
+    Attributes:
+        losses: Loss of each shard, in the order of ranks.
+        stop: Some rank wants to stop after this step.
+    """
+
+    losses: tuple[float, ...]
+    stop: bool
+
+    @property
+    def loss(self) -> float:
+        """Mean over the shards, summed in their order."""
+        return sum(self.losses) / len(self.losses)
+
+
+class Shards(Protocol):
+    """Carries out a batch."""
+
+    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+        """Leave the averaged gradients in `.grad`."""
+        ...
+
+    def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
+        """Mean loss without gradients."""
+        ...
+
+
+class ParallelShards:
+    """Each rank has a shard; also on a world of one.
+
+    Args:
+        model: The model, equal on all ranks.
+        windows: Samples to train on.
+        group: The ranks.
+    """
+
+    def __init__(self, model: GPT, windows: Windows, group: Group) -> None:
+        self._model = model
+        self._parallel = DistributedDataParallel(model, process_group=group)
+        self._windows = windows
+        self._group = group
+
+    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+        """See `Shards`. Cost: the all_reduce of the gradients and one all_gather of 16 bytes a rank."""
+        events = self._group.context.events
+        with events.span("data"):
+            inputs, targets = self._windows.batch(self._share(batch))
+        with events.span("forward"):
+            loss: torch.Tensor = self._parallel(inputs, targets)
+        with events.span("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
+        mine = torch.tensor([[loss.item(), float(stop)]], dtype=torch.float64)
+        losses, stops = self._group.all_gather(mine).t().tolist()
+        return Round(tuple(losses), any(stops))
+
+    def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
+        """See `Shards`."""
+        with torch.no_grad():
+            loss = self._model(*windows.batch(self._share(indices))).double()
+        losses = self._group.all_gather(loss).tolist()
+        return float(sum(losses) / len(losses))
+
+    def _share(self, indices: Sequence[int]) -> list[int]:
+        return share_of(indices, self._group.rank, self._group.size)
+
+
+class ReferenceShards:
+    """One process runs every shard in turn.
+
+    Args:
+        model: The model.
+        windows: Samples to train on.
+        group: A world of one, for its events.
+        num: Number of shards.
+    """
+
+    def __init__(self, model: GPT, windows: Windows, group: Group, num: int) -> None:
+        self._model = model
+        self._windows = windows
+        self._group = group
+        self._num = num
+
+    def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
+        """See `Shards`."""
+        losses = accumulate(
+            self._model, [self._loss_of(self._windows, batch, r) for r in range(self._num)]
+        )
+        return Round(tuple(loss.item() for loss in losses), stop)
+
+    def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
+        """See `Shards`."""
+        with torch.no_grad():
+            losses = [
+                self._loss_of(windows, indices, r)().double().item() for r in range(self._num)
+            ]
+        return sum(losses) / len(losses)
+
+    def _loss_of(
+        self, windows: Windows, indices: Sequence[int], rank: int
+    ) -> Callable[[], torch.Tensor]:
+        def loss() -> torch.Tensor:
+            with self._group.context.events.span("forward"):
+                value: torch.Tensor = self._model(
+                    *windows.batch(share_of(indices, rank, self._num))
+                )
+            return value
+
+        return loss

@@ -1,0 +1,92 @@
+"""What each rank of `braid train` runs: `python -m braid.train.worker CONFIG_AS_JSON`.
+
+The launcher says through the environment who this rank is and what to resume from; the rest is in the one argument.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from braid import context
+from braid.checkpoint import load, ls
+from braid.comm import Group
+from braid.data import from_files, standard_library
+from braid.errors import ConfigError
+from braid.rendezvous import Saved
+from braid.rendezvous.membership import Membership
+from braid.train.config import TrainConfig
+from braid.train.loop import Stopping, Trainer
+from braid.train.reports import Reporter
+
+__all__ = ["main", "run"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(arguments: list[str]) -> int:
+    """Be a rank; returns the exit code."""
+    if len(arguments) != 1:
+        msg = f"expected one argument, the configuration as JSON, found {len(arguments)}: use `braid train`"
+        raise ConfigError(msg)
+    config = TrainConfig.from_json(arguments[0])
+    stopping = Stopping()
+    for number in SIGNALS:
+        signal.signal(number, stopping)
+    torch.use_deterministic_algorithms(True)
+    group = context.init()
+    try:
+        signum = run(config, group, stopping, context.membership())
+    finally:
+        if sys.exc_info()[0] is None:
+            context.shutdown()
+    return 128 + signum if signum else 0
+
+
+def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membership) -> int:
+    """Train on this rank; returns the signal that ended it early, or 0."""
+    corpus = from_files(config.data) if config.data else standard_library()
+    metrics = Path(config.log_dir) / "metrics.jsonl" if group.rank == 0 else None
+    with Reporter(metrics, sys.stdout, group.context.clock) as reporter:
+        trainer = Trainer(config, corpus, group, reporter, stopping)
+
+        def tell_launcher(step: int, path: Path, sha256_ok: bool) -> None:
+            if member.control is not None and group.rank == 0:
+                member.control.send(Saved(step, str(path), sha256_ok))
+
+        trainer.on_saved = tell_launcher
+        resumed_from, notes = _resume(trainer, config, member.environment.resume, group)
+        return trainer.run(resumed_from=resumed_from, notes=notes)
+
+
+def _resume(
+    trainer: Trainer, config: TrainConfig, where: str, group: Group
+) -> tuple[str, tuple[str, ...]]:
+    """Load what `--resume` asks for; returns its path and what the user should know."""
+    if not where:
+        return "", ()
+    if where == "auto" and not ls(config.checkpoints):
+        return "", (f"no checkpoint in {config.checkpoints} yet, starting anew",)
+    loaded = load(config.checkpoints if where == "auto" else where, group=group)
+    bad = {skipped.path for skipped in loaded.skipped}
+    later = [
+        line.path
+        for line in ls(config.checkpoints)
+        if line.step > loaded.manifest.step and line.path not in bad and not line.problem
+    ]
+    if later and loaded.path.resolve().parent == Path(config.checkpoints).resolve():
+        msg = (
+            f"expected to continue from the last checkpoint of {config.checkpoints}, found {later[-1]} after the "
+            f"{loaded.path.name} that was asked for: use --resume auto, or another --log-dir for the new branch"
+        )
+        raise ConfigError(msg)
+    trainer.resume(loaded)
+    notes = tuple(f"passed over {path}: {reason}" for path, reason in loaded.skipped)
+    return str(loaded.path), notes
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
