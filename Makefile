@@ -14,7 +14,7 @@ test: $(READY) check
 
 proof: $(READY) check
 	$(BIN)/python -m pytest
-	$(BIN)/python -m braid.bench.proof
+	$(BIN)/python tests/proof.py
 
 check: $(READY)
 	$(BIN)/ruff check .
