@@ -307,11 +307,41 @@ def checkpoint_verify(paths: Annotated[tuple[str, ...], tyro.conf.Positional]) -
     return 1 if bad else 0
 
 
+def report(
+    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    *,
+    out: str | None = None,
+    show: Annotated[bool, tyro.conf.arg(name="open")] = False,
+) -> int:
+    """Write a run's report (one HTML file) and its trace, and say the most telling facts.
+
+    Exit code 1 means that both are written, but something of the run could not be read.
+
+    Args:
+        run_directory: Directory of the run, as `braid run` printed it.
+        out: File to write the report to; the trace lies beside it (default: RUN/report.html).
+        show: Open the report in a browser.
+    """
+    import webbrowser
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from braid.observe import print_summary, publish
+
+    found = publish(Path(run_directory), Path(out) if out else None)
+    print_summary(found.story, Console(), report=found.report, trace=found.trace)
+    if show:
+        webbrowser.open(found.report.resolve().as_uri())
+    return 1 if found.story.run.notices else 0
+
+
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
     "bench comm": bench_comm,
     "train": train,
     "demo": demo,
+    "report": report,
     "checkpoint ls": checkpoint_ls,
     "checkpoint verify": checkpoint_verify,
 }

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from braid.observe.intervals import Interval
+from braid.observe.intervals import Interval, lanes
 from braid.observe.timeline import RankTimeline
-from braid.observe.trace import lanes
 from braid.observe.units import bytes_text, count_text, duration_text
 
 __all__ = ["Chart", "Lane", "Line", "Picture", "Tick", "line_chart", "picture", "ticks"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Cover", "Interval"]
+__all__ = ["Cover", "Interval", "lanes"]
 
 
 class Interval(NamedTuple):
@@ -96,3 +96,26 @@ class Cover:
         return (
             self._before[index - 1] + min(moment, self._ends[index - 1]) - self._starts[index - 1]
         )
+
+
+def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
+    """Spread intervals over as few lanes as a greedy choice needs.
+
+    Args:
+        intervals: By begin; of two that begin together, the longer first.
+        nest: Whether one may lie inside another in the same lane.
+    """
+    found: list[list[Interval]] = []
+    stacks: list[list[int]] = []  # ends of what is open, per lane
+    for interval in intervals:
+        for lane, stack in zip(found, stacks, strict=True):
+            while stack and stack[-1] <= interval.start_ns:
+                stack.pop()
+            if not stack or (nest and interval.end_ns <= stack[-1]):
+                lane.append(interval)
+                stack.append(interval.end_ns)
+                break
+        else:
+            found.append([interval])
+            stacks.append([interval.end_ns])
+    return found

@@ -26,11 +26,11 @@ from typing import BinaryIO, cast
 import msgspec
 
 from braid._version import __version__
-from braid.observe.intervals import Interval
+from braid.observe.intervals import Interval, lanes
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, read_timelines
 
-__all__ = ["lanes", "trace_events", "write_trace"]
+__all__ = ["trace_events", "write_trace"]
 
 LARGE = 100_000  # events; some 20 MB of text
 COLORS = {  # names that chrome://tracing reserves: green, orange, blue, grey
@@ -97,32 +97,11 @@ def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object
                 yield _event(rank, tid, member)
                 if member.role == "collective":
                     key = (member.name, member.channel, member.seq)
-                    meetings[key + (seen[key],)].append((member.start_ns, rank, tid))
+                    meetings[member.name, member.channel, member.seq, seen[key]].append(
+                        (member.start_ns, rank, tid)
+                    )
                     seen[key] += 1
     yield from _arrows(meetings)
-
-
-def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
-    """Spread intervals over as few lanes as a greedy choice needs.
-
-    Args:
-        intervals: By begin; of two that begin together, the longer first.
-        nest: Whether one may lie inside another in the same lane.
-    """
-    found: list[list[Interval]] = []
-    stacks: list[list[int]] = []  # ends of what is open, per lane
-    for interval in intervals:
-        for lane, stack in zip(found, stacks, strict=True):
-            while stack and stack[-1] <= interval.start_ns:
-                stack.pop()
-            if not stack or (nest and interval.end_ns <= stack[-1]):
-                lane.append(interval)
-                stack.append(interval.end_ns)
-                break
-        else:
-            found.append([interval])
-            stacks.append([interval.end_ns])
-    return found
 
 
 def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:

@@ -1,0 +1,284 @@
+"""One page that tells a run: outcome, curves, where the time went, what ranks waited for, last words.
+
+Problem: the numbers of a parallel run lie in N logs, N event rings and a file of metrics; viewers for each exist, and need a server,
+an account or an installation on the machine where somebody wants to look.
+
+Idea: a single HTML file without scripts, fonts or links that load anything, so that it can be mailed, archived and opened in ten
+years. Its content security policy forbids the browser to fetch, which makes that promise checkable. `Story` is what the
+page says, measured and worded; the template only sets it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import jinja2
+
+from braid._version import __version__
+from braid.observe.facts import by_step, facts, slowest_step
+from braid.observe.figures import Chart, Picture, line_chart, picture
+from braid.observe.operations import Operation, operations
+from braid.observe.outcome import outcome_block, status
+from braid.observe.run_directory import Run
+from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, read_timelines, shares
+from braid.observe.units import bytes_text, count_text, duration_text, percent_text
+
+__all__ = ["Story", "render_page", "tell", "this_machine", "write_report"]
+
+MAX_ROWS = 30  # operations in the table
+MAX_LANES = 16  # ranks in a picture of the timeline
+MAX_LOGS = 16
+
+
+class RankRow(NamedTuple):
+    """Where one rank's time went."""
+
+    rank: int
+    shares: Shares
+    num_steps: int
+    total_ns: int
+
+
+class PhaseRow(NamedTuple):
+    """Median own time of a phase, for each rank."""
+
+    name: str
+    by_rank: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """Everything that a report says about a run.
+
+    Attributes:
+        run: The run.
+        status: See `outcome.status`.
+        outcome: The block that the launcher printed.
+        facts: At most three sentences.
+        rank_rows: Where the time went.
+        phases: Median time of each phase of a step, by rank.
+        charts: Titles and curves; those without data are missing.
+        pictures: Pieces of the timeline.
+        operations: Collectives, the most expensive first.
+        num_steps: Steps that all ranks finished and still have on record.
+        notices: What is missing or left out.
+    """
+
+    run: Run
+    status: str
+    outcome: str
+    facts: tuple[str, ...]
+    rank_rows: tuple[RankRow, ...]
+    phases: tuple[PhaseRow, ...]
+    charts: tuple[tuple[str, Chart], ...]
+    pictures: tuple[Picture, ...]
+    operations: tuple[Operation, ...]
+    num_steps: int
+    notices: tuple[str, ...]
+
+
+def tell(run: Run) -> Story:
+    """Measure and word what a report says."""
+    timelines = read_timelines(run.rings)
+    steps = by_step(timelines)
+    return Story(
+        run=run,
+        status=status(run.record),
+        outcome=outcome_block(run.record),
+        facts=tuple(facts(timelines)),
+        rank_rows=tuple(
+            RankRow(t.rank, shares(t), len(t.steps), sum(end - start for start, end in t.windows))
+            for t in timelines
+        ),
+        phases=_phases(timelines, steps),
+        charts=_charts(run, steps),
+        pictures=_pictures(timelines, steps, failed=bool(run.record.exit_code)),
+        operations=tuple(operations(timelines)),
+        num_steps=len(steps),
+        notices=(*run.notices, *_losses(timelines)),
+    )
+
+
+def write_report(story: Story, path: Path, *, trace: str, machine: str) -> Path:
+    """Write the page, whole or not at all, and return its path.
+
+    Args:
+        story: What it says.
+        path: Where to.
+        trace: Name of the trace beside it; empty for none.
+        machine: Where the report is made, see `this_machine`.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(render_page(story, trace=trace, machine=machine), encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def render_page(story: Story, *, trace: str, machine: str) -> str:
+    """The page as HTML; every text in it is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("braid.observe", "page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "duration": duration_text,
+        "bytes": bytes_text,
+        "count": count_text,
+        "percent": percent_text,
+    }
+    guilty = set(story.run.record.guilty)
+    logs = sorted(story.run.logs, key=lambda log: (log.rank not in guilty, log.rank))
+    return environment.get_template("report.html.jinja").render(
+        story=story,
+        record=story.run.record,
+        logs=logs[:MAX_LOGS],
+        num_more_logs=max(0, len(logs) - MAX_LOGS),
+        operations=story.operations[:MAX_ROWS],
+        num_more_operations=max(0, len(story.operations) - MAX_ROWS),
+        trace=trace,
+        machine=machine,
+        version=__version__,
+    )
+
+
+def this_machine() -> str:
+    """Host, cores and versions of where this runs."""
+    try:
+        torch_version = f", torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch_version = ""
+    return (
+        f"{platform.node()}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
+        f"Python {platform.python_version()}{torch_version}"
+    )
+
+
+def _charts(
+    run: Run, steps: Mapping[StepKey, Mapping[int, StepTime]]
+) -> tuple[tuple[str, Chart], ...]:
+    curves = partial(line_chart, run.metrics)
+    # numbers of steps may come again (two loops in one program): then steps are counted
+    numbered = all(key.repeat == 0 for key in steps)
+    lasted = [
+        {
+            "step": float(key.seq if numbered else index),
+            "longest": max(s.dur_ns for s in row.values()),
+            "most": max(s.busy_ns for s in row.values()),
+            "least": min(s.busy_ns for s in row.values()),
+        }
+        for index, (key, row) in enumerate(steps.items())
+    ]
+    of_steps = {"longest": ("step", "neutral"), "most": ("most own work of a rank", "wait")}
+    if any(len(row) > 1 for row in steps.values()):
+        of_steps["least"] = ("least own work of a rank", "compute")
+    found = [
+        (
+            "Loss",
+            curves(
+                {"loss": ("training", "compute"), "eval_loss": ("held out", "wait")},
+                y_label="loss",
+            ),
+        ),
+        (
+            "Throughput",
+            curves(
+                {"tokens_per_s": ("tokens/s", "compute")},
+                y_label="tokens per second",
+                from_zero=True,
+            ),
+        ),
+        (
+            "Model FLOP utilisation",
+            curves({"mfu": ("MFU", "transfer")}, y_label="% of peak", scale=100.0, from_zero=True),
+        ),
+        (
+            "Step time",
+            line_chart(lasted, of_steps, y_label="milliseconds", scale=1e-6, from_zero=True)
+            if len(lasted) > 1
+            else None,
+        ),
+    ]
+    return tuple((title, chart) for title, chart in found if chart is not None)
+
+
+def _phases(
+    timelines: Sequence[RankTimeline], steps: Mapping[StepKey, Mapping[int, StepTime]]
+) -> tuple[PhaseRow, ...]:
+    ranks = [timeline.rank for timeline in timelines if timeline.steps]
+    names = dict.fromkeys(name for row in steps.values() for s in row.values() for name in s.phases)
+    rows = []
+    for name in names:
+        by_rank = []
+        for rank in ranks:
+            own = [row[rank].phases[name] for row in steps.values() if name in row[rank].phases]
+            by_rank.append(median(own) if own else None)
+        rows.append(PhaseRow(name, tuple(by_rank)))
+    return tuple(rows)
+
+
+def _pictures(
+    timelines: Sequence[RankTimeline],
+    steps: Mapping[StepKey, Mapping[int, StepTime]],
+    *,
+    failed: bool,
+) -> tuple[Picture, ...]:
+    """The slowest steps, some in the middle and the last ones; the end first when the run failed."""
+    shown = [timeline for timeline in timelines if timeline.intervals][:MAX_LANES]
+    if not shown:
+        return ()
+    last_ns = max(timeline.span_ns[1] for timeline in shown)
+    unfinished = [s.start_ns for t in shown for s in t.steps if s.open]
+    windows: list[tuple[str, int, int]] = []
+    if failed and (unfinished or steps):
+        begin = min(unfinished, default=_window(steps, [list(steps)[-1]])[0] if steps else 0)
+        windows.append(("The end of the run", begin, last_ns))
+    keys = list(steps)
+    slowest = slowest_step(steps)
+    if slowest is not None and len(keys) > 3:
+        for title, index in (
+            ("Around the slowest step", keys.index(slowest)),
+            ("In the middle", len(keys) // 2),
+            ("The last steps", len(keys) - 2),
+        ):
+            around = keys[max(0, index - 1) : index + 2]
+            text = f"{title}: steps {around[0].seq} to {around[-1].seq}"
+            windows.append((text, *_window(steps, around)))
+    elif keys:
+        windows.append(("All steps", *_window(steps, keys)))
+    elif not windows:
+        begin = min(unfinished, default=min(timeline.span_ns[0] for timeline in shown))
+        title = "The step that did not end" if unfinished else "The whole recording"
+        windows.append((title, begin, last_ns))
+    return tuple(picture(shown, begin, end, title=title) for title, begin, end in windows)
+
+
+def _window(
+    steps: Mapping[StepKey, Mapping[int, StepTime]], keys: Sequence[StepKey]
+) -> tuple[int, int]:
+    rows = [step for key in keys for step in steps[key].values()]
+    return min(step.start_ns for step in rows), max(step.end_ns for step in rows)
+
+
+def _losses(timelines: Sequence[RankTimeline]) -> list[str]:
+    return [
+        f"rank {t.rank}: the {t.num_lost:,} oldest events were overwritten; figures are of the last {len(t.intervals):,}"
+        for t in timelines
+        if t.num_lost
+    ]

@@ -1,0 +1,66 @@
+"""The report for people who stay in the terminal: outcome, one bar per rank, three sentences, two paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from braid.observe.report import RankRow, Story
+from braid.observe.units import percent_text
+
+__all__ = ["print_summary"]
+
+BAR_WIDTH = 40
+MAX_BARS = 16
+STYLES = {"compute": ("#", "blue"), "wait": ("=", "yellow"), "transfer": (".", "magenta")}
+
+
+def print_summary(story: Story, console: Console, *, report: Path, trace: Path | None) -> None:
+    """Print it.
+
+    Args:
+        story: What there is to say.
+        console: Where to.
+        report: The page that was written.
+        trace: The trace that was written; None when there was nothing to trace.
+    """
+    console.print(Text(story.outcome))
+    for notice in story.notices:
+        console.print(Text(f"braid: {notice}", style="yellow"))
+    rows = story.rank_rows
+    if rows:
+        console.print(_legend())
+        for row in rows[:MAX_BARS]:
+            console.print(_bar(row))
+        if len(rows) > MAX_BARS:
+            console.print(Text(f"  and {len(rows) - MAX_BARS} more ranks in the report"))
+    for fact in story.facts:
+        console.print(Text(f"  * {fact}"))
+    paths = Text(f"  report  {report}")
+    if trace is not None:
+        paths.append(f"\n  trace   {trace}   open https://ui.perfetto.dev and drag the file there")
+    console.print(paths, soft_wrap=True)
+
+
+def _legend() -> Text:
+    text = Text("  where the time went  ")
+    for name, (sign, style) in STYLES.items():
+        text.append(f" {sign} {name} ", style)
+    return text
+
+
+def _bar(row: RankRow) -> Text:
+    """`rank 0  ####====..  compute 60 %  wait 30 %  transfer 10 %`."""
+    text = Text(f"  rank {row.rank:<3} ")
+    edge, drawn = 0.0, 0
+    for name, (sign, style) in STYLES.items():
+        edge += getattr(row.shares, name)
+        upto = round(edge * BAR_WIDTH)
+        text.append(sign * (upto - drawn), style)
+        drawn = upto
+    text.append(" " * (BAR_WIDTH - drawn))
+    for name in STYLES:
+        text.append(f"  {name} {percent_text(getattr(row.shares, name))}")
+    return text
