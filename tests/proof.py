@@ -36,9 +36,11 @@ def main() -> int:
             "",
             *comm_table(comm),
             "",
-            "Median microseconds of `Group` called directly, against Gloo through `torch.distributed`, both in the same "
-            f"two processes in alternating rounds (`braid bench comm`); `x` is the median ratio. Plot: "
-            "[docs/comm.png](docs/comm.png).",
+            (
+                "Median microseconds of `Group` called directly, against Gloo through `torch.distributed`, both in the same "
+                "two processes in alternating rounds (`braid bench comm`); `x` is the median ratio. Plot: "
+                "[docs/comm.png](docs/comm.png)."
+            ),
             "",
             "| what | measured |",
             "|---|---|",

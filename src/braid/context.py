@@ -6,6 +6,8 @@ that remembers it; everything below is handed its group.
 
 from __future__ import annotations
 
+import atexit
+
 from braid.comm import Group
 from braid.errors import StaleError
 from braid.rendezvous import JobEnvironment
@@ -41,16 +43,21 @@ def init(*, timeout_s: float = 600.0) -> Group:
         member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
         _DEFAULT.group = Group.world(member.context, member.transport)
         _DEFAULT.membership = member
+        atexit.register(shutdown)  # runs before the interpreter takes threads and memory away
     return world()
 
 
 def shutdown() -> None:
     """Leave the job and give everything back; `init` may be called again. Also happens at exit."""
-    if _DEFAULT.group is not None:
-        _DEFAULT.group.close()
-    if _DEFAULT.membership is not None:
-        _DEFAULT.membership.close()
+    group, member = _DEFAULT.group, _DEFAULT.membership
     _DEFAULT.group = _DEFAULT.membership = None
+    if group is None or member is None:
+        return
+    atexit.unregister(shutdown)
+    if member.failed:
+        group.abort("an exception ended this rank")
+    group.close()
+    member.close()
 
 
 def world() -> Group:

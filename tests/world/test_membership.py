@@ -34,6 +34,9 @@ with group.context.events.span("step", seq=5):
         group.all_reduce(torch.ones(2 + group.rank))
     if mode == "device" and group.rank == 0:
         group.all_reduce(torch.ones(2, device="meta"))
+    if mode == "async" and group.rank == 0:
+        group.all_reduce(torch.ones(1 << 20), async_op=True)  # never waited for
+        raise KeyError("no such column")
     if mode == "fork" and os.fork() == 0:
         os._exit(0)
     group.barrier()
@@ -86,6 +89,12 @@ def test_a_rank_that_leaves_early_is_blamed_though_it_exits_with_0(job):
     outcome, _ = _run(job, "leave")
     assert [end.rank for end in outcome.guilty] == [1]
     assert "exit code 0" in str(outcome)
+
+
+def test_work_under_way_does_not_hold_up_a_rank_that_fails(job):
+    outcome, _ = _run(job, "async")
+    assert (outcome.exit_code, [end.rank for end in outcome.guilty]) == (1, [0])
+    assert "KeyError: 'no such column'" in str(outcome)
 
 
 def test_a_mismatch_shows_the_table_once(job):

@@ -27,6 +27,7 @@ import torch
 
 from braid.comm.channel import Channel, pieces
 from braid.comm.reduction import combine
+from braid.errors import ConfigError
 from braid.transport import Steps
 
 __all__ = ["ALGORITHMS", "all_reduce", "direct", "registered", "two_phase"]
@@ -61,6 +62,7 @@ def all_reduce(
     if algorithm == "registered":
         ch.offer(x)
         yield from ch.exchange()
+        _require_offers(ch)
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
 
@@ -114,6 +116,16 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
             if block is not out:
                 block.copy_(out)
     yield from ch.exchange()  # nobody may use its tensor before everybody has stored into it
+
+
+def _require_offers(ch: Channel) -> None:
+    missing = [rank for rank, block in enumerate(ch.offers()) if not block]
+    if missing:
+        msg = (
+            "expected tensors from Group.empty on all ranks for algorithm 'registered', found other memory on group "
+            f"ranks {missing}: leave algorithm out, or allocate there with empty()"
+        )
+        raise ConfigError(msg)
 
 
 ALGORITHMS = {"direct": direct, "two_phase": two_phase, "registered": registered}

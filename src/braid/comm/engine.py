@@ -110,18 +110,26 @@ class MemoryEngine:
         port: The group's control lines.
         progress: The rank's progress thread.
         events: Recorder of the rank.
+        owns_progress: Whether closing this engine ends the progress thread.
     """
 
     device_types = frozenset({"cpu"})
 
     def __init__(
-        self, transport: MemoryTransport, port: Port, progress: Progress, events: Recorder
+        self,
+        transport: MemoryTransport,
+        port: Port,
+        progress: Progress,
+        events: Recorder,
+        *,
+        owns_progress: bool = False,
     ) -> None:
         self.transport = transport
         self.port = port
         self.progress = progress
         self.statistics = Statistics()
         self._events = events
+        self._owns_progress = owns_progress
         self._epoch = 0 if port.size == transport.world_size else transport.health.epoch
         self._collectives = port.channel(0)
 
@@ -162,6 +170,8 @@ class MemoryEngine:
 
     def close(self) -> None:
         """Free the group's lines and slots."""
+        if self._owns_progress:
+            self.progress.close()
         self.port.close()
 
     def _operation(

@@ -70,6 +70,7 @@ class Group:
         self._deadline_s = FIRST_DEADLINE_S
         self._num_requests = 0
         self._closed = ""
+        self._given_back = False
 
     @classmethod
     def world(cls, context: RankContext, transport: MemoryTransport) -> Group:
@@ -82,7 +83,9 @@ class Group:
         pages = [int(value) for value in store.multi_get(keys)]
         ranks = tuple(range(context.world_size))
         port = Port(transport, ranks, context.rank, pages)
-        engine = MemoryEngine(transport, port, Progress(transport), context.events)
+        engine = MemoryEngine(
+            transport, port, Progress(transport), context.events, owns_progress=True
+        )
         return cls(context, engine, ranks)
 
     @overload
@@ -379,13 +382,15 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """Leave every operation of this group for good; the members' waits end with CommError and `reason`."""
-        self._closed = f"was aborted here: {reason}"
-        self._engine.stop(reason)
+        if not self._closed:
+            self._closed = f"was aborted here: {reason}"
+            self._engine.stop(reason)
 
     def close(self) -> None:
         """Give the group's memory back; not a collective. Members that still need this rank notice."""
-        if not self._closed:
-            self._closed = "has been closed"
+        if not self._given_back:
+            self._given_back = True
+            self._closed = self._closed or "has been closed"
             self._engine.close()
 
     def statistics(self) -> dict[str, int]:

@@ -20,11 +20,13 @@ from collections.abc import Callable
 
 from braid.comm.channel import Channel
 from braid.comm.work import Operation
+from braid.errors import StaleError
 from braid.transport import MemoryTransport
 
 __all__ = ["Progress"]
 
 SWITCH_INTERVAL_S = 1e-4
+CLOSE_GRACE_S = 5.0
 
 
 class Progress:
@@ -41,6 +43,7 @@ class Progress:
         self._queues: dict[Channel, deque[Operation]] = {}
         self._thread: threading.Thread | None = None
         self._fresh = False
+        self._closing = False
 
     def start(self, operation: Operation) -> None:
         """Take the steps that are possible now; later ones are taken by whoever waits."""
@@ -94,11 +97,21 @@ class Progress:
                 self._thread.start()
         self._transport.bells.ring_own()
 
-    def close(self) -> None:
-        """Wait until everything under way has ended (each operation has its deadline), and join the thread."""
+    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Join the thread.
+
+        Args:
+            grace_s: Seconds in which what is under way may end; then it fails with StaleError.
+        """
         thread = self._thread
-        if thread is not None:
+        if thread is None:
+            return
+        thread.join(grace_s)
+        if thread.is_alive():
+            self._closing = True
+            self._transport.bells.ring_own()
             thread.join()
+            self._closing = False
 
     def __enter__(self) -> Progress:
         return self
@@ -131,6 +144,9 @@ class Progress:
                 return False
         moved = False
         for operation in heads:
+            if self._closing:
+                msg = f"expected {operation.text} to end before its group was closed, found it under way"
+                operation.fail(StaleError(msg))
             if operation.advance():
                 self._drop(operation)
                 moved = True
@@ -140,7 +156,7 @@ class Progress:
 
     def _sleep(self, heads: list[Operation]) -> None:
         def ready() -> bool:
-            return self._fresh or any(operation.ready() for operation in heads)
+            return self._fresh or self._closing or any(operation.ready() for operation in heads)
 
         def check() -> None:
             for operation in heads:

@@ -87,7 +87,7 @@ class Operation:
         self._timeout_s = timeout_s
         self._epoch = epoch
         self._wait: Wait | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._digest = digest
         self._site = site
         self._nbytes = nbytes
@@ -136,6 +136,9 @@ class Operation:
         if wait is None:
             return
         port = self.port
+        if port.stopped:
+            msg = f"expected a group in use for {self.text}, found that it ended: {port.stopped}"
+            raise StaleError(msg)
         for member in self.channel.others:
             state = port.state(member)
             if state.code == DISAGREED:
@@ -151,13 +154,16 @@ class Operation:
 
     def fail(self, exc: BaseException) -> None:
         """End with an error; a disagreement becomes the table that every rank raises."""
-        self._steps.close()
-        self.error = self._explain(exc)
-        if isinstance(self.error, MismatchError):
-            self.port.stop(DISAGREED, reason=str(self.error))
-        elif not isinstance(exc, PeerLostError):  # which every rank sees for itself
-            self.port.stop(ABANDONED, reason=f"{type(exc).__name__}: {exc} in {self.text}")
-        self._finish()
+        with self._lock:
+            if self.done:
+                return
+            self._steps.close()
+            self.error = self._explain(exc)
+            if isinstance(self.error, MismatchError):
+                self.port.stop(DISAGREED, reason=str(self.error))
+            elif not isinstance(exc, PeerLostError):  # which every rank sees for itself
+                self.port.stop(ABANDONED, reason=f"{type(exc).__name__}: {exc} in {self.text}")
+            self._finish()
 
     def _explain(self, exc: BaseException) -> BaseException:
         if isinstance(exc, Disagreement):

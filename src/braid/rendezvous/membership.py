@@ -82,6 +82,7 @@ class Membership:
         context: Handed to everything that communicates.
         transport: Shared memory of the job.
         control: Connection to braid's launcher; None without it.
+        failed: Whether an exception is ending this process.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Membership:
         if self._launcher is not None:
             context.health.hear(self._launcher)
         self._closers = parts.closers
-        self._failed = False
+        self.failed = False
         self._closed = False
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -123,7 +124,7 @@ class Membership:
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._hook
         atexit.unregister(self.close)
-        if not self._failed and not self.transport.forked:
+        if not self.failed and not self.transport.forked:
             self.transport.leave()
             if self.control is not None:
                 self.control.send(Left())
@@ -141,7 +142,7 @@ class Membership:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._failed |= exc_info[0] is not None
+        self.failed |= exc_info[0] is not None
         self.close()
 
     def __repr__(self) -> str:
@@ -151,7 +152,7 @@ class Membership:
     def _on_exception(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        self._failed = True
+        self.failed = True
         if self.control is not None:
             text = "".join(traceback.format_exception(kind, value, trace))
             parsed = parse_error(text)

@@ -332,6 +332,20 @@ def aborted_groups_tell_the_others(group: Group) -> None:
     group.barrier()
 
 
+def registered_needs_registered_tensors(group: Group) -> None:
+    """Asking for the algorithm by name with ordinary memory somewhere fails alike on every rank."""
+    part = group.split(0)
+    assert part is not None
+    x = part.empty((64,)).fill_(1.0) if group.rank else torch.ones(64)
+    try:
+        part.all_reduce(x, algorithm="registered")
+    except ConfigError as error:
+        assert "ranks [0]" in str(error)  # noqa: PT017 - not a pytest module
+    else:
+        raise AssertionError
+    group.barrier()
+
+
 GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     all_reduce_sums_in_rank_order,
     algorithms_agree,
@@ -348,6 +362,7 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     bad_arguments_are_refused,
     closed_groups_say_so,
     aborted_groups_tell_the_others,
+    registered_needs_registered_tensors,
 )
 
 # what the last rank does, while the others all-reduce four float32

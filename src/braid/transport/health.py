@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -67,6 +68,7 @@ class Health:
         self._has_left: Callable[[int], bool] = lambda _rank: False
         self._witnesses: list[Witness] = []
         self._on_loss: list[Callable[[], None]] = []
+        self._looking = threading.Lock()
 
     def watch(self, rank: int, pid: int) -> None:
         """Watch a process of this host."""
@@ -105,10 +107,15 @@ class Health:
         return fds
 
     def collect(self) -> None:
-        """Look at every source once, without blocking beyond `REASON_GRACE_S`."""
-        self._hear_witnesses()
-        for rank in self._ended():
-            self._judge(rank)
+        """Look at every source once, without blocking beyond `REASON_GRACE_S`; one thread at a time."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            self._hear_witnesses()
+            for rank in self._ended():
+                self._judge(rank)
+        finally:
+            self._looking.release()
 
     def check(self, ranks: Iterable[int], epoch: int, *, needed: int = -1) -> None:
         """Raise if a rank that matters is lost.
