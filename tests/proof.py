@@ -1,7 +1,7 @@
 """`make proof`, last part: measure what the README claims, and write it there.
 
-Everything between the two marks in README.md is replaced by what was measured now, on this machine, by these
-commands. A target that is missed fails the run, after the figures have been written.
+What stands between marks in README.md (the demo's output, the error block, the figures) is replaced by what these
+commands print and measure now, on this machine. A target that is missed fails the run, after the figures have been written.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +19,28 @@ from braid.bench.faults import FaultReport, run_fault_trials
 from braid.events import Recorder
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+# what the README shows of a run that fails
+FAILING_JOB = """\
+import torch
+import braid
+
+
+def load_shard(rank, step):
+    if (rank, step) == (1, 213):
+        raise FileNotFoundError("dataset file shard-7 is missing")
+    return torch.randn(4, 8)
+
+
+group = braid.init()
+model = braid.DistributedDataParallel(torch.nn.Linear(8, 1), process_group=group)
+for step in range(1000):
+    with group.context.events.span("step", seq=step):
+        loss = model(load_shard(group.rank, step)).square().mean()
+        with group.context.events.span("backward"):
+            loss.backward()
+"""
+
 NUM_TRIALS, SEED = 50, 2026
 
 
@@ -29,7 +51,7 @@ def main() -> int:
         NUM_TRIALS, SEED, ROOT / "tests" / "world" / "comm_fault_job.py", stopped_limit_s=1.0
     )
     import_ms, event_us = import_time_ms(), event_cost_us()
-    demo_s = demo_time_s()
+    demo, demo_s = run_demo()
     figures = "\n".join(
         [
             f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`.",
@@ -53,10 +75,9 @@ def main() -> int:
             f"| one recorded span, begin and end | {event_us:.1f} us |",
         ]
     )
-    readme = ROOT / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{figures}\n{END}{after}")
+    replace_section("figures", figures)
+    replace_section("demo", f"```console\n$ make demo\n{demo}\n```")
+    replace_section("failure", f"```\n{run_failing_job()}\n```")
     missed = targets_missed(comm, faults, import_ms, event_us, demo_s)
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
@@ -145,14 +166,50 @@ def event_cost_us(count: int = 50_000) -> float:
     return statistics.median(times) * 1e6
 
 
-def demo_time_s() -> float:
+def run_demo() -> tuple[str, float]:
+    """What it prints, less the lines of progress, and how long it takes."""
     start = time.perf_counter()
-    subprocess.run(
-        [sys.executable, "-m", "braid", "demo", "--log-dir", str(ROOT / "runs" / "proof-demo")],
+    done = subprocess.run(
+        [sys.executable, "-m", "braid", "demo"],
         check=True,
         capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
-    return time.perf_counter() - start
+    elapsed_s = time.perf_counter() - start
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    shown = [
+        line for line in lines if not line.startswith("      step") and not line.endswith(" ...")
+    ]
+    return "\n".join(shown), elapsed_s
+
+
+def run_failing_job() -> str:
+    """The error block of a job whose rank 1 misses a file."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "train.py").write_text(FAILING_JOB)
+        command = [
+            sys.executable,
+            "-m",
+            "braid",
+            "run",
+            "-n",
+            "4",
+            "--log-dir",
+            "runs/a3f",
+            "train.py",
+        ]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
+    return done.stderr[done.stderr.rindex("braid: run stopped") :].strip()
+
+
+def replace_section(name: str, text: str) -> None:
+    """Put `text` between the marks of a section of the README."""
+    readme = ROOT / "README.md"
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = readme.read_text().partition(begin)
+    _, _, after = rest.partition(end)
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":
