@@ -33,7 +33,6 @@ from braid.types import text_digest
 __all__ = ["GPT", "flops_per_token", "generate"]
 
 VOCABULARY = 256
-INITIAL_STD = 0.02
 
 
 class Block(nn.Module):
@@ -79,7 +78,8 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
             self.norm = nn.LayerNorm(size.width, bias=False)
         self.to_empty(device="cpu")
-        residual_std = INITIAL_STD / math.sqrt(2 * size.layers)
+        std = 0.5 / math.sqrt(size.width)  # 0.018 at GPT-2's width, where its authors use 0.02
+        residual_std = std / math.sqrt(2 * size.layers)
         with torch.no_grad():
             for name, param in self.named_parameters():
                 if param.dim() == 1:
@@ -87,7 +87,7 @@ class GPT(nn.Module):
                     continue
                 generator = torch.Generator().manual_seed(text_digest(f"{seed}/{name}"))
                 residual = name.endswith(("project.weight", "down.weight"))
-                param.normal_(0.0, residual_std if residual else INITIAL_STD, generator=generator)
+                param.normal_(0.0, residual_std if residual else std, generator=generator)
 
     def forward(self, tokens_bt: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         """Logits (B, T, V), or the mean loss in nats per byte when targets are given."""

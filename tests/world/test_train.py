@@ -1,0 +1,267 @@
+"""Trainings: equal to one process, resumed to the bit, stopped together, clear when they cannot go on."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from braid.checkpoint import compare, load, ls, read_manifest
+from braid.cli import main
+from braid.comm import Group
+from braid.data import from_files
+from braid.errors import CheckpointError, ConfigError
+from braid.train.config import TrainConfig
+from braid.train.loop import Stopping, Trainer, TrainingDivergedError
+from braid.train.reports import Reporter
+
+
+class Curve(NamedTuple):
+    """What a training reported: (step, loss) pairs, and the kind of every report."""
+
+    losses: list[tuple[int, float]]
+    kinds: list[str]
+    signum: int
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    text = tmp_path / "text.txt"
+    generator = torch.Generator().manual_seed(3)
+    words = [f"word{i}" for i in range(40)]
+    picks = torch.randint(0, 40, (1500,), generator=generator).tolist()
+    text.write_text(" ".join(words[i] for i in picks))
+    return TrainConfig(
+        data=(str(text),),
+        steps=9,
+        batch=12,
+        context=32,
+        log_dir=str(tmp_path / "run"),
+        eval_every=0,
+        checkpoint_every=0,
+        sample_bytes=8,
+    )
+
+
+def train(
+    group: Group,
+    config: TrainConfig,
+    resume: str = "",
+    stop_at: int = -1,
+    poison_at: tuple[int, int] = (-1, -1),
+) -> Curve:
+    """Train; `stop_at` is the step whose beginning rank 0 is told to stop; `poison_at` (rank, step) gets a NaN."""
+    stopping = Stopping()
+
+    def listener(kind: str, seq: int) -> None:
+        if kind == "step" and seq == stop_at and group.rank == 0:
+            stopping(signal.SIGTERM, None)
+        if kind == "step" and (group.rank, seq) == poison_at:
+            with torch.no_grad():
+                trainer._model.token.weight[0] = float("nan")
+                trainer._model.norm.weight[0] = float("nan")
+
+    group.context.events.listener = listener
+    path = Path(config.log_dir) / f"metrics-{group.size}-{config.reference_shards}-{resume != ''}"
+    metrics = path if group.rank == 0 else None
+    with Reporter(metrics, io.StringIO(), group.context.clock) as reporter:
+        trainer = Trainer(config, from_files(config.data), group, reporter, stopping)
+        if resume:
+            trainer.resume(load(resume, group=group))
+        signum = trainer.run()
+    if metrics is None:
+        return Curve([], [], signum)
+    reports = [msgspec.json.decode(line) for line in metrics.read_bytes().splitlines()]
+    losses = [(r["step"], r["loss"]) for r in reports if r["kind"] == "step"]
+    return Curve(losses, [r["kind"] for r in reports if r["kind"] != "step"], signum)
+
+
+def last(config: TrainConfig) -> str:
+    return ls(config.checkpoints)[-1].path
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world, config, size):
+    alone = replace(config, reference_shards=size, log_dir=config.log_dir + "-alone")
+    (expected,) = world(1, train, alone)
+    curve, *others = world(size, train, config)
+    assert curve == expected
+    assert [other.signum for other in others] == [0] * (size - 1)
+    assert curve.kinds == ["start", "eval", "checkpoint", "sample", "end"]
+    assert compare(last(config), last(alone)).equal
+    assert curve.losses[-1][1] < curve.losses[0][1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_training_that_was_stopped_in_mid_epoch_continues_to_the_bit(world, config, size):
+    whole = replace(config, log_dir=config.log_dir + "-whole")
+    expected = world(size, train, whole)[0]
+    first = world(size, train, config, "", 3)[0]
+    assert first.signum == signal.SIGTERM
+    assert first.losses == expected.losses[:4]
+    assert first.kinds == ["start", "checkpoint", "end"]
+    second = world(size, train, config, config.checkpoints)[0]
+    assert first.losses + second.losses == expected.losses
+    assert compare(last(config), last(whole)).equal
+    assert read_manifest(last(config)).state == read_manifest(last(whole)).state
+
+
+def test_a_signal_on_one_rank_stops_all_at_the_same_step(world, config):
+    assert [c.signum for c in world(3, train, config, "", 2)] == [signal.SIGTERM] * 3
+    assert [line.step for line in ls(config.checkpoints)] == [3]
+
+
+def test_another_number_of_ranks_continues_with_the_same_samples(world, config):
+    whole = replace(config, log_dir=config.log_dir + "-whole")
+    expected = world(2, train, whole)[0]
+    first = world(2, train, config, "", 3)[0]
+    second = world(3, train, config, config.checkpoints)[0]
+    found = first.losses + second.losses
+    assert [step for step, _ in found] == [step for step, _ in expected.losses]
+    # The same samples, summed in another order. A mean of 384 losses of about 5 in float32 is off by at most some
+    # 384 eps = 2e-5 relative; five steps of at most lr = 3e-3 a weight amplify that by little. Other samples would
+    # differ by the spread of losses between batches, which is above 1e-2 here.
+    for (_, ours), (_, theirs) in zip(found, expected.losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4)
+    state, other = (read_manifest(last(c)).state["sampler"] for c in (config, whole))
+    assert state == other
+
+
+def test_a_loss_that_is_no_number_names_rank_and_step(world, config):
+    with pytest.raises(
+        TrainingDivergedError, match="finite loss at step 4, found nan on rank 1"
+    ) as e:
+        world(2, train, config, "", -1, (1, 4))
+    assert len({str(error) for error in e.value.rank_errors.values()}) == 1
+    assert len(e.value.rank_errors) == 2
+
+
+def test_a_checkpoint_of_other_data_is_refused(world, config, tmp_path):
+    world(1, train, replace(config, steps=2))
+    other = tmp_path / "other.txt"
+    other.write_text("something else entirely\n" * 400)
+    with pytest.raises(
+        CheckpointError, match=r"training on other.txt .* found in .* one on other data"
+    ):
+        world(1, train, replace(config, data=(str(other),)), config.checkpoints)
+
+
+def test_a_checkpoint_of_another_model_is_a_table(world, config):
+    world(1, train, replace(config, steps=2))
+    with pytest.raises(
+        CheckpointError, match=r"tensors that differ:\n  tensor +checkpoint +here\n"
+    ):
+        world(2, train, replace(config, model="mini"), config.checkpoints)
+
+
+def test_another_batch_is_refused_on_resume(world, config):
+    world(1, train, replace(config, steps=2))
+    with pytest.raises(CheckpointError, match=r"batch_size 12 \(here 6\)"):
+        world(1, train, replace(config, batch=6), config.checkpoints)
+
+
+def test_a_finished_training_has_nothing_to_resume(world, config):
+    world(1, train, replace(config, steps=2))
+    with pytest.raises(ConfigError, match=r"has done 2 of 2: ask for more --steps"):
+        world(1, train, replace(config, steps=2), config.checkpoints)
+
+
+def test_a_context_longer_than_the_text_is_refused(world, config):
+    with pytest.raises(
+        ConfigError, match=r"held-out text has, found 2000: choose a shorter --context"
+    ):
+        world(1, train, replace(config, context=2000))
+
+
+# Through the launcher, with real processes
+
+
+def command(config: TrainConfig, *more: str, n: int = 2) -> list[str]:
+    given = ["--data", *config.data, "--batch", "12", "--context", "32", "--sample-bytes", "8"]
+    return ["train", "-n", str(n), "--log-dir", config.log_dir, "--threads", "1", *given, *more]
+
+
+@pytest.mark.procs
+def test_the_command_trains_stops_and_resumes(config, capfd):
+    """SIGTERM to the parent: a checkpoint at the next step, exit code 143, a resume line that works."""
+    words = command(config, "--steps", "100000", "--eval-every", "0", "--checkpoint-every", "0")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "braid", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "/100000" in line:
+            process.terminate()
+            break
+    out, err = process.communicate()
+    timer.cancel()
+    timer.join()
+    assert process.returncode == 143, out + err
+    assert "interrupted" in err
+    (saved,) = ls(config.checkpoints)
+    assert f"  saved    checkpoint step {saved.step} (sha256 ok)" in err
+    (resume,) = [line for line in err.splitlines() if line.startswith("  resume")]
+    told = resume.split()
+    assert told[1:5] == ["braid", "train", "--resume", "auto"]
+    told[told.index("100000")] = str(saved.step + 2)
+    assert main(told[2:]) == 0
+    text = capfd.readouterr().out
+    assert f"resumed  {saved.path}, step {saved.step}" in text
+    assert f"finished at step {saved.step + 2}" in text
+
+
+@pytest.mark.procs
+def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
+    cases = {
+        "3 ranks can share equally": command(config, "--batch", "8", n=3),
+        "model is 'huge', expected one of tiny": command(config, "--model", "huge"),
+        "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
+        "found none at nowhere": command(config, "--resume", "nowhere"),
+    }
+    for expected, words in cases.items():
+        assert main(words) == 2
+        err = capfd.readouterr().err
+        assert "nothing was started" in err
+        assert expected in err
+
+
+@pytest.mark.procs
+def test_a_rank_that_is_told_nonsense_says_so_in_the_error_block(config, capfd):
+    assert main(command(config, "--context", "2000", "--steps", "2")) == 1
+    err = capfd.readouterr().err
+    assert "ConfigError: expected a context of 1 to" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.procs
+def test_a_log_directory_that_cannot_be_written_is_refused(config, capfd):
+    assert main(command(replace(config, log_dir=f"{config.data[0]}/run"))) == 2
+    assert "choose another --log-dir" in capfd.readouterr().err
+
+
+@pytest.mark.procs
+def test_checkpoints_are_listed_and_verified(config, capfd, world):
+    world(2, train, replace(config, steps=2))
+    path = last(config)
+    assert main(["checkpoint", "ls", config.log_dir]) == 0
+    assert main(["checkpoint", "verify", path]) == 0
+    (Path(path) / "rank-00000.safetensors").write_bytes(b"")
+    assert main(["checkpoint", "verify", path]) == 1
+    out = capfd.readouterr().out
+    assert "2 ranks" in out
+    assert f"{path}: ok, step 2, 2 files, sha256 ok" in out
+    assert "rank-00000.safetensors is truncated" in out
