@@ -75,12 +75,13 @@ def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:
     if buckets:
         first = buckets[0]
         most = max(first.by_rank, key=lambda rank: (first.by_rank[rank], -rank))
-        whole = sum(bucket.wait_ns for bucket in buckets)
-        return (
-            f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: {duration_text(first.wait_ns)} in all, "
-            f"{percent_text(first.wait_ns / whole)} of the waiting for buckets, "
-            f"{percent_text(first.by_rank[most] / first.wait_ns)} of it on rank {most}"
-        )
+        share = first.wait_ns / sum(bucket.wait_ns for bucket in buckets)
+        text = f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: {duration_text(first.wait_ns)} in all"
+        if len(buckets) > 1:
+            text += f", {percent_text(share)} of the waiting for buckets"
+        if len(timelines) > 1:
+            text += f", {percent_text(first.by_rank[most] / first.wait_ns)} of it on rank {most}"
+        return text
     calls = sorted(operations(timelines), key=lambda o: -o.wait_share * o.total_ns)
     if not calls or not calls[0].wait_share:
         return ""
@@ -97,6 +98,8 @@ def _slowest_step(timelines: Sequence[RankTimeline]) -> str:
         return ""
     lasted = _lasted_ns(steps[key])
     usual = median(_lasted_ns(row) for row in steps.values())
+    if lasted < usual * (1 + EVEN):
+        return f"steps are equally long: the longest took {duration_text(lasted)}, the median {duration_text(usual)}"
     text = f"step {key.seq} took longest: {duration_text(lasted)} against {duration_text(usual)} in the median"
     reason = _reason(key, steps)
     return f"{text}; {reason}" if reason else text

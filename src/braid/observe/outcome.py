@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from braid.diagnose import rank_list, render_block
+from braid.diagnose import Ending, rank_list, render_block
 from braid.observe.run_directory import RankEnding, RunRecord
 from braid.observe.units import duration_text
 
-__all__ = ["outcome_block", "status"]
+__all__ = ["NO_END", "outcome_block", "status"]
 
 NO_END = "no end recorded"
 
@@ -51,10 +51,19 @@ def _others(ends: list[RankEnding]) -> list[str]:
     """One line for all ranks that did and ended the same."""
     groups: dict[tuple[str, str], list[int]] = {}
     for end in ends:
-        groups.setdefault((end.testimony, end.reason or end.ending), []).append(end.rank)
-    return [
-        " ".join(
-            part for part in (rank_list(ranks), doing, f"- {ending}" if ending else "") if part
-        )
-        for (doing, ending), ranks in groups.items()
-    ]
+        groups.setdefault((end.testimony, _how_it_ended(end)), []).append(end.rank)
+    lines = []
+    for (doing, ending), ranks in groups.items():
+        were = "was" if len(ranks) == 1 else "were"
+        who = rank_list(ranks)
+        lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
+    return lines
+
+
+def _how_it_ended(end: RankEnding) -> str:
+    """Symptoms say at length what the guilty rank said already."""
+    if end.ending == Ending.CAUSE.value:
+        return f"also failed: {end.reason}"
+    if end.ending == Ending.STOPPED_BY_US.value:
+        return "ended by braid"
+    return "finished" if end.ending == Ending.FINISHED.value else "stopped cleanly"

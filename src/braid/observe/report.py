@@ -26,7 +26,7 @@ from braid._version import __version__
 from braid.observe.facts import by_step, facts, slowest_step
 from braid.observe.figures import Chart, Picture, line_chart, picture
 from braid.observe.operations import Operation, operations
-from braid.observe.outcome import outcome_block, status
+from braid.observe.outcome import NO_END, outcome_block, status
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, read_timelines, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
@@ -36,6 +36,7 @@ __all__ = ["Story", "render_page", "tell", "this_machine", "write_report"]
 MAX_ROWS = 30  # operations in the table
 MAX_LANES = 16  # ranks in a picture of the timeline
 MAX_LOGS = 16
+MAX_TITLE = 120  # characters of the command line
 
 
 class RankRow(NamedTuple):
@@ -69,6 +70,7 @@ class Story:
         pictures: Pieces of the timeline.
         operations: Collectives, the most expensive first.
         num_steps: Steps that all ranks finished and still have on record.
+        job: What was trained, when the metrics tell.
         notices: What is missing or left out.
     """
 
@@ -82,12 +84,14 @@ class Story:
     pictures: tuple[Picture, ...]
     operations: tuple[Operation, ...]
     num_steps: int
+    job: str
     notices: tuple[str, ...]
 
 
 def tell(run: Run) -> Story:
     """Measure and word what a report says."""
-    timelines = read_timelines(run.rings)
+    failed = status(run.record) not in {"finished", NO_END}
+    timelines = read_timelines(run.rings, failed=failed)
     steps = by_step(timelines)
     return Story(
         run=run,
@@ -100,9 +104,10 @@ def tell(run: Run) -> Story:
         ),
         phases=_phases(timelines, steps),
         charts=_charts(run, steps),
-        pictures=_pictures(timelines, steps, failed=bool(run.record.exit_code)),
+        pictures=_pictures(timelines, steps, failed=failed),
         operations=tuple(operations(timelines)),
         num_steps=len(steps),
+        job=_job(run.about),
         notices=(*run.notices, *_losses(timelines)),
     )
 
@@ -137,6 +142,7 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    command = story.run.command_line
     environment.filters |= {
         "duration": duration_text,
         "bytes": bytes_text,
@@ -148,6 +154,7 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
     return environment.get_template("report.html.jinja").render(
         story=story,
         record=story.run.record,
+        command=command if len(command) <= MAX_TITLE else command[:MAX_TITLE] + " ...",
         logs=logs[:MAX_LOGS],
         num_more_logs=max(0, len(logs) - MAX_LOGS),
         operations=story.operations[:MAX_ROWS],
@@ -170,24 +177,28 @@ def this_machine() -> str:
     )
 
 
+def _job(about: Mapping[str, object]) -> str:
+    """Model, data and batch, as far as the metrics begin with them."""
+    parts = []
+    if "model" in about:
+        parts.append(f"model {about['model']}")
+    for key, form, what in (
+        ("num_params", count_text, "parameters"),
+        ("tokens_per_step", count_text, "tokens a step"),
+        ("peak_flops_per_s", count_text, "FLOP/s at best a rank, measured"),
+    ):
+        value = about.get(key)
+        if isinstance(value, (int, float)):
+            parts.append(f"{form(value)} {what}")
+    if "data" in about:
+        parts.append(f"data: {about['data']}")
+    return ", ".join(parts)
+
+
 def _charts(
     run: Run, steps: Mapping[StepKey, Mapping[int, StepTime]]
 ) -> tuple[tuple[str, Chart], ...]:
     curves = partial(line_chart, run.metrics)
-    # numbers of steps may come again (two loops in one program): then steps are counted
-    numbered = all(key.repeat == 0 for key in steps)
-    lasted = [
-        {
-            "step": float(key.seq if numbered else index),
-            "longest": max(s.dur_ns for s in row.values()),
-            "most": max(s.busy_ns for s in row.values()),
-            "least": min(s.busy_ns for s in row.values()),
-        }
-        for index, (key, row) in enumerate(steps.items())
-    ]
-    of_steps = {"longest": ("step", "neutral"), "most": ("most own work of a rank", "wait")}
-    if any(len(row) > 1 for row in steps.values()):
-        of_steps["least"] = ("least own work of a rank", "compute")
     found = [
         (
             "Loss",
@@ -208,14 +219,44 @@ def _charts(
             "Model FLOP utilisation",
             curves({"mfu": ("MFU", "transfer")}, y_label="% of peak", scale=100.0, from_zero=True),
         ),
-        (
-            "Step time",
-            line_chart(lasted, of_steps, y_label="milliseconds", scale=1e-6, from_zero=True)
-            if len(lasted) > 1
-            else None,
-        ),
+        ("Step time", _step_chart(steps)),
     ]
     return tuple((title, chart) for title, chart in found if chart is not None)
+
+
+def _step_chart(steps: Mapping[StepKey, Mapping[int, StepTime]]) -> Chart | None:
+    """Duration and own work of each step; a first step that would flatten the rest is told, not drawn."""
+    # numbers of steps may come again (two loops in one program): then steps are counted
+    numbered = all(key.repeat == 0 for key in steps)
+    lasted = [
+        {
+            "step": float(key.seq if numbered else index),
+            "longest": max(s.dur_ns for s in row.values()),
+            "most": max(s.busy_ns for s in row.values()),
+            "least": min(s.busy_ns for s in row.values()),
+        }
+        for index, (key, row) in enumerate(steps.items())
+    ]
+    if len(lasted) < 2:
+        return None
+    first = lasted[0]["longest"]
+    warmed_up = len(lasted) > 3 and first > 3 * median(row["longest"] for row in lasted)
+    series = {"longest": ("step", "neutral"), "most": ("most own work of a rank", "wait")}
+    if any(len(row) > 1 for row in steps.values()):
+        series["least"] = ("least own work of a rank", "compute")
+    else:
+        del series["most"]
+    chart = line_chart(
+        lasted[1:] if warmed_up else lasted,
+        series,
+        y_label="milliseconds",
+        scale=1e-6,
+        from_zero=True,
+    )
+    if chart is None or not warmed_up:
+        return chart
+    note = f"without the first, {duration_text(first)}"
+    return chart._replace(note="; ".join(part for part in (note, chart.note) if part))
 
 
 def _phases(

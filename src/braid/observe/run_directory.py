@@ -12,9 +12,9 @@ import re
 import shlex
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -71,6 +71,11 @@ class LogTail:
     shortened: bool
 
 
+class _Metrics(NamedTuple):
+    rows: list[dict[str, float]]
+    about: dict[str, object]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A run as it is on disk.
@@ -80,6 +85,7 @@ class Run:
         record: What the launcher wrote about it.
         rings: Events of the ranks that have some.
         metrics: One mapping for each step that rank 0 reported, by step; numbers only.
+        about: What the metrics begin with: model, data and so on; may be empty.
         logs: Ends of the ranks' logs, by rank.
         notices: What could not be read, in words.
     """
@@ -88,6 +94,7 @@ class Run:
     record: RunRecord
     rings: tuple[EventRing, ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
+    about: Mapping[str, object] = field(default_factory=dict)
     logs: tuple[LogTail, ...] = ()
     notices: tuple[str, ...] = ()
 
@@ -110,12 +117,13 @@ def read_run(path: Path) -> Run:
     rings = _each(sorted((path / "events").glob("rank*.ring")), _read_ring, notices)
     metrics = _each(sorted(path.glob("*.jsonl")), _read_metrics, notices)
     logs = _each(sorted(path.glob("rank*.log")), _read_tail, notices)
-    by_step = sorted((row for rows in metrics for row in rows), key=lambda row: row["step"])
+    by_step = sorted((row for file in metrics for row in file.rows), key=lambda row: row["step"])
     return Run(
         path=path,
         record=record,
         rings=tuple(sorted(rings, key=lambda ring: ring.rank)),
         metrics=tuple(by_step),
+        about={key: value for file in metrics for key, value in file.about.items()},
         logs=tuple(sorted(logs, key=lambda log: log.rank)),
         notices=tuple(notices),
     )
@@ -188,24 +196,29 @@ def _read_ring(path: Path) -> EventRing:
     return ring
 
 
-def _read_metrics(path: Path) -> list[dict[str, float]] | None:
-    """Rows with a step; the last line may be torn. None when the file is about something else."""
-    rows = []
+def _read_metrics(path: Path) -> _Metrics | None:
+    """Rows with a step, and what stands before them; the last line may be torn. None when the file has no such row."""
+    rows: list[dict[str, float]] = []
+    about: dict[str, object] = {}
     with path.open(errors="replace") as file:
         for line in file:
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if not isinstance(row, dict):
+                continue
+            if isinstance(row.get("step"), int):
                 rows.append(
                     {
-                        key: float(value) if value is not None else math.nan
+                        key: math.nan if value is None else float(value)
                         for key, value in row.items()
                         if value is None or isinstance(value, (int, float))
                     }
                 )
-    return rows or None
+            elif not rows:
+                about |= row
+    return _Metrics(rows, about) if rows else None
 
 
 def _read_tail(path: Path) -> LogTail | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from braid.observe.report import RankRow, Story
@@ -12,7 +13,7 @@ from braid.observe.units import percent_text
 
 __all__ = ["print_summary"]
 
-BAR_WIDTH = 40
+BAR_WIDTH = 24  # with the figures beside it, a line fits into 80 columns
 MAX_BARS = 16
 STYLES = {"compute": ("#", "blue"), "wait": ("=", "yellow"), "transfer": (".", "magenta")}
 
@@ -26,9 +27,9 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
         report: The page that was written.
         trace: The trace that was written; None when there was nothing to trace.
     """
-    console.print(Text(story.outcome))
+    console.print(Text(story.outcome), soft_wrap=True)
     for notice in story.notices:
-        console.print(Text(f"braid: {notice}", style="yellow"))
+        console.print(Text(f"braid: {notice}", style="yellow"), soft_wrap=True)
     rows = story.rank_rows
     if rows:
         console.print(_legend())
@@ -36,8 +37,13 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
             console.print(_bar(row))
         if len(rows) > MAX_BARS:
             console.print(Text(f"  and {len(rows) - MAX_BARS} more ranks in the report"))
+    facts = Table.grid(padding=(0, 1))
     for fact in story.facts:
-        console.print(Text(f"  * {fact}"))
+        facts.add_row(" *", Text(fact))
+    if story.facts:
+        console.print(facts)
+    if not rows:
+        console.print(Text("  no events on record: the program did not call braid.init()"))
     paths = Text(f"  report  {report}")
     if trace is not None:
         paths.append(f"\n  trace   {trace}   open https://ui.perfetto.dev and drag the file there")

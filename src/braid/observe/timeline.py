@@ -16,7 +16,9 @@ cost. Only its *foreground* counts: from the last moment at which the rank is se
                                               ^ the rank began something else
 
 Clocks: `t_ns` + the ring's offset is the launcher's clock; the first event of the run is moment 0. A span that never
-ended lasts until the last event of any rank.
+ended lasts until the last event of any rank; what is left of a collective that never ended counts as waiting. When the run
+failed, the last step of every rank counts as unfinished (ranks that an exception carries out of a step close it), and so does
+a collective that nothing came after.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from braid.observe.intervals import Cover, Interval
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
 
 COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
+WORK = frozenset(
+    {"step", "phase", "bucket", "collective"}
+)  # shows that the rank itself did something
 BUCKET = re.compile(r"bucket \d+ of \d+")
 
 
@@ -127,8 +132,13 @@ class RankTimeline:
         return finished or [(s.start_ns, s.end_ns) for s in self.steps] or [self.span_ns]
 
 
-def read_timelines(rings: Iterable[EventRing]) -> tuple[RankTimeline, ...]:
-    """The timelines of all ranks on one clock, by rank."""
+def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple[RankTimeline, ...]:
+    """The timelines of all ranks on one clock, by rank.
+
+    Args:
+        rings: What the ranks recorded.
+        failed: Whether the run did not end well.
+    """
     found = [(ring, ring.tail(), ring.clock_offset_ns) for ring in rings]
     begins = [event.t_ns + offset for _, events, offset in found for event in events]
     origin_ns = min(begins, default=0)
@@ -161,7 +171,7 @@ def read_timelines(rings: Iterable[EventRing]) -> tuple[RankTimeline, ...]:
                     event.open,
                 )
             )
-        timelines.append(_timeline(ring, intervals))
+        timelines.append(_timeline(ring, intervals, failed=failed))
     return tuple(sorted(timelines, key=lambda timeline: timeline.rank))
 
 
@@ -177,19 +187,19 @@ def shares(timeline: RankTimeline) -> Shares:
     return Shares((total - wait - transfer) / total, wait / total, transfer / total)
 
 
-def foreground(intervals: Sequence[Interval]) -> list[tuple[int, int]]:
-    """The part of each collective during which the rank did nothing else."""
+def foreground(intervals: Sequence[Interval]) -> list[tuple[int, int, bool]]:
+    """The part of each collective during which the rank did nothing else, and whether it is open."""
     elsewhere = sorted(
         moment
         for i in intervals
-        if i.role in {"step", "phase", "bucket", "collective"}
+        if i.role in WORK
         for moment in ((i.start_ns, i.end_ns) if i.role in {"step", "phase"} else (i.start_ns,))
     )
     parts = []
     for i in intervals:
         if i.role == "collective":
             last = bisect_left(elsewhere, i.end_ns) - 1
-            parts.append((max(i.start_ns, elsewhere[last] if last >= 0 else 0), i.end_ns))
+            parts.append((max(i.start_ns, elsewhere[last] if last >= 0 else 0), i.end_ns, i.open))
     return parts
 
 
@@ -203,17 +213,27 @@ def _role(kind: str, *, instant: bool) -> str:
     return "bucket" if BUCKET.fullmatch(kind) else "phase"
 
 
-def _timeline(ring: EventRing, intervals: list[Interval]) -> RankTimeline:
+def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> RankTimeline:
     intervals.sort(key=lambda i: (i.start_ns, -i.end_ns))
-    waits = Cover((i.start_ns, i.end_ns) for i in intervals if i.role == "wait")
-    transfers = Cover(foreground(intervals)).minus(waits)
+    inside = foreground(intervals)
+    if failed and (last := [i for i in intervals if i.role in WORK][-1:]) and inside:
+        # the collective that a rank was in last did not come to pass: it ended by an error, which records no wait
+        inside[-1] = (*inside[-1][:2], inside[-1][2] or last[0].role == "collective")
+    waits = Cover(
+        [(i.start_ns, i.end_ns) for i in intervals if i.role == "wait"]
+        + [(start, end) for start, end, open_ in inside if open_]
+    )
+    transfers = Cover((start, end) for start, end, _ in inside).minus(waits)
+    steps = _step_times(intervals, waits, transfers)
+    if failed and steps:
+        steps = (*steps[:-1], steps[-1]._replace(open=True))
     return RankTimeline(
         rank=ring.rank,
         intervals=tuple(intervals),
         num_lost=max(0, ring.written - ring.capacity),
         waits=waits,
         transfers=transfers,
-        steps=_step_times(intervals, waits, transfers),
+        steps=steps,
     )
 
 
