@@ -48,6 +48,7 @@ _INNER_ROOMS = tuple(
     os.path.join(_PACKAGE, room) + os.sep  # noqa: PTH118 - likewise
     for room in ("transport", "comm", "params", "data_parallel", "checkpoint")
 )
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
 
 # header words
 _MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID = range(6)
@@ -335,7 +336,10 @@ class Recorder:
     def site(self) -> int:
         """Digest of the line of the program that is responsible for this call, as `file.py:41 in function`."""
         frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
-        while frame.f_code.co_filename.startswith(_INNER_ROOMS) and frame.f_back is not None:
+        while frame.f_back is not None:
+            path = frame.f_code.co_filename
+            if not path.startswith(_INNER_ROOMS) and _TORCH not in path:
+                break
             frame = frame.f_back
         key = (frame.f_code, frame.f_lasti)
         digest = self._sites.get(key)

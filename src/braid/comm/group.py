@@ -344,7 +344,7 @@ class Group:
         self._num_requests += 1
         key = ("all_reduce", x.shape, x.dtype, op, -1, None)
         call = self._call(key, x, (flat,), op=op)
-        return Request(self._engine, call, number)
+        return Request(self._engine, call, number, self._call_site)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Tensor in memory that all members can read; collectives on it make no copies. Not a collective."""
@@ -422,10 +422,6 @@ class Group:
         timeout_s: float | None = None,
     ) -> Call:
         described = self._described.get(key) or self._describe(key, op)
-        site = self.context.events.site()
-        if site not in self._sites:  # peers must be able to read it, too
-            self._sites.add(site)
-            self._memory.transport.names.add(self.context.events.ring.name(site))
         return Call(
             str(key[0]),
             described.text,
@@ -435,10 +431,17 @@ class Group:
             peer,
             algorithm,
             0 if full is None else full.numel() * full.element_size(),
-            site,
+            self._call_site(),
             self._deadline_s if timeout_s is None else timeout_s,
             after,
         )
+
+    def _call_site(self) -> int:
+        site = self.context.events.site()
+        if site not in self._sites:  # peers must be able to read it, too
+            self._sites.add(site)
+            self._memory.transport.names.add(self.context.events.ring.name(site))
+        return site
 
     def _describe(self, key: tuple[object, ...], op: str) -> _Described:
         kind, shape, dtype, _, peer, algorithm = key

@@ -7,6 +7,8 @@ takes whatever steps are possible; nothing blocks until `Work.wait()`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from braid.comm.engine import Call, Engine
 from braid.comm.work import Work
 from braid.errors import StaleError
@@ -21,10 +23,14 @@ class Request:
         engine: Engine of the group.
         call: What is done at every start.
         number: Number among the group's requests, equal on all members.
+        call_site: Digest of the program's line that is running, for messages and traces.
     """
 
-    def __init__(self, engine: Engine, call: Call, number: int) -> None:
+    def __init__(
+        self, engine: Engine, call: Call, number: int, call_site: Callable[[], int]
+    ) -> None:
         self._engine = engine
+        self._call_site = call_site
         self._call = call
         self._number = number
         self._work: Work | None = None
@@ -44,7 +50,8 @@ class Request:
                 "wait for the Work that start() returned"
             )
             raise StaleError(msg)
-        self._work = self._engine.begin(self._call, self._number, scale)
+        call = self._call._replace(site=self._call_site())
+        self._work = self._engine.begin(call, self._number, scale)
         return self._work
 
     def __repr__(self) -> str:

@@ -53,14 +53,15 @@ class BlackBox:
         size = os.fstat(self.stacks_fd).st_size
         return os.pread(self.stacks_fd, size, 0).decode(errors="replace")
 
-    def testimony(self, at_ns: int | None = None) -> str:
+    def testimony(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
         """What the rank was inside of, from its spans, else from its stacks; may be empty.
 
         Args:
-            at_ns: Moment of the fault that ended the run; the rank may have noticed it in a later collective.
+            at_ns: Moment of the fault that ended the run; now when None.
+            gave_up: The rank ended because another had: what counts is the collective in which it noticed.
         """
-        if at_ns is not None:
-            at_ns = max(at_ns, last_operation_end(self.ring))
+        if gave_up:
+            at_ns = last_operation_end(self.ring) or at_ns
         told = testimony(self.ring, at_ns)
         if told:
             return told

@@ -398,7 +398,9 @@ class _Run:
     def _testify(self, end: RankEnd, at_ns: int | None) -> RankEnd:
         if end.ending is Ending.FINISHED and at_ns is not None:
             return end
-        return replace(end, testimony=self.ranks[end.rank].box.testimony(at_ns))
+        gave_up = at_ns is not None and end.ending is Ending.SYMPTOM
+        box = self.ranks[end.rank].box
+        return replace(end, testimony=box.testimony(at_ns, gave_up=gave_up))
 
     def _keep(self, write: Callable[[], None]) -> None:
         """A full disk costs records, not the run."""

@@ -110,8 +110,8 @@ class GradientReducer:
             if bucket not in self._under_way:
                 self._start(bucket, [p for p, b, _ in missing if b == bucket])
         for work, span in self._under_way.values():
-            work.wait()
-            span.end()
+            with span:
+                work.wait()
         for position, bucket, place in missing:
             if self._buffers[bucket].extra[place] > 0:  # some other rank has used it
                 self._records[position].param.grad = self._views[position]
