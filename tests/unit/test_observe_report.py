@@ -120,6 +120,13 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
     assert "\x1b" not in page.text
 
 
+def test_a_long_argument_is_left_out_of_the_title_and_stands_below(tmp_path):
+    config = '{"lr": ' + "1" * 100 + "}"
+    page = _page(write_run(tmp_path / "run", [], command=["train.py", config]))
+    assert " braid run -n 1 train.py ... " in page.text
+    assert page.text.count(config) == 1
+
+
 def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
     def survivor(rank):
         with rank.recorder.span("step"):

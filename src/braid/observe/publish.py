@@ -31,7 +31,7 @@ def publish(run_path: Path, out: Path | None = None) -> Published:
     Raises:
         ConfigError: There is no such run, or the files cannot be written.
 
-    Cost: about a second for 100,000 events.
+    Cost: about two seconds for 100,000 events.
     """
     run = read_run(run_path)
     page = run_path / "report.html" if out is None else out

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from statistics import median
 from typing import NamedTuple
 
 import jinja2
+import msgspec
 
 from braid._version import __version__
 from braid.observe.facts import by_step, facts, slowest_step
@@ -36,7 +37,7 @@ __all__ = ["Story", "render_page", "tell", "this_machine", "write_report"]
 MAX_ROWS = 30  # operations in the table
 MAX_LANES = 16  # ranks in a picture of the timeline
 MAX_LOGS = 16
-MAX_TITLE = 120  # characters of the command line
+MAX_WORD = 80  # characters of one argument in the title; all of it stands below
 
 
 class RankRow(NamedTuple):
@@ -142,7 +143,6 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    command = story.run.command_line
     environment.filters |= {
         "duration": duration_text,
         "bytes": bytes_text,
@@ -154,7 +154,7 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
     return environment.get_template("report.html.jinja").render(
         story=story,
         record=story.run.record,
-        command=command if len(command) <= MAX_TITLE else command[:MAX_TITLE] + " ...",
+        command=_shortened(story.run),
         logs=logs[:MAX_LOGS],
         num_more_logs=max(0, len(logs) - MAX_LOGS),
         operations=story.operations[:MAX_ROWS],
@@ -175,6 +175,13 @@ def this_machine() -> str:
         f"{platform.node()}: {os.cpu_count()} cores, {platform.system()} {platform.machine()}, "
         f"Python {platform.python_version()}{torch_version}"
     )
+
+
+def _shortened(run: Run) -> str:
+    """The command line with long arguments, such as a configuration as JSON, left out."""
+    words = run.record.command
+    short = tuple(word if len(word) <= MAX_WORD else "..." for word in words)
+    return replace(run, record=msgspec.structs.replace(run.record, command=short)).command_line
 
 
 def _job(about: Mapping[str, object]) -> str:
