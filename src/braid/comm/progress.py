@@ -72,12 +72,14 @@ class Progress:
         while not operation.advance():
             if self._started and self.advance_started():
                 continue
+            start_ns = self._transport.clock.now_ns()
             try:
-                waited = until(self._anything_ready(operation), operation.check)
+                waited_ns = until(self._anything_ready(operation), operation.check)
             except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
+                operation.note_wait(self._transport.clock.now_ns() - start_ns)
                 operation.fail(exc)
             else:
-                operation.note_wait(waited)
+                operation.note_wait(waited_ns)
         if operation.error is not None:
             raise operation.error.with_traceback(None)
 

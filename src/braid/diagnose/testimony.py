@@ -43,12 +43,19 @@ def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 
 
 
 def last_operation_end(ring: EventRing) -> int:
-    """When the rank's last collective ended, on its clock; 0 when none has.
+    """When the rank's last collective ended, or its last wait inside of it, on its clock; 0 when none has.
 
-    A survivor that gave up did so in its last collective, which may have begun after the fault.
+    A survivor that gave up did so there, whenever it had begun.
     """
-    ended = (e.t_ns + e.dur_ns for e in ring.tail() if "(" in ring.name(e.kind) and not e.open)
-    return max(ended, default=0)
+    ended = [event for event in ring.tail() if not event.open]
+    operations = [event for event in ended if "(" in ring.name(event.kind)]
+    if not operations:
+        return 0
+    last = max(operations, key=lambda event: event.t_ns + event.dur_ns)
+    waits = [
+        e.t_ns + e.dur_ns for e in ended if ring.name(e.kind) == "wait" and e.t_ns >= last.t_ns
+    ]
+    return max(waits, default=last.t_ns + last.dur_ns)
 
 
 def last_step(ring: EventRing) -> int | None:
