@@ -179,6 +179,16 @@ def test_every_step_is_recorded_and_few_are_told(tmp_path):
     ]
 
 
+def test_half_a_line_of_a_killed_rank_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"st')
+    for _ in range(2):
+        with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+            reporter.tell(stepped())
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert recorded == [None, stepped(), stepped()]
+
+
 def test_metrics_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"metrics to .*: (Not a directory|File exists); choose"):
@@ -194,7 +204,7 @@ def test_other_ranks_report_nothing():
 
 def test_a_step_is_one_short_line():
     assert describe_step(stepped(), 12.4) == (
-        "loss 2.500  4.1k tok/s  compute 75% wait 20% transfer 5%  MFU 40%  12 s left"
+        "loss 2.500  4.1k tok/s  12 s left  compute 75% wait 20% transfer 5%  MFU 40%"
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 import pytest
 import torch
 
@@ -59,7 +60,7 @@ def train(
     stop_at: int = -1,
     poison_at: tuple[int, int] = (-1, -1),
 ) -> Curve:
-    """Train; `stop_at` is the step whose beginning rank 0 is told to stop; `poison_at` (rank, step) gets a NaN."""
+    """Train; `stop_at` is the step in which rank 0 is told to stop; `poison_at` (rank, step) gets a NaN."""
     stopping = Stopping()
 
     def listener(kind: str, seq: int) -> None:
@@ -105,7 +106,7 @@ def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world
 def test_a_training_that_was_stopped_in_mid_epoch_continues_to_the_bit(world, config, size):
     whole = replace(config, log_dir=config.log_dir + "-whole")
     expected = world(size, train, whole)[0]
-    first = world(size, train, config, "", 3)[0]
+    first = world(size, train, config, "", 4)[0]
     assert first.signum == signal.SIGTERM
     assert first.losses == expected.losses[:4]
     assert first.kinds == ["start", "checkpoint", "end"]
@@ -116,14 +117,14 @@ def test_a_training_that_was_stopped_in_mid_epoch_continues_to_the_bit(world, co
 
 
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(world, config):
-    assert [c.signum for c in world(3, train, config, "", 2)] == [signal.SIGTERM] * 3
+    assert [c.signum for c in world(3, train, config, "", 3)] == [signal.SIGTERM] * 3
     assert [line.step for line in ls(config.checkpoints)] == [3]
 
 
 def test_another_number_of_ranks_continues_with_the_same_samples(world, config):
     whole = replace(config, log_dir=config.log_dir + "-whole")
     expected = world(2, train, whole)[0]
-    first = world(2, train, config, "", 3)[0]
+    first = world(2, train, config, "", 4)[0]
     second = world(3, train, config, config.checkpoints)[0]
     found = first.losses + second.losses
     assert [step for step, _ in found] == [step for step, _ in expected.losses]
@@ -222,6 +223,34 @@ def test_the_command_trains_stops_and_resumes(config, capfd):
     text = capfd.readouterr().out
     assert f"resumed  {saved.path}, step {saved.step}" in text
     assert f"finished at step {saved.step + 2}" in text
+
+
+@pytest.mark.procs
+@pytest.mark.proof
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(config, capfd, victim):
+    words = command(config, "--steps", "300", "--checkpoint-every", "20")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "braid", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 40: saved"):
+            workers = psutil.Process(process.pid).children()
+            ranks = [w for w in workers if w.environ().get("RANK") == str(victim)]
+            ranks[0].kill()
+            break
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 137, out + err
+    assert f"  guilty   rank {victim} (pid {ranks[0].pid}): killed by signal 9 (SIGKILL)" in err
+    assert main([*words, "--resume", "auto"]) == 0
+    whole = replace(config, log_dir=config.log_dir + "-whole")
+    assert main(command(whole, "--steps", "300", "--checkpoint-every", "20")) == 0
+    capfd.readouterr()
+    assert compare(last(config), last(whole)).equal
 
 
 @pytest.mark.procs

@@ -38,7 +38,7 @@ def exchange(group: Group, report: R) -> list[R]:
     rows = group.all_gather(mine).view(group.size, -1)
     decoder = msgspec.msgpack.Decoder(type(report))
     return [
-        decoder.decode(bytes(row[:length].tolist()))
+        decoder.decode(row[:length].numpy().tobytes())
         for row, length in zip(rows, lengths, strict=True)
     ]
 

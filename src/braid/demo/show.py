@@ -29,7 +29,8 @@ from braid.train.reports import Finished, Shares
 
 __all__ = ["bar", "show"]
 
-STEPS = 300  # some ten seconds for the reference on one core
+STEPS = 600  # some ten seconds for the reference on one core
+CONTEXT = 64  # many short steps teach a small model more than few long ones
 LR = 6e-3  # as high as this model bears
 SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
 BAR_WIDTH = 40
@@ -68,6 +69,7 @@ def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int
     config = TrainConfig(
         steps=steps,
         batch=size * max(1, SEQUENCES // size),
+        context=CONTEXT,
         lr=LR,
         eval_every=0,
         checkpoint_every=0,
@@ -77,12 +79,12 @@ def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int
     _say(out, _header(size, cores), style="bold")
 
     reference = replace(config, log_dir=f"{log_dir}/reference", reference_shards=size)
-    alone = _train(out, "1 reference", f"1 process, {size} shards in turn", reference, 1)
+    alone = _train(out, "1 reference", reference, 1)
     if alone.finished is None:
         return _failed(out, alone)
-    _tell(out, "1 reference", f"1 process, {steps} steps", alone.finished)
+    _tell(out, "1 reference", f"1 process, {size} shards in turn", alone.finished)
 
-    parallel = _train(out, "2 parallel", f"{size} processes", config, size)
+    parallel = _train(out, "2 parallel", config, size)
     if parallel.finished is None:
         return _failed(out, parallel)
     proof = _prove(alone.finished, parallel.finished)
@@ -106,14 +108,16 @@ def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
 
 def _header(size: int, cores: int) -> str:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    load = os.getloadavg()[0]  # what others use is missing from the figures below
     return (
-        f"braid {__version__} | torch {torch.__version__} | {cores} core{'s' if cores > 1 else ''}, {gpu} | "
+        f"braid {__version__} | torch {torch.__version__} | {cores} core{'s' if cores > 1 else ''} (load {load:.1f}), "
+        f"{gpu} | "
         f"{size} worker{'s' if size > 1 else ''} on 127.0.0.1 (loopback only)"
     )
 
 
-def _train(out: Console, name: str, what: str, config: TrainConfig, num_ranks: int) -> _Stage:
-    with TrainConsole(out, title=f"{name}   {what}") as console:
+def _train(out: Console, name: str, config: TrainConfig, num_ranks: int) -> _Stage:
+    with TrainConsole(out, title=name) as console:
         # One thread a rank in both: how many there are decides how matrix products are split.
         outcome = launch(config, num_ranks=num_ranks, console=console, threads=1)
     return _Stage(outcome, console.finished if outcome.ok else None, console)

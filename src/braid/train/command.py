@@ -82,7 +82,7 @@ def launch(
         threads=threads,
         resume=resume,
     )
-    return Supervisor(console, owns_process=True).run(job)
+    return Supervisor(console).run(job)
 
 
 def choose_log_dir(resume: str, prefix: str = "") -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -155,7 +156,7 @@ class Trainer:
         start_ns, before = clock.now_ns(), self._group.statistics()
         signum = 0
         while self._step < config.steps and not signum:
-            with self._group.context.events.span("step", seq=self._step):
+            with self._group.context.events.span("step", seq=self._step + 1):
                 signum = self._one_step()
             last = self._step == config.steps
             if last or (config.eval_every and self._step % config.eval_every == 0):
@@ -174,10 +175,21 @@ class Trainer:
                 seconds=(clock.now_ns() - start_ns) / 1e9,
                 checkpoint=str(Path(config.checkpoints) / f"step-{self._step:08d}"),
                 shares=shares,
-                stopped_by=f"signal {signum}" if signum else "",
+                stopped_by=signal.Signals(signum).name if signum else "",
             )
         )
         return signum
+
+    def numerics(self) -> dict[str, Any]:
+        """What the bits of the result depend on, besides configuration and data."""
+        return {
+            "world_size": self._group.size,
+            "shards": self._num_shards,
+            "threads": torch.get_num_threads(),
+            "sum_order": "rank",
+            "torch": str(torch.__version__),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
 
     # One step
 
@@ -225,7 +237,7 @@ class Trainer:
             return
         values = ", ".join(f"{answers.losses[rank]} on rank {rank}" for rank in bad)
         msg = (
-            f"expected a finite loss at step {self._step}, found {values} (learning rate "
+            f"expected a finite loss at step {self._step + 1}, found {values} (learning rate "
             f"{self._config.lr_at(self._step):.2g}): lower --lr, or resume from the last checkpoint"
         )
         raise TrainingDivergedError(msg)
@@ -242,7 +254,7 @@ class Trainer:
             "(all parameters together)",
         )
         msg = (
-            f"expected a finite gradient at step {self._step}, found a norm of {norm}, first in {name}: lower "
+            f"expected a finite gradient at step {self._step + 1}, found a norm of {norm}, first in {name}: lower "
             "--lr, or resume from the last checkpoint"
         )
         raise TrainingDivergedError(msg)
@@ -272,21 +284,13 @@ class Trainer:
             "seed": self._config.seed,
             **training_numbers(self._model, self._optimizer),
         }
-        numerics = {
-            "world_size": group.size,
-            "shards": self._num_shards,
-            "threads": torch.get_num_threads(),
-            "sum_order": "rank",
-            "torch": str(torch.__version__),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
         with group.context.events.span("checkpoint", seq=self._step):
             path = save(
                 self._config.checkpoints,
                 snapshot,
                 step=self._step,
                 state=state,
-                numerics=numerics,
+                numerics=self.numerics(),
                 group=group,
                 keep=self._config.keep,
                 on_saved=self.on_saved,

@@ -132,8 +132,8 @@ class TrainConsole:
                 self._print(Text(f"  {self._title} ..."))
             return
         self._progress = Progress(
-            TextColumn(f"  {self._title}  " if self._title else " "),
-            BarColumn(bar_width=24),
+            TextColumn(f"  {self._title} " if self._title else " "),
+            BarColumn(bar_width=16, complete_style="green", finished_style="green"),
             _Figures(),
             console=self._out,
             auto_refresh=False,
@@ -217,7 +217,7 @@ class _Figures(ProgressColumn):
     """The text behind the bar; not through markup, which brackets in it would upset."""
 
     def render(self, task: Task) -> Text:
-        return Text(str(task.fields["figures"]))
+        return Text(str(task.fields["figures"]), no_wrap=True, overflow="ellipsis")
 
 
 def describe_start(start: Started) -> list[str]:
@@ -237,15 +237,14 @@ def describe_start(start: Started) -> list[str]:
 
 def describe_step(step: Stepped, left_s: float | None) -> str:
     """The figures of a step in one short line."""
-    parts = [
-        f"loss {step.loss:.3f}",
-        f"{_count(step.tokens_per_s)} tok/s",
+    parts = [f"loss {step.loss:.3f}", f"{_count(step.tokens_per_s)} tok/s"]
+    if left_s is not None:
+        parts.append(f"{left_s:.0f} s left")
+    parts += [
         f"compute {step.compute:.0%} wait {step.wait:.0%} transfer {step.transfer:.0%}",
         f"MFU {step.mfu:.0%}",
     ]
-    if left_s is not None:
-        parts.append(f"{left_s:.0f} s left")
-    return "  ".join(parts)
+    return "  ".join(parts)  # a narrow terminal cuts the end
 
 
 def _count(value: float) -> str:

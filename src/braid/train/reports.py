@@ -6,6 +6,7 @@ Rank 0 appends every report to `metrics.jsonl`. Its standard output carries the 
 
 from __future__ import annotations
 
+from os import SEEK_END
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, TypeAlias
 
@@ -137,6 +138,14 @@ def parse_report(line: bytes) -> Report | None:
     return report
 
 
+def _end_last_line(file: BinaryIO) -> None:
+    """A rank that was killed may have left half a line; the next report begins a new one."""
+    if file.seek(0, SEEK_END):
+        file.seek(-1, SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+
 class Reporter:
     """Writes reports; a context manager. Ranks other than 0 have one that writes nothing.
 
@@ -158,7 +167,8 @@ class Reporter:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = path.open("ab+")
+            _end_last_line(self._file)
         except OSError as exc:
             msg = f"expected to write metrics to {path}, found: {exc.strerror}; choose another --log-dir"
             raise ConfigError(msg) from exc

@@ -37,12 +37,8 @@ def main(arguments: list[str]) -> int:
     for number in SIGNALS:
         signal.signal(number, stopping)
     torch.use_deterministic_algorithms(True)
-    group = context.init()
-    try:
-        signum = run(config, group, stopping, context.membership())
-    finally:
-        if sys.exc_info()[0] is None:
-            context.shutdown()
+    signum = run(config, context.init(), stopping, context.membership())
+    context.shutdown()  # not after an exception: that rank has failed, it has not left
     return 128 + signum if signum else 0
 
 
@@ -84,8 +80,11 @@ def _resume(
         )
         raise ConfigError(msg)
     trainer.resume(loaded)
-    notes = tuple(f"passed over {path}: {reason}" for path, reason in loaded.skipped)
-    return str(loaded.path), notes
+    notes = [f"passed over {path}: {reason}" for path, reason in loaded.skipped]
+    then, now = loaded.manifest.numerics, trainer.numerics()
+    if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
+        notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
+    return str(loaded.path), tuple(notes)
 
 
 if __name__ == "__main__":
