@@ -286,7 +286,9 @@ def checkpoint_ls(directory: Annotated[str, tyro.conf.Positional]) -> int:
     return 0 if found else 1
 
 
-def checkpoint_verify(paths: Annotated[tuple[str, ...], tyro.conf.Positional]) -> int:
+def checkpoint_verify(
+    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")] = (),
+) -> int:
     """Check every file of checkpoints against its sha256.
 
     Args:
@@ -295,6 +297,9 @@ def checkpoint_verify(paths: Annotated[tuple[str, ...], tyro.conf.Positional]) -
     from braid.checkpoint import verify
     from braid.errors import CheckpointError
 
+    if not paths:
+        msg = "expected checkpoints to verify, found none: name directories such as step-00000200"
+        raise ConfigError(msg)
     bad = 0
     for path in paths:
         try:

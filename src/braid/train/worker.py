@@ -82,6 +82,7 @@ def _resume(
     trainer.resume(loaded)
     notes = [f"passed over {path}: {reason}" for path, reason in loaded.skipped]
     then, now = loaded.manifest.numerics, trainer.numerics()
+    del now["world_size"]  # the number of shards is what counts
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)
