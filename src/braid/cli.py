@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except ConfigError as exc:
         first, *rest = str(exc).split("\n")
-        print(f"braid: nothing was started (exit {USAGE_EXIT_CODE})", file=sys.stderr)
+        what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
+        print(f"braid: nothing was {what} (exit {USAGE_EXIT_CODE})", file=sys.stderr)
         print(f"  problem  {first}", *rest, sep="\n           ", file=sys.stderr)
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
@@ -211,7 +212,7 @@ def train(
         eval_samples: Sequences of an evaluation, at most.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         keep: Number of checkpoints to keep.
-        resume: Checkpoint to resume from; auto for the last complete one.
+        resume: Checkpoint or run to resume from; auto for the last complete one.
         log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with --resume auto the last run).
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         reference_shards: On one rank, run this many shards in turn: the same bits as that many ranks.

@@ -124,7 +124,7 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:
-    if x.shape != y.shape:
+    if x.shape != y.shape or not x.numel():
         return math.inf
     distance = (x.double() - y.double()).abs().max().item()
     return math.inf if math.isnan(distance) else distance

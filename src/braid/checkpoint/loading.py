@@ -23,7 +23,7 @@ from braid.types import TensorSpec
 
 __all__ = ["Checkpoint", "Skipped", "load", "read_manifest", "verify"]
 
-MAX_ROWS = 20  # of the table of differences
+MAX_ROWS = 10  # of the table of differences
 NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 

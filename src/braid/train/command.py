@@ -37,7 +37,7 @@ def train(
         config: What to do.
         num_ranks: Number of ranks.
         out: Where progress is drawn.
-        resume: A checkpoint, a directory of them, or auto: the last complete one of the log directory.
+        resume: A checkpoint, a directory of them, a run, or auto: the last complete one of the log directory.
         threads: Threads of each rank.
 
     Returns:
@@ -72,7 +72,7 @@ def launch(
     if config.data:
         from_files(config.data)
     if resume and resume != "auto" and not Path(resume).is_dir():
-        msg = f"expected a checkpoint or a directory of them to resume from, found none at {resume}"
+        msg = f"expected a checkpoint or the directory of a run to resume from, found none at {resume}"
         raise ConfigError(msg)
     job = JobSpec(
         command=(WORKER, config.to_json()),

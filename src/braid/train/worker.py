@@ -66,7 +66,7 @@ def _resume(
         return "", ()
     if where == "auto" and not ls(config.checkpoints):
         return "", (f"no checkpoint in {config.checkpoints} yet, starting anew",)
-    loaded = load(config.checkpoints if where == "auto" else where, group=group)
+    loaded = load(_checkpoints_in(config.checkpoints if where == "auto" else where), group=group)
     bad = {skipped.path for skipped in loaded.skipped}
     later = [
         line.path
@@ -86,6 +86,12 @@ def _resume(
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)
+
+
+def _checkpoints_in(where: str) -> Path:
+    """A checkpoint or a directory of them as it is; of a run's directory, its checkpoints."""
+    inner = Path(where) / "checkpoints"
+    return inner if inner.is_dir() else Path(where)
 
 
 if __name__ == "__main__":
