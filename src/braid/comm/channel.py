@@ -31,6 +31,7 @@ import torch
 
 from braid.errors import StaleError
 from braid.transport import Block, MemoryTransport, Steps, Wait
+from braid.types import text_digest
 
 __all__ = ["ABANDONED", "DISAGREED", "Channel", "Disagreement", "Entry", "Port", "pieces"]
 
@@ -97,6 +98,8 @@ class Port:
         self.ranks = ranks
         self.rank = group_rank
         self.size = len(ranks)
+        # for traces: equal on all members, another for every group, since no two first pages lie in one place
+        self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.stopped = ""  # why this rank takes no further part
         self._pages = pages
         self._channels: dict[int, Channel] = {}

@@ -120,6 +120,7 @@ class Operation:
         channel.site = self._site
         self._span = self._events.span(
             self.text,
+            group=self.port.number,
             channel=channel.index,
             seq=channel.value + 1,
             nbytes=self._nbytes,
@@ -216,6 +217,7 @@ class Operation:
                 "wait",
                 now_ns - waited_ns,
                 waited_ns,
+                group=self.port.number,
                 channel=self.channel.index,
                 seq=self.channel.value,
             )
