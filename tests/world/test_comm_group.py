@@ -121,6 +121,24 @@ def test_a_world_that_hangs_shows_stacks_and_events():
     assert "barrier()#1 open" in text
 
 
+def _sleeps(group: Group) -> None:
+    import select
+
+    if group.rank == 1:
+        select.select([], [], [], 600)
+    group.barrier()
+
+
+@pytest.mark.procs
+def test_a_pool_that_hangs_shows_stacks_and_events(pool):
+    pool.run(2, Group.barrier)  # the processes are up
+    with pytest.raises(TimeoutError) as caught:
+        pool.run(2, _sleeps, timeout_s=1.0)
+    text = str(caught.value)
+    assert "in _sleeps" in text
+    assert "--- last events of rank 0\n    barrier()#1 open" in text
+
+
 def _draw(group: Group) -> None:
     torch.randn(1)
 

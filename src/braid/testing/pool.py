@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -27,13 +28,15 @@ import torch
 from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.errors import CommError
-from braid.events import Recorder
+from braid.events import EventRing, Recorder
 from braid.store import FileStore
+from braid.testing.worlds import last_events
 from braid.transport import Health, RankContext, connect
 
 __all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
 
 TIMEOUT_S = 120.0
+RING_CAPACITY = 1024
 
 
 class RemoteError(Exception):
@@ -136,7 +139,7 @@ class ProcessPool:
         children = self._children[:size]
         for rank, child in enumerate(children):
             child.pipe.send(_Job(rank, size, str(directory), main, args))
-        answers = self._collect(children, timeout_s)
+        answers = self._collect(children, directory, timeout_s)
         return _results(answers)
 
     def close(self) -> None:
@@ -152,7 +155,7 @@ class ProcessPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _collect(self, children: list[_Child], timeout_s: float) -> list[_Answer]:
+    def _collect(self, children: list[_Child], directory: Path, timeout_s: float) -> list[_Answer]:
         answers: dict[int, _Answer] = {}
         died: dict[int, int] = {}
         end = time.monotonic() + timeout_s
@@ -162,8 +165,9 @@ class ProcessPool:
             ready = wait(list(pipes), max(0.0, end - time.monotonic()))
             if not ready:
                 stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
+                events = _last_events(directory, len(children))
                 self._replace(children)
-                msg = f"expected ranks to end within {timeout_s:g} s, found {open_ranks} running\n{stacks}"
+                msg = f"expected ranks to end within {timeout_s:g} s, found {open_ranks} running\n{stacks}\n{events}"
                 raise TimeoutError(msg)
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above
@@ -199,6 +203,29 @@ def _results(answers: list[_Answer]) -> list[Any]:
     return [answer.result for answer in answers]
 
 
+def _last_events(directory: Path, size: int) -> str:
+    parts = []
+    for rank in range(size):
+        path = _ring_path(directory, rank)
+        text = last_events(EventRing(path.read_bytes())) if path.exists() else "    (none)"
+        parts.append(f"--- last events of rank {rank}\n{text}")
+    return "\n".join(parts)
+
+
+def _ring_path(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.ring"
+
+
+def _recorder(directory: Path, rank: int) -> Recorder:
+    """A recorder on a file, which the test can read when the rank hangs."""
+    path = _ring_path(directory, rank)
+    path.write_bytes(b"")
+    os.truncate(path, EventRing.nbytes_for(RING_CAPACITY))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    return Recorder(EventRing(memory, RING_CAPACITY, rank=rank))
+
+
 def _serve(pipe: Connection, stacks: str) -> None:
     """The life of a child: jobs until the pipe ends."""
     torch.set_num_threads(1)
@@ -222,7 +249,8 @@ def _carry_out(job: _Job) -> _Answer:
         try:
             transport = connect(job.rank, job.size, store, clock, health)
             stack.callback(transport.close)
-            context = RankContext(job.rank, job.size, clock, Recorder(), health, store)
+            recorder = _recorder(Path(job.directory), job.rank)
+            context = RankContext(job.rank, job.size, clock, recorder, health, store)
             result = job.main(Group.world(context, transport), *job.args)
             transport.leave()
         except BaseException as exc:  # noqa: BLE001 - travels back to the test

@@ -24,7 +24,7 @@ import torch
 from braid.clock import Clock, MonotonicClock
 from braid.comm import Group
 from braid.errors import CommError
-from braid.events import Recorder
+from braid.events import EventRing, Recorder
 from braid.store import HashStore
 from braid.transport import Fabric, RankContext
 
@@ -136,12 +136,11 @@ def thread_stacks(names: dict[int, str]) -> str:
     return "\n".join(parts)
 
 
-def last_events(recorder: Recorder, count: int = 8) -> str:
+def last_events(ring: EventRing, count: int = 8) -> str:
     """The last events of a rank, one a line."""
-    ring = recorder.ring
     lines = [
         f"    {ring.name(e.kind)}#{e.seq} {'open' if e.open else f'{e.dur_ns / 1e3:.0f} us'} {ring.name(e.site)}"
-        for e in recorder.tail(count)
+        for e in ring.tail(count)
     ]
     return "\n".join(lines) or "    (none)"
 
@@ -149,7 +148,7 @@ def last_events(recorder: Recorder, count: int = 8) -> str:
 def _give_up(world: _World, ranks: list[_Rank], stuck: list[_Rank], timeout_s: float) -> None:
     stacks = thread_stacks({rank.ident or 0: f"rank {rank.rank}" for rank in stuck})
     events = "\n".join(
-        f"--- last events of rank {r.rank}\n{last_events(r.recorder)}" for r in ranks
+        f"--- last events of rank {r.rank}\n{last_events(r.recorder.ring)}" for r in ranks
     )
     for rank in stuck:
         world.fabric.lose(rank.rank, "was given up by the test")
