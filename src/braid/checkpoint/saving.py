@@ -97,14 +97,15 @@ def save(
     )  # wide dtypes first: every value is aligned
     plans = exchange(group, _prepare(home, pieces, step, first=group.rank == 0))
     need = sum(plan.need for plan in plans) + MANIFEST_RESERVE_BYTES
-    problems = [plan.problem for plan in plans]
-    if not any(problems) and plans[0].free < need:
-        problems[0] = (
+    space = ""
+    if plans[0].free < need:
+        space = (
             f"it needs {need:,} bytes, {plans[0].free:,} are free on this disk: remove something there, "
             "or choose another directory"
         )
     try:
-        raise_problems(action, problems, size=group.size, remedy=REMEDY)
+        raise_problems(action, [p.problem for p in plans], size=group.size, remedy=REMEDY)
+        raise_problems(action, [space], size=1, remedy=REMEDY)
         written = exchange(group, _write(home, pieces, step, group.rank))
         raise_problems(action, [w.problem for w in written], size=group.size, remedy=REMEDY)
         done = Report()

@@ -113,7 +113,7 @@ class Trainer:
         self._step = 0
         self._saved_step = -1
         self._peak = 0.0
-        self._losses: list[float] = []  # of the first and the last step of this run
+        self._losses: list[float] = []  # of this run
         self.on_saved: OnSaved | None = None
 
     def resume(self, loaded: Checkpoint) -> None:
@@ -209,9 +209,7 @@ class Trainer:
             self._refuse_gradient(norm)
             self._optimizer.step()
         self._step += 1
-        self._losses = [*self._losses[:1], answers.loss]
-        if len(self._losses) == 1:
-            self._losses *= 2
+        self._losses.append(answers.loss)
         after = self._group.statistics()
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, after)
