@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RendezvousError,
         StaleError,
     )
+    from braid.launch import spawn
 
 _ROOT_NAMES = {
     "BraidError": "errors",
@@ -45,6 +46,7 @@ _ROOT_NAMES = {
     "Work": "comm",
     "init": "context",
     "shutdown": "context",
+    "spawn": "launch",
     "world": "context",
 }
 
@@ -66,6 +68,7 @@ __all__ = [
     "__version__",
     "init",
     "shutdown",
+    "spawn",
     "world",
 ]
 
