@@ -28,6 +28,7 @@ ROOT_NAMES = [
     "__version__",
     "init",
     "shutdown",
+    "spawn",
     "world",
 ]
 
