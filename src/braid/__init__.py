@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from braid._version import __version__
 
 if TYPE_CHECKING:
+    from braid.checkpoint import load, save
     from braid.comm import Group, Request, Work
     from braid.context import init, shutdown, world
     from braid.data_parallel import DistributedDataParallel
@@ -45,6 +46,8 @@ _ROOT_NAMES = {
     "StaleError": "errors",
     "Work": "comm",
     "init": "context",
+    "load": "checkpoint",
+    "save": "checkpoint",
     "shutdown": "context",
     "spawn": "launch",
     "world": "context",
@@ -67,6 +70,8 @@ __all__ = [
     "Work",
     "__version__",
     "init",
+    "load",
+    "save",
     "shutdown",
     "spawn",
     "world",

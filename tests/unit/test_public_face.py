@@ -27,6 +27,8 @@ ROOT_NAMES = [
     "Work",
     "__version__",
     "init",
+    "load",
+    "save",
     "shutdown",
     "spawn",
     "world",
