@@ -109,6 +109,41 @@ def test_a_mismatch_names_all_ranks_that_report_it():
     assert verdict(*ends) == ("mismatch", [0, 1], True)
 
 
+def test_all_ranks_with_the_same_error_are_guilty_together():
+    ends = (
+        raised(0, "ConfigError: batch is 7", at=2),
+        raised(1, "ConfigError: batch is 7", at=1),
+        raised(2, "ConfigError: batch is 8", at=3),
+        raised(3, "PeerLostError: rank 1 raised ConfigError: batch is 7", at=4),
+    )
+    assert verdict(*ends) == ("exception", [0, 1], True)
+
+
+def test_an_abort_in_the_teardown_shares_the_error_of_the_other_ranks():
+    error = ParsedError(type="ValueError", message="x")
+    ends = (killed(0, signal.SIGABRT, at=1, error=error), raised(1, "ValueError: x", at=2))
+    assert verdict(*ends) == ("exception", [0, 1], True)
+
+
+def test_errors_whose_further_lines_differ_are_two_errors():
+    ends = (
+        raised(0, "CheckpointError: bad", at=1, details=("w: float32[2]",)),
+        raised(1, "CheckpointError: bad", at=2, details=("w: float32[3]",)),
+    )
+    assert verdict(*ends) == ("exception", [0], True)
+
+
+def test_programs_that_exit_with_the_same_words_are_guilty_together():
+    ends = [exited(r, 2, at=r, last_words="train.py: error: no such option") for r in (0, 1)]
+    assert verdict(*ends) == ("exit", [0, 1], True)
+
+
+@pytest.mark.parametrize("end", [killed, exited])
+def test_the_first_of_wordless_deaths_is_guilty_alone(end):
+    ends = (end(0, 9, at=2), end(1, 9, at=1))
+    assert verdict(*ends)[1:] == ([1], True)
+
+
 def test_a_rank_that_left_early_and_is_missed_is_guilty():
     ends = (exited(1, 0, at=1), raised(0, "PeerLostError: rank 1 left with exit code 0", at=2))
     assert verdict(*ends) == ("left", [1], True)
@@ -290,6 +325,20 @@ def test_details_and_doubt_stand_below_the_guilty_rank():
         "  guilty   rank 3 (pid 103): CommTimeout: 2 of 4 arrived\n"
         "           missing: 1, 2\n"
         "           uncertain: every rank failed because of another one; this is the likeliest"
+    )
+
+
+def test_an_error_of_several_ranks_is_shown_once():
+    ends = [
+        raised(r, "CheckpointError: truncated", where="train.py:9 in load", details=("file a",))
+        for r in (0, 1)
+    ]
+    report = StopReport(verdict=judge(ends), exit_code=1, elapsed_s=1, log_dir="./runs/x")
+    assert render_block(error_block(report)) == (
+        "braid: run stopped after 1.0 s (exit 1)\n"
+        "  guilty   ranks 0,1: CheckpointError: truncated      train.py:9 in load\n"
+        "           file a\n"
+        "  logs     ./runs/x/"
     )
 
 

@@ -5,7 +5,8 @@ Problem: when one rank dies, every other rank fails too, milliseconds later and 
 "root cause" did so in 11 of 17 measured kills.
 
 Idea: an ending is a *cause* (a signal that nobody of ours sent, an ordinary exception, an exit code, a rank declared
-dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first cause in time is guilty; a symptom
+dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first cause in time is guilty, and with it every
+rank that failed of the very same error (one bad option fails them all, and which was first means nothing); a symptom
 never is while there is a cause. Only when all are symptoms, the verdict is a guess, and says so.
 
     ending                                             | weight
@@ -151,7 +152,8 @@ class Verdict:
 
     Attributes:
         kind: finished, signal, memory, exception, exit, mismatch, stopped, left, timeout or interrupted.
-        guilty: Whom it failed because of: one rank, all ranks of a mismatch, none when nobody is.
+        guilty: Whom it failed because of: the first rank, then those with the same error or with their side of a
+            mismatch; none when nobody is.
         others: All other ranks, by rank.
         certain: False when nothing but symptoms was seen and the guilty rank is the likeliest one.
     """
@@ -179,10 +181,7 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
     causes = [e for e in by_rank if e.ending is Ending.CAUSE or _left_early(e, named, symptoms)]
     if causes:
         first = min(causes, key=lambda end: end.ended_ns)
-        guilty = [first]
-        if _kind(first) == "mismatch":
-            guilty = [end for end in causes if _kind(end) == "mismatch"]
-        return _verdict(_kind(first), guilty, by_rank)
+        return _verdict(_kind(first), [e for e in causes if _alike(e, first)], by_rank)
     if stopped_by:
         return _verdict(stopped_by, [], by_rank)
     if not symptoms:
@@ -225,6 +224,24 @@ def signal_name(number: int) -> str:
         return signals.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _alike(end: RankEnd, first: RankEnd) -> bool:
+    """Whether `end` shares the fault of `first`: the same error, or the same mismatch as seen from another rank.
+
+    Two deaths by the same signal are two faults, and so are two exit codes that nothing was said about.
+    """
+    kind = _kind(first)
+    if end is first or _kind(end) != kind or kind not in {"mismatch", "exception", "exit"}:
+        return end is first
+    return kind == "mismatch" or _said(end) == _said(first) != ("", ())
+
+
+def _said(end: RankEnd) -> tuple[str, tuple[str, ...]]:
+    """What a rank says of its failure, without the place."""
+    if end.error is not None:
+        return str(end.error), end.error.details
+    return end.last_words and f"{describe(end)}: {end.last_words}", ()
 
 
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:
