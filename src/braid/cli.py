@@ -7,6 +7,7 @@ line of `COMMANDS`.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
@@ -20,6 +21,11 @@ __all__ = ["main"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+BROKEN_PIPE_EXIT_CODE = 141  # as if SIGPIPE had ended it
+TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
+TOLD = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
+Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=TOLD)]
+Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
 RUN_FLAGS = frozenset({"-m", "--module", "--no-python", "-h", "--help"})  # options without a value
 
 
@@ -35,16 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given[:1] == ["run"]:
         given[1:] = separate_command(given[1:])
-    if " ".join(given[:2]) in COMMANDS:
-        given[:2] = [" ".join(given[:2])]
     try:
-        exit_code: int = tyro.extras.subcommand_cli_from_dict(
-            dict(COMMANDS),
-            prog="braid",
-            description="Train PyTorch models in parallel, on one communication core.",
-            args=given,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        exit_code = _dispatch(given)
     except ConfigError as exc:
         first, *rest = str(exc).split("\n")
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
@@ -53,7 +51,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:  # `braid train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return BROKEN_PIPE_EXIT_CODE
     return exit_code
+
+
+def _dispatch(given: list[str]) -> int:
+    """Run the command that `given` names; of the first word of several, show those that begin with it."""
+    for words in (2, 1):
+        name = " ".join(given[:words])
+        if name in COMMANDS:
+            prog, rest = f"braid {name}", given[words:]
+            return tyro.cli(COMMANDS[name], prog=prog, args=rest, config=TYRO_CONFIG)
+    family = given[0] if given else ""
+    parts = [(*name.split(" "), "")[:2] for name in COMMANDS]
+    inside = {
+        last: COMMANDS[f"{first} {last}"] for first, last in parts if last and first == family
+    }
+    chosen: int = tyro.extras.subcommand_cli_from_dict(
+        inside or dict(COMMANDS),
+        prog=f"braid {family}" if inside else "braid",
+        description=f"Train PyTorch models in parallel, on one communication core (braid {__version__}).",
+        args=given[1:] if inside else given,
+        config=TYRO_CONFIG,
+    )
+    return chosen
 
 
 def separate_command(arguments: Sequence[str]) -> list[str]:
@@ -71,19 +94,22 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
 
 def run(
     command: Annotated[
-        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="SCRIPT [ARGS ...]")
+        tyro.conf.Positional[tuple[str, ...]],
+        tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=TOLD),
     ] = (),
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
     module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
     no_python: bool = False,
-    log_dir: str | None = None,
+    log_dir: Directory = None,
     port: str = "auto",
-    timeout: float | None = None,
-    threads: int | None = None,
+    timeout: Annotated[
+        float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=TOLD)
+    ] = None,
+    threads: Threads = None,
     stopped_limit: float = 30.0,
     grace: float = 5.0,
-    resume: str = "",
+    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
 ) -> int:
     """Run a program on N ranks of this host, and say who is guilty if it fails.
 
@@ -132,12 +158,14 @@ def run(
 def bench_comm(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
-    operations: tuple[str, ...] = (),
+    operations: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint=TOLD)
+    ] = (),
     sizes_kib: tuple[int, ...] = (1, 16, 256, 1024, 4096, 16384),
     dtypes: tuple[str, ...] = ("float32",),
     rounds: int = 5,
     out: str = "runs/bench-comm",
-    plot: bool = True,
+    no_plot: bool = False,
 ) -> int:
     """Measure collectives against Gloo, in turns in one run: table, JSON, plot.
 
@@ -148,7 +176,7 @@ def bench_comm(
         dtypes: Such as float32 bfloat16 int64.
         rounds: Alternating rounds for each row; the ratios shown are medians over them.
         out: Directory for comm.json and comm.png.
-        plot: Draw comm.png (needs matplotlib).
+        no_plot: Do not draw comm.png, which needs matplotlib.
     """
     from pathlib import Path
 
@@ -164,7 +192,7 @@ def bench_comm(
     )
     report = comm.run_comm(bench)
     comm.print_report(report, bench.out)
-    if plot:
+    if not no_plot:
         print(f"plot  {comm.plot(report, bench.out / 'comm.png')}")
     return 0
 
@@ -172,13 +200,15 @@ def bench_comm(
 def train(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
-    data: tuple[str, ...] = (),
+    data: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="FILE [FILE ...]", help_behavior_hint=TOLD)
+    ] = (),
     model: str = "tiny",
     steps: int = 200,
     batch: int = 16,
     context: int = 128,
     lr: float = 3e-3,
-    warmup: int | None = None,
+    warmup: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)] = None,
     weight_decay: float = 0.1,
     clip: float = 1.0,
     seed: int = 0,
@@ -186,9 +216,9 @@ def train(
     eval_samples: int = 64,
     checkpoint_every: int = 100,
     keep: int = 3,
-    resume: str = "",
-    log_dir: str | None = None,
-    threads: int | None = None,
+    resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
+    log_dir: Directory = None,
+    threads: Threads = None,
     reference_shards: int = 0,
     sample_bytes: int = 240,
 ) -> int:
@@ -250,8 +280,11 @@ def train(
 
 def demo(
     *,
-    n: Annotated[int | None, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = None,
-    log_dir: str | None = None,
+    n: Annotated[
+        int | None,
+        tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=TOLD),
+    ] = None,
+    log_dir: Directory = None,
 ) -> int:
     """Train the same model alone and in parallel, and prove that the weights are equal, in about half a minute.
 
@@ -267,7 +300,9 @@ def demo(
     return show(Console(), num_ranks=n, log_dir=log_dir or choose_log_dir("", "demo-"))
 
 
-def checkpoint_ls(directory: Annotated[str, tyro.conf.Positional]) -> int:
+def checkpoint_ls(
+    directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+) -> int:
     """List the checkpoints of a run.
 
     Args:
@@ -277,6 +312,9 @@ def checkpoint_ls(directory: Annotated[str, tyro.conf.Positional]) -> int:
 
     from braid.checkpoint import ls
 
+    if not Path(directory).is_dir():
+        msg = f"expected the directory of a run or of its checkpoints, found none at {directory}"
+        raise ConfigError(msg)
     inner = Path(directory) / "checkpoints"
     found = ls(inner if inner.is_dir() else directory)
     for line in found:
@@ -288,7 +326,11 @@ def checkpoint_ls(directory: Annotated[str, tyro.conf.Positional]) -> int:
 
 
 def checkpoint_verify(
-    paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH ...")] = (),
+    paths: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="PATH [PATH ...]", help_behavior_hint=TOLD),
+    ] = (),
 ) -> int:
     """Check every file of checkpoints against its sha256.
 
@@ -316,7 +358,7 @@ def checkpoint_verify(
 def report(
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     *,
-    out: str | None = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=TOLD)] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
 ) -> int:
     """Write a run's report (one HTML file) and its trace, and say the most telling facts.
