@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.diagnose import ParsedError, Stack, parse_error, parse_stack, short_site
+from braid.diagnose.tracebacks import BRAID_ROOT
 
 PLAIN = """\
 epoch 3 begins
@@ -236,6 +237,27 @@ FRAGMENTS = st.sampled_from(
 def test_any_order_of_lines_is_read_without_an_error(lines):
     error = parse_error("\n".join(lines))
     assert error is None or error.type
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("braid.errors.CheckpointError", ""), ("braid.errors.InternalError", "loading.py:3 in load")],
+)
+def test_an_error_of_braid_that_no_line_of_the_users_led_to_has_no_place(kind, where):
+    frame = f'  File "{BRAID_ROOT}/checkpoint/loading.py", line 3, in load'
+    text = f"Traceback (most recent call last):\n{frame}\n{kind}: bad"
+    assert parse_error(text) == ParsedError(
+        type=kind.rpartition(".")[2], message="bad", where=where
+    )
+
+
+def test_an_error_of_braid_is_shown_at_the_line_of_the_users_that_led_to_it():
+    frame = f'  File "{BRAID_ROOT}/checkpoint/loading.py", line 3, in load'
+    own = '  File "/home/me/train.py", line 9, in main'
+    text = f"Traceback (most recent call last):\n{own}\n{frame}\nbraid.errors.CheckpointError: bad"
+    error = parse_error(text)
+    assert error is not None
+    assert error.where == "train.py:9 in main"
 
 
 def test_short_site_drops_the_directories():

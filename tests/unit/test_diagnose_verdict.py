@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -315,6 +316,18 @@ def test_the_block_of_a_time_out_says_who_was_doing_what():
         limit_s=60.0,
     )
     assert render_block(error_block(report)) == GOLDEN_TIMEOUT
+
+
+def test_what_the_guilty_rank_was_in_stands_apart_from_a_message():
+    ends = [
+        replace(raised(0, "CheckpointError: no room left."), testimony="after step 20"),
+        killed(0, 9, testimony="in backward, at step 20"),
+    ]
+    rows = [error_block(StopReport(verdict=judge([e]), exit_code=1, elapsed_s=1)) for e in ends]
+    assert [row[1] for row in rows] == [
+        ("guilty", "rank 0 (pid 100): CheckpointError: no room left.      after step 20"),
+        ("guilty", "rank 0 (pid 100): killed by signal 9 (SIGKILL) in backward, at step 20"),
+    ]
 
 
 def test_details_and_doubt_stand_below_the_guilty_rank():

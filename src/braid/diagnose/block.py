@@ -126,11 +126,11 @@ def _guilty(verdict: Verdict) -> list[str]:
         who += f"{host} (pid {first.pid})"
     what = describe(first).removeprefix("raised ")
     where = first.error.where if first.error is not None else ""
-    if first.testimony and not where:
-        what += f" {first.testimony}"
     line = f"{who}: {what}"
     if where:
         line += f"{WHERE_GAP}{where}"
+    elif first.testimony:  # goes on with `killed by signal 9`, stands apart from a message
+        line += f"{WHERE_GAP if first.error is not None else ' '}{first.testimony}"
     lines = [line, *(first.error.details if first.error is not None else [first.last_words])]
     lines = [text for text in lines if text]
     if not verdict.certain:

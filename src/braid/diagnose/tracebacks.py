@@ -34,6 +34,7 @@ FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+)(?:,? in (?P<
 FIRST_FRAME = re.compile(r'^\s+File "[^"]*", line \d+$')
 SYNTAX_ERROR = re.compile(r"^(SyntaxError|IndentationError|TabError)(?::|$)")
 ERROR = re.compile(r"^(?P<type>[A-Za-z_][\w.<>]*)(?::(?: (?P<message>.*))?)?$")
+EXPLAINED = re.compile(r"braid\.errors\.(?!InternalError)")
 CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -58,7 +59,8 @@ class ParsedError:
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
         message: First line of its message.
-        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; may be empty.
+        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; empty for an error of braid's
+            that no line of the user's led to, as in `braid train`: its message says it all.
         details: Further lines of the message and its notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
     """
@@ -246,10 +248,12 @@ def _cpp_exception(lines: list[str]) -> ParsedError | None:
 
 
 def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> ParsedError:
+    explains_itself = EXPLAINED.match(match["type"]) is not None
+    of_users = any(frame.is_users for frame in frames)
     return ParsedError(
         type=match["type"].rpartition(".")[2] or match["type"],
         message=(match["message"] or "").strip(),
-        where=_shown_frame(frames),
+        where=_shown_frame(frames) if of_users or not explains_itself else "",
         details=_details(rest),
     )
 

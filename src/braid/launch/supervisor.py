@@ -347,9 +347,9 @@ class _Run:
         if end.ending is Ending.CAUSE and not self._announced:
             self._announced = True
             inside = self.ranks[end.rank].box.testimony()
-            self._console.notice(
-                f"rank {end.rank} (pid {end.pid}) {clause(end)}{' ' + inside if inside else ''}"
-            )
+            if inside:
+                inside = f" ({inside})" if end.error is not None else f" {inside}"
+            self._console.notice(f"rank {end.rank} (pid {end.pid}) {clause(end)}{inside}")
 
     # Instructions
 

@@ -35,7 +35,8 @@ def outcome_block(record: RunRecord) -> str:
         who = rank_list(end.rank for end in guilty)
         text = f"{who} (pid {first.pid})" if len(guilty) == 1 else who
         text += f": {first.reason.removeprefix('raised ')}"
-        text += f"      {first.where}" if first.where else f" {first.testimony}".rstrip()
+        gap = "      " if first.where or first.reason.startswith("raised ") else " "
+        text += f"{gap}{first.where or first.testimony}".rstrip()
         if not record.certain:
             text += "\nuncertain: every rank failed because of another one; this is the likeliest"
         rows.append(("guilty", text))
