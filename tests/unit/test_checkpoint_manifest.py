@@ -110,6 +110,13 @@ def test_a_huge_shape_allocates_nothing():
         decode_manifest(sealed(content))
 
 
+def test_a_tensor_larger_than_its_files_is_refused():
+    whole = {"file": "a", "key": "w", "offset": [0], "shape": [1 << 61]}
+    content = plain(tensors={"w": {"shape": [1 << 61], "dtype": "float32", "pieces": [whole]}})
+    with pytest.raises(CheckpointError, match="more elements than its files have bytes"):
+        decode_manifest(sealed(content))
+
+
 def test_state_that_json_does_not_know_is_refused():
     with pytest.raises(CheckpointError, match="as JSON knows them"):
         encode_manifest(manifest(state={"x": object()}))

@@ -15,7 +15,14 @@ import torch
 
 from braid.checkpoint.agreement import Report, exchange
 from braid.checkpoint.directory import CheckpointDirectory
-from braid.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, decode_manifest
+from braid.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Piece,
+    TensorEntry,
+    decode_manifest,
+)
 from braid.checkpoint.tensor_file import DTYPES, hash_file, read_piece
 from braid.comm import Group
 from braid.errors import CheckpointError
@@ -208,7 +215,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         CheckpointError: There is none, or it is damaged.
     """
     try:
-        data = _file_in(Path(path), MANIFEST_NAME).read_bytes()
+        with _file_in(Path(path), MANIFEST_NAME).open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)  # one too many is refused, whatever follows
     except FileNotFoundError as exc:
         msg = f"incomplete: no {MANIFEST_NAME}" if Path(path).is_dir() else "does not exist"
         raise CheckpointError(msg) from exc

@@ -29,6 +29,7 @@ from braid.errors import CheckpointError
 __all__ = [
     "FORMAT",
     "MANIFEST_NAME",
+    "MAX_MANIFEST_BYTES",
     "FileEntry",
     "Manifest",
     "Origin",
@@ -198,6 +199,8 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
             return f"has a piece outside of its shape {list(shape)}"
     if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(shape):
         return f"has pieces that do not add up to its shape {list(shape)}"
+    if math.prod(shape) > sum(files[name].nbytes for name in {p.file for p in entry.pieces}):
+        return f"of shape {list(shape)} has more elements than its files have bytes"
     # Equal volume and no overlap: the boxes tile the tensor.
     boxes = sorted((p for p in entry.pieces if math.prod(p.shape)), key=lambda p: p.offset)
     pairs = combinations(boxes, 2) if len(boxes) <= MAX_PAIRWISE else pairwise(boxes)
