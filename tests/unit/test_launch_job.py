@@ -72,7 +72,7 @@ def test_programs_must_exist_and_be_executable(script):
     check_command(JobSpec(command=("sh", "-c", "true"), kind="program"))
     with pytest.raises(ConfigError, match=r"train.py is not executable: chmod \+x it"):
         check_command(JobSpec(command=(str(script),), kind="program"))
-    with pytest.raises(ConfigError, match="no-such-program is not found"):
+    with pytest.raises(ConfigError, match="none named no-such-program"):
         check_command(JobSpec(command=("no-such-program",), kind="program"))
 
 

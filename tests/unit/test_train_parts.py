@@ -86,6 +86,8 @@ def test_a_batch_is_shared_by_ranks_or_shards():
     assert TrainConfig(batch=8, reference_shards=2).check_ranks(1) == 2
     with pytest.raises(ConfigError, match="3 ranks can share equally, found 8 samples"):
         TrainConfig(batch=8).check_ranks(3)
+    with pytest.raises(ConfigError, match="the number of ranks is 0, expected 1 or more"):
+        TrainConfig(batch=8).check_ranks(0)
     with pytest.raises(ConfigError, match="use -n 1"):
         TrainConfig(batch=8, reference_shards=2).check_ranks(2)
 

@@ -39,6 +39,16 @@ OPERATIONS = (
 )
 SIZES_BYTES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 DTYPES = ("float32",)
+KNOWN_DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+)  # Gloo's
 
 
 class CommReport(msgspec.Struct, kw_only=True):
@@ -78,12 +88,15 @@ class CommBench:
         if unknown:
             msg = f"expected operations out of {', '.join(OPERATIONS)}, found {', '.join(unknown)}"
             raise ConfigError(msg)
-        if self.ranks < 2 or self.rounds < 1 or not all(size > 0 for size in self.sizes_bytes):
-            msg = (
-                f"expected at least 2 ranks, 1 round and sizes above 0, found {self.ranks}, {self.rounds} and "
-                f"{list(self.sizes_bytes)}"
-            )
+        unknown = [name for name in self.dtypes if name not in KNOWN_DTYPES]
+        if unknown:
+            msg = f"expected dtypes out of {', '.join(KNOWN_DTYPES)}, found {', '.join(unknown)}"
             raise ConfigError(msg)
+        least = [("the number of ranks", self.ranks, 2), ("the number of rounds", self.rounds, 1)]
+        least += [("a size in bytes", size, 1) for size in self.sizes_bytes]
+        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
+        if problems:
+            raise ConfigError("; ".join(problems))
 
 
 class _Bar(QuietConsole):

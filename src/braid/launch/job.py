@@ -159,8 +159,10 @@ def check_command(job: JobSpec) -> None:
     elif job.kind == "module":
         _check_module(name, job.environ)
     elif which(name, path=job.environ.get("PATH")) is None:
-        found = "not executable: chmod +x it" if Path(name).is_file() else "not found"
-        msg = f"expected a program to run, found that {name} is {found}"
+        found = f"none named {name}: give its path, or see PATH"
+        if Path(name).is_file():
+            found = f"that {name} is not executable: chmod +x it"
+        msg = f"expected a program to run, found {found}"
         raise ConfigError(msg)
 
 

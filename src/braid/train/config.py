@@ -119,8 +119,11 @@ class TrainConfig:
         """Number of shards of a batch on this many ranks.
 
         Raises:
-            ConfigError: The batch cannot be shared, or a reference shall run on several ranks.
+            ConfigError: There are no ranks, the batch cannot be shared, or a reference shall run on several ranks.
         """
+        if num_ranks < 1:
+            msg = f"the number of ranks is {num_ranks}, expected 1 or more"
+            raise ConfigError(msg)
         if self.reference_shards and num_ranks != 1:
             msg = f"expected one rank for --reference-shards {self.reference_shards}, found {num_ranks}: use -n 1"
             raise ConfigError(msg)
