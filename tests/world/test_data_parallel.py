@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -219,3 +220,81 @@ def test_accumulate_leaves_unused_parameters_alone():
     assert model.rare.grad is None
     assert torch.equal(model.embed.grad, plain.embed.grad)
     assert len(losses) == 1
+
+
+class Optional(nn.Module):
+    """A parameter that only some forwards use, and a buffer that each forward replaces."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.sometimes = nn.Parameter(torch.ones(2, dtype=dtype))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: float, *, both: bool = True) -> torch.Tensor:
+        self.seen = self.seen + x
+        total = (self.always * x).sum() + ((self.sometimes * x).sum() if both else 0)
+        return total.abs() if total.is_complex() else total
+
+
+def _accumulates(group: Group, local_first: bool, used_by: tuple[int, ...]) -> float:
+    model = Optional()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    x = float(group.rank + 1)
+    with wrapped.no_sync() if local_first else contextlib.nullcontext():
+        wrapped(x).backward()
+    wrapped(10 * x, both=group.rank in used_by).backward()
+    return model.sometimes.grad[0].item()
+
+
+@pytest.mark.parametrize(
+    ("local_first", "used_by", "expected"),
+    [
+        (False, (), 1.5),  # (1 + 2) / 2, as it was
+        (True, (), 1.5),
+        (True, (0,), 6.5),  # (1 + 10 + 2) / 2
+        (False, (1,), 11.5),  # (1.5 + 1.5 + 20) / 2
+    ],
+)
+def test_an_accumulated_gradient_survives_a_backward_that_does_not_use_it(
+    world, local_first, used_by, expected
+):
+    assert world(2, _accumulates, local_first, used_by) == [expected] * 2
+
+
+def _replaced_buffers(group: Group) -> float:
+    model = Optional()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for _ in range(3):
+        wrapped(float(group.rank + 1))
+    return model.seen.item()
+
+
+def test_a_buffer_that_forward_replaces_is_still_that_of_rank_0(world):
+    assert world(2, _replaced_buffers) == [3.0, 4.0]
+
+
+def _complex_gradients(group: Group) -> list[complex]:
+    model = Optional(torch.complex64)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped(1.0, both=group.rank == 1).backward()
+    return [p.grad[0].item() for p in model.parameters()]
+
+
+def test_complex_parameters_may_be_unused_on_some_ranks(world):
+    assert world(2, _complex_gradients) == [[1.0, 0.5]] * 2
+
+
+def _sparse_gradients(group: Group) -> str:
+    model = nn.Embedding(5, 3, sparse=True, _weight=torch.ones(5, 3))
+    wrapped = DistributedDataParallel(model, process_group=group)
+    try:
+        wrapped(torch.tensor([group.rank])).sum().backward()
+    except ConfigError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_sparse_gradients_are_refused_by_name(world):
+    for text in world(2, _sparse_gradients):
+        assert text.startswith("expected a dense gradient of 'weight'")

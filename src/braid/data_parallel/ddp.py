@@ -75,7 +75,7 @@ class DistributedDataParallel(nn.Module):
             table.compare(process_group)
             _copy_from_first(process_group, [record.param.detach() for record in table])
             _copy_from_first(process_group, list(module.buffers()))
-        self._buffers_flat = _Buffers(process_group, list(module.buffers()))
+        self._buffers_of_first = _Buffers(process_group, module)
         self._reducer = GradientReducer(
             process_group, table, bucket_cap_bytes=max(1, int(bucket_cap_mb * (1 << 20)))
         )
@@ -85,7 +85,7 @@ class DistributedDataParallel(nn.Module):
         if torch.is_grad_enabled() and self._reducer.synchronize:
             self._reducer.begin()
         if self._broadcast_buffers and self.training:
-            self._buffers_flat.broadcast()
+            self._buffers_of_first.broadcast()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -107,17 +107,22 @@ class DistributedDataParallel(nn.Module):
 class _Buffers:
     """A module's floating and integer buffers, broadcast together: one operation per dtype."""
 
-    def __init__(self, group: Group, buffers: list[torch.Tensor]) -> None:
+    def __init__(self, group: Group, module: nn.Module) -> None:
         self._group = group
-        self._parts: list[tuple[FlatBuffer, list[torch.Tensor]]] = []
-        for dtype in sorted({b.dtype for b in buffers}, key=str):
-            members = [b for b in buffers if b.dtype == dtype]
-            flat = FlatBuffer([b.shape for b in members], dtype, group.empty)
-            self._parts.append((flat, members))
+        self._module = module
+        self._flat: dict[tuple[torch.dtype, tuple[torch.Size, ...]], FlatBuffer] = {}
 
     def broadcast(self) -> None:
         """Copy rank 0's values to all."""
-        for flat, members in self._parts:
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        # asked for anew each time: `self.mean = ...` in a forward puts another tensor in the place of the buffer
+        for buffer in self._module.buffers():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for dtype, members in by_dtype.items():
+            key = dtype, tuple(member.shape for member in members)
+            flat = self._flat.get(key)
+            if flat is None:
+                flat = self._flat[key] = FlatBuffer(key[1], dtype, self._group.empty)
             if self._group.rank == 0:
                 for view, buffer in zip(flat.views, members, strict=True):
                     view.copy_(buffer)

@@ -10,8 +10,9 @@ is waited for. When backward ends, `finish` joins what is under way.
     bucket 2                            >:=====
 
 Each bucket ends in one flag per parameter: 1 if this rank has a gradient for it. The flags are summed with the
-gradients, so at no extra message every rank knows which parameters nobody has used; their `.grad` stays as it was, as in
-one process, and nobody has to ask for that beforehand.
+gradients, so at no extra message every rank knows which parameters have no gradient anywhere; their `.grad` stays None, as
+in one process, and nobody has to ask for that beforehand. A gradient accumulated by earlier backwards takes part, whether
+or not the last one added to it.
 
 The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of ranks, and the
 division by their number happens once, at the end (`braid.data_parallel.reference`).
@@ -27,7 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group, Request, Work
-from braid.errors import CommError
+from braid.errors import CommError, ConfigError
 from braid.events import Span
 from braid.params.bucket_state import BUCKET_CAP_BYTES, BucketState, plan_buckets
 from braid.params.flat import FlatBuffer
@@ -104,7 +105,7 @@ class GradientReducer:
         for bucket, plan in enumerate(self._state.buckets):
             absent = self._state.missing(bucket)
             for place, position in enumerate(plan.members):
-                if position in absent:
+                if position in absent and not self._collect(position):
                     self._views[position].zero_()
                     missing.append((position, bucket, place))
             if bucket not in self._under_way:
@@ -113,7 +114,7 @@ class GradientReducer:
             with span:
                 work.wait()
         for position, bucket, place in missing:
-            if self._buffers[bucket].extra[place] > 0:  # some other rank has used it
+            if self._buffers[bucket].extra[place] != 0:  # some other rank has used it
                 self._records[position].param.grad = self._views[position]
         self._under_way.clear()
         self._state.reset()
@@ -129,24 +130,44 @@ class GradientReducer:
         # would ever die: part of that cycle runs through C++, where the garbage collector cannot see it.
         reference = weakref.ref(self)
 
-        def on_gradient(param: nn.Parameter) -> None:
+        def on_gradient(_param: nn.Parameter) -> None:
             reducer = reference()
             if reducer is not None and reducer.synchronize:
-                reducer._on_gradient(position, param)  # noqa: SLF001 - its continuation
+                reducer._on_gradient(position)  # noqa: SLF001 - its continuation
 
         return on_gradient
 
-    def _on_gradient(self, position: int, param: nn.Parameter) -> None:
+    def _on_gradient(self, position: int) -> None:
         if not self._state.begun:
             # runs when the engine has finished the whole backward, in the thread that called it
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001 - there is no public way
         complete = self._state.ready(position)
-        grad, view = param.grad, self._views[position]
-        if grad is not None and grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-            param.grad = view
+        self._collect(position)
         if complete is not None:
             self._start(complete, [])
+
+    def _collect(self, position: int) -> bool:
+        """Bring a gradient into its bucket; False if there is none.
+
+        A parameter that this backward has not used may hold a gradient all the same, accumulated before.
+
+        Raises:
+            ConfigError: It is sparse.
+        """
+        record, view = self._records[position], self._views[position]
+        grad = record.param.grad
+        if grad is None:
+            return False
+        if grad.layout != torch.strided:
+            msg = (
+                f"expected a dense gradient of {record.name!r}, found one of layout {grad.layout}: make it dense "
+                "(sparse=False in nn.Embedding)"
+            )
+            raise ConfigError(msg)
+        if grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            record.param.grad = view
+        return True
 
     def _start(self, bucket: int, absent: list[int]) -> None:
         buffer, plan = self._buffers[bucket], self._state.buckets[bucket]
