@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from braid.comm import Group
+from braid.comm import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
 from braid.testing.group_conformance import GROUP_CLAIMS, MISMATCHES, check_mismatch
+from braid.testing.worlds import run_threads
 
 SIZES = (1, 2, 3)
 
@@ -81,8 +83,6 @@ def _all_but_one(group: Group, gate: threading.Event) -> str:
 
 
 def test_a_deadline_names_who_has_not_come_and_what_it_did_last():
-    from braid.testing.worlds import run_threads
-
     _, text = run_threads(2, _all_but_one, threading.Event())
     assert text.startswith(
         "CommTimeout: expected all ranks in all_reduce(float32[2], sum) within 0.2 s"
@@ -108,8 +108,6 @@ def _stuck(group: Group, gate: threading.Event) -> None:
 
 
 def test_a_world_that_hangs_shows_stacks_and_events():
-    from braid.testing.worlds import run_threads
-
     gate = threading.Event()
     timer = threading.Timer(1.5, gate.set)
     timer.start()
@@ -144,8 +142,6 @@ def _draw(group: Group) -> None:
 
 
 def test_a_thread_world_may_not_use_the_default_generator():
-    from braid.testing.worlds import run_threads
-
     with pytest.raises(AssertionError, match="default generator"):
         run_threads(2, _draw)
 
@@ -217,3 +213,135 @@ def _pass_descriptors(group: Group, directory: str) -> float:
 @pytest.mark.procs
 def test_descriptors_are_handed_over_where_the_kernel_refuses(procs, tmp_path):
     assert procs(3, _pass_descriptors, str(tmp_path)) == [3.0, 3.0, 3.0]
+
+
+def _wait_for_background_first(group: Group, started: threading.Event) -> None:
+    x, y = group.empty((300_000,)).fill_(1.0), torch.ones(10)
+    request = group.persistent("all_reduce", x)
+    if group.rank == 0:
+        work = request.start()
+        started.set()
+        group.all_reduce(y, async_op=True, timeout_s=5).wait()
+        work.wait()
+    else:
+        started.wait()
+        request.start().wait()
+        group.all_reduce(y, async_op=True, timeout_s=5).wait()
+    assert torch.equal(x, torch.full_like(x, 2.0))
+
+
+def test_who_waits_for_background_work_goes_on_with_started_requests():
+    run_threads(2, _wait_for_background_first, threading.Event())
+
+
+def _impatient(group: Group, gate: threading.Event) -> str:
+    x = group.empty((8,)).fill_(1.0)
+    request = group.persistent("all_reduce", x)
+    if group.rank == 1:
+        gate.wait()
+        request.start().wait()
+        return ""
+    work = request.start()
+    try:
+        work.wait(0.05)
+    except CommTimeout as error:
+        return str(error)
+    finally:
+        gate.set()
+        work.wait()
+        assert torch.equal(x, torch.full((8,), 2.0))
+    return "nothing happened"
+
+
+def test_a_wait_with_its_own_time_leaves_the_request_under_way():
+    text, _ = run_threads(2, _impatient, threading.Event())
+    assert text == (
+        "expected all_reduce(float32[8], sum) to end within 0.05 s, found it under way: wait again"
+    )
+
+
+def _closes_early(group: Group) -> str:
+    part = group.split(0)
+    part.barrier()
+    if group.rank == 0:
+        part.close()
+        group.barrier()
+        return ""
+    try:
+        part.all_reduce(torch.ones(3))
+    except PeerLostError as error:
+        return str(error)
+    finally:
+        group.barrier()
+    return "nothing happened"
+
+
+def test_a_group_closed_by_one_member_ends_the_waits_of_the_others(world):
+    _, *others = world(3, _closes_early)
+    for text in others:
+        assert text.startswith("rank 0 has already left (it closed the group), while rank ")
+
+
+def _closes_with_a_start_under_way(group: Group) -> str:
+    part = group.split(0)
+    work = None
+    if group.rank == 0:
+        work = part.persistent("all_reduce", part.empty((9,))).start()
+    group.barrier()
+    part.close()
+    group.all_reduce(torch.ones(3))
+    return str(work.exception()) if work else ""
+
+
+def test_closing_a_group_fails_what_is_under_way_in_it(world):
+    text, _ = world(2, _closes_with_a_start_under_way)
+    assert text == (
+        "expected all_reduce(float32[9], sum) to end before its group was closed, found it under way"
+    )
+
+
+def _closes_while_read(group: Group, gate: threading.Event) -> bool:
+    part = group.split(0)
+    group.empty(
+        (900_000,)
+    )  # the rest of the extent is small: what is freed is soon given out again
+    x = torch.full((60_000,), 1.0)
+    part.all_reduce(x, algorithm="direct")
+    part.close()
+    if group.rank == 0:
+        _ = [group.empty((60_000,)).fill_(float("nan")) for _ in range(4)]
+        gate.set()
+    group.barrier()
+    return bool(torch.equal(x, torch.full_like(x, 2.0)))
+
+
+def test_closing_a_group_leaves_alone_what_a_slow_member_still_reads(monkeypatch):
+    gate = threading.Event()
+    combine = algorithms.combine
+
+    def slow_on_rank_1(*args):
+        if threading.current_thread().name == "rank-1":
+            gate.wait(10)
+        combine(*args)
+
+    monkeypatch.setattr(algorithms, "combine", slow_on_rank_1)
+    assert run_threads(2, _closes_while_read, gate) == [True, True]
+
+
+def _kept_bytes(group: Group) -> list[int]:
+    kept = []
+    for _ in range(3):
+        parts = [group.split(0) for _ in range(5)]
+        for part in parts:
+            part.all_reduce(torch.ones(20_000))
+            part.close()
+        group.barrier()
+        group.split(group.rank).close()  # gives back what the others have closed meanwhile, too
+        kept.append(group._memory.transport.arena.statistics()["used_bytes"])
+        group.barrier()
+    return kept
+
+
+def test_a_closed_group_keeps_one_page():
+    for first, *later in run_threads(2, _kept_bytes):
+        assert later == [first + 6 * 4096, first + 12 * 4096]

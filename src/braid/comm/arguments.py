@@ -12,7 +12,7 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["flatten", "result", "slice_shape"]
+__all__ = ["apart", "check_peer", "flatten", "result", "slice_shape"]
 
 
 def flatten(
@@ -56,6 +56,13 @@ def flatten(
     return flat, lambda: x.copy_(flat.view(shape))
 
 
+def apart(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Flat `x`, or a copy of it if flat `out` shares memory with it: results are stored while peers still read."""
+    start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
+    out_start, out_end = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
+    return x.clone() if start < out_end and out_start < end else x
+
+
 def result(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """The tensor for a result: the user's if it fits, else a new one.
 
@@ -71,6 +78,17 @@ def result(out: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor)
         )
         raise ConfigError(msg)
     return out
+
+
+def check_peer(peer: int, size: int, role: str) -> None:
+    """Refuse a group rank that is none.
+
+    Raises:
+        ConfigError: Out of range.
+    """
+    if not 0 <= peer < size:
+        msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer}"
+        raise ConfigError(msg)
 
 
 def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from braid.errors import StaleError
 from braid.transport import Block, MemoryTransport, Steps, Wait
 from braid.types import text_digest
 
-__all__ = ["ABANDONED", "DISAGREED", "Channel", "Disagreement", "Entry", "Port", "pieces"]
+__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "Channel", "Disagreement", "Entry", "Port", "pieces"]
 
 LINE_WORDS = 8
 PAGE_LINES = 64
@@ -43,7 +43,7 @@ MIN_SLOT_BYTES = 4096
 # directory words
 _STATE, _VALUE, _REASON = 5, 6, 7
 # low byte of the state word
-HEALTHY, DISAGREED, ABANDONED = 0, 1, 2
+HEALTHY, DISAGREED, ABANDONED, CLOSED = 0, 1, 2, 3
 
 
 class Disagreement(Exception):
@@ -85,6 +85,7 @@ class Port:
         ranks: Global ranks of the members.
         group_rank: This rank's index among them.
         pages: Place of each member's page 0, own included, as its arena's words.
+        retired: Closed ports of this rank whose memory a member may still read; shared by its groups.
     """
 
     channel_type: type[
@@ -92,9 +93,16 @@ class Port:
     ]  # set below the class that it names; the explorer records with its own
 
     def __init__(
-        self, transport: MemoryTransport, ranks: tuple[int, ...], group_rank: int, pages: list[int]
+        self,
+        transport: MemoryTransport,
+        ranks: tuple[int, ...],
+        group_rank: int,
+        pages: list[int],
+        *,
+        retired: list[Port] | None = None,
     ) -> None:
         self.transport = transport
+        self.retired = [] if retired is None else retired
         self.ranks = ranks
         self.rank = group_rank
         self.size = len(ranks)
@@ -173,7 +181,9 @@ class Port:
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
         """Tell the members that this rank takes no further part, and wake them. The first word stands."""
         words = self._directories[self.rank]
-        if words[_STATE]:
+        if (
+            words[_STATE] or self.transport.forked
+        ):  # a forked child has no say in its parent's group
             return
         self.stopped = reason
         words[_VALUE] = value
@@ -187,6 +197,27 @@ class Port:
         return self.transport.names_of(self.ranks[member]).lookup(digest)
 
     def close(self) -> None:
+        """Tell the members; free staging slots and own pages as soon as none of them can be reading there.
+
+        Page 0 stays: it is where members look whether this one has closed the group.
+        """
+        self.stop(CLOSED)
+        self.retired.append(self)
+        for port in tuple(self.retired):
+            if port.unread():
+                self.retired.remove(port)
+                port.reclaim()
+
+    def unread(self) -> bool:
+        """Whether every other member has stopped, closed the group or been lost."""
+        lost = self.transport.health.lost
+        return all(
+            rank in lost or self.state(member).code
+            for member, rank in enumerate(self.ranks)
+            if member != self.rank
+        )
+
+    def reclaim(self) -> None:
         """Free staging slots and own pages."""
         for channel in (*self._channels.values(), *self._incoming.values()):
             channel.close()

@@ -130,16 +130,13 @@ class MemoryEngine:
         self.statistics = Statistics()
         self._events = events
         self._owns_progress = owns_progress
-        self._epoch = 0 if port.size == transport.world_size else transport.health.epoch
         self._collectives = port.channel(0)
 
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread, behind what is queued on the same channel."""
         operation = self._operation(call, None)
         if self.progress.busy(operation.channel):
-            work = Work(operation)
-            self.progress.submit(operation)
-            work.wait()
+            self.progress.join(self.progress.submit(operation), operation)
         else:
             self._timed(self.progress.run, operation)
         self._count(call, operation)
@@ -147,10 +144,9 @@ class MemoryEngine:
     def start(self, call: Call) -> Work:
         """Hand `call` to the progress thread."""
         operation = self._operation(call, None)
-        work = Work(operation)
-        self.progress.submit(operation)
+        ended = self.progress.submit(operation)
         self._count(call, operation)
-        return work
+        return Work(operation, partial(self.progress.join, ended), background=True)
 
     def begin(self, call: Call, number: int, scale: float | None) -> Work:
         """Publish this rank's part of a persistent request and take the steps that are possible now."""
@@ -158,7 +154,7 @@ class MemoryEngine:
         operation = self._operation(call, channel, scale)
         operation.on_done = lambda: self._count(call, operation)
         self._timed(self.progress.start, operation)
-        return Work(operation, partial(self._timed, self.progress.run))
+        return Work(operation, partial(self._timed, self.progress.run), background=False)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor in the arena: collectives on it need no copies."""
@@ -172,7 +168,11 @@ class MemoryEngine:
         """Free the group's lines and slots."""
         if self._owns_progress:
             self.progress.close()
-        self.port.close()
+        self.progress.abandon(self.port)
+        if (
+            not self._owns_progress
+        ):  # the group of all ranks ends with the transport, which says that this one left
+            self.port.close()
 
     def _operation(
         self, call: Call, channel: Channel | None, scale: float | None = None
@@ -191,7 +191,7 @@ class MemoryEngine:
             nbytes=call.nbytes,
             site=call.site,
             timeout_s=call.timeout_s,
-            epoch=self._epoch,
+            epoch=0,  # a member may have been lost while the group was made: that is news, too
         )
 
     def _channel(self, call: Call) -> Channel:
@@ -222,11 +222,13 @@ class MemoryEngine:
         acks = port.channel(port.acknowledging_index(call.peer))
         return move.recv(channel, acks, tensors[0], call.peer)
 
-    def _timed(self, act: Callable[[Operation], None], operation: Operation) -> None:
+    def _timed(
+        self, act: Callable[..., None], operation: Operation, *timeout_s: float | None
+    ) -> None:
         now_ns = self.transport.clock.now_ns
         start_ns = now_ns()
         try:
-            act(operation)
+            act(operation, *timeout_s)
         finally:
             self.statistics.spent_ns += now_ns() - start_ns
 

@@ -11,12 +11,12 @@ not come when the deadline passes (300 s, the first call 600 s); the tensors inv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 
 from braid.comm.all_reduce import ALGORITHMS
-from braid.comm.arguments import flatten, result, slice_shape
+from braid.comm.arguments import apart, check_peer, flatten, result, slice_shape
 from braid.comm.channel import Port
 from braid.comm.engine import Call, Engine, MemoryEngine
 from braid.comm.progress import Progress
@@ -31,11 +31,6 @@ __all__ = ["Group"]
 
 DEADLINE_S = 300.0
 FIRST_DEADLINE_S = 600.0
-
-
-class _Described(NamedTuple):
-    text: str
-    digest: int
 
 
 class Group:
@@ -65,7 +60,7 @@ class Group:
         self.epoch = epoch
         self._engine: Engine = engine
         self._memory = engine
-        self._described: dict[tuple[object, ...], _Described] = {}
+        self._described: dict[tuple[object, ...], tuple[str, int]] = {}
         self._sites: set[int] = set()
         self._deadline_s = FIRST_DEADLINE_S
         self._num_requests = 0
@@ -83,6 +78,10 @@ class Group:
         pages = [int(value) for value in store.multi_get(keys)]
         ranks = tuple(range(context.world_size))
         port = Port(transport, ranks, context.rank, pages)
+        store.set(
+            f"group/mapped/{context.rank}", b""
+        )  # a rank that is quick to leave must not be gone before
+        store.wait([f"group/mapped/{rank}" for rank in ranks], FIRST_DEADLINE_S)
         engine = MemoryEngine(
             transport, port, Progress(transport), context.events, owns_progress=True
         )
@@ -179,7 +178,7 @@ class Group:
 
         Cost: ceil(l / chunk) a + l b.
         """
-        self._check_peer(root, "root")
+        check_peer(root, self.size, "root")
         flat, after = self._flat(x)
         key = ("broadcast", x.shape, x.dtype, "sum", root, None)
         call = self._call(key, x, (flat,), peer=root, after=after, timeout_s=timeout_s)
@@ -203,6 +202,8 @@ class Group:
         shape = (self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,)
         out = result(out, shape, x)
         rows, after = self._flat(out)
+        if flat.data_ptr() != rows.data_ptr() + self.rank * flat.numel() * flat.element_size():
+            flat = apart(flat, rows)  # exactly the own row is where it belongs already
         key = ("all_gather", x.shape, x.dtype, "sum", -1, None)
         tensors = (rows.view(self.size, -1) if rows.numel() else rows.view(self.size, 0), flat)
         call = self._call(key, out, tensors, after=after, timeout_s=timeout_s)
@@ -224,10 +225,11 @@ class Group:
 
         Cost: a + 2 l b, with l the bytes of `x`.
         """
-        shape = slice_shape(x, self.size, "reduce_scatter")
         flat, _ = self._flat(x)
+        shape = slice_shape(x, self.size, "reduce_scatter")
         out = result(out, shape, x)
         part, after = self._flat(out)
+        flat = apart(flat, part)
         key = ("reduce_scatter", x.shape, x.dtype, op, -1, None)
         tensors = (part, flat.view(self.size, part.numel()))
         call = self._call(key, x, tensors, op=op, after=after, timeout_s=timeout_s)
@@ -248,10 +250,11 @@ class Group:
 
         Cost: a + 2 l b.
         """
-        slice_shape(x, self.size, "all_to_all")
         flat, _ = self._flat(x)
+        slice_shape(x, self.size, "all_to_all")
         out = result(out, tuple(x.shape), x)
         rows, after = self._flat(out)
+        flat = apart(flat, rows)
         key = ("all_to_all", x.shape, x.dtype, "sum", -1, None)
         width = x.numel() // self.size
         tensors = (rows.view(self.size, width), flat.view(self.size, width))
@@ -336,10 +339,10 @@ class Group:
         if kind != "all_reduce":
             msg = f"expected kind 'all_reduce' for a persistent request, found {kind!r}"
             raise ConfigError(msg)
-        if not x.is_contiguous():
+        flat, after = self._flat(x)
+        if after is not None:
             msg = f"expected a contiguous tensor to register, found strides {x.stride()}: pass x.contiguous()"
             raise ConfigError(msg)
-        flat, _ = self._flat(x)
         number = self._num_requests
         self._num_requests += 1
         key = ("all_reduce", x.shape, x.dtype, op, -1, None)
@@ -368,7 +371,7 @@ class Group:
             raise ConfigError(msg)
         transport = self._memory.transport
         page = Port.first_page(transport)
-        mine = torch.tensor([[-1 if color is None else color, key, page.word]])
+        mine = torch.tensor([[-1 if color is None else color, key, page.word]], device="cpu")
         answers = self.all_gather(mine).tolist()
         if color is None:
             transport.arena.free(page)
@@ -376,7 +379,9 @@ class Group:
         members = sorted((k, r) for r, (c, k, _) in enumerate(answers) if c == color)
         order = [r for _, r in members]
         ranks = tuple(self.ranks[r] for r in order)
-        port = Port(transport, ranks, order.index(self.rank), [answers[r][2] for r in order])
+        pages = [answers[r][2] for r in order]
+        retired = self._memory.port.retired
+        port = Port(transport, ranks, order.index(self.rank), pages, retired=retired)
         engine = MemoryEngine(transport, port, self._memory.progress, self.context.events)
         return Group(self.context, engine, ranks, epoch=self.epoch)
 
@@ -387,7 +392,10 @@ class Group:
             self._engine.stop(reason)
 
     def close(self) -> None:
-        """Give the group's memory back; not a collective. Members that still need this rank notice."""
+        """Give the group's memory back, but for 4 KiB; not a collective.
+
+        Members that still need this rank raise PeerLostError; what is under way here fails with StaleError.
+        """
         if not self._given_back:
             self._given_back = True
             self._closed = self._closed or "has been closed"
@@ -421,11 +429,11 @@ class Group:
         after: Callable[[], object] | None = None,
         timeout_s: float | None = None,
     ) -> Call:
-        described = self._described.get(key) or self._describe(key, op)
+        text, digest = self._described.get(key) or self._describe(key, op)
         return Call(
             str(key[0]),
-            described.text,
-            described.digest,
+            text,
+            digest,
             tensors,
             op,
             peer,
@@ -443,7 +451,7 @@ class Group:
             self._memory.transport.names.add(self.context.events.ring.name(site))
         return site
 
-    def _describe(self, key: tuple[object, ...], op: str) -> _Described:
+    def _describe(self, key: tuple[object, ...], op: str) -> tuple[str, int]:
         kind, shape, dtype, _, peer, algorithm = key
         if algorithm is not None and algorithm not in ALGORITHMS:
             msg = f"expected an algorithm out of {', '.join(ALGORITHMS)}, found {algorithm!r}"
@@ -457,8 +465,7 @@ class Group:
         if kind in {"send", "recv"}:
             text = f"message({spec})"  # both ends must describe it in the same words
         self._memory.transport.names.add(text)
-        described = self._described[key] = _Described(text, text_digest(text))
-        return described
+        return self._described.setdefault(key, (text, text_digest(text)))
 
     def _carry_out(
         self, call: Call, returned: torch.Tensor | None, *, background: bool
@@ -473,7 +480,7 @@ class Group:
     def _pair(
         self, kind: str, x: torch.Tensor, peer: int, *, background: bool, timeout_s: float | None
     ) -> torch.Tensor | Work:
-        self._check_peer(peer, "destination" if kind == "send" else "source")
+        check_peer(peer, self.size, "destination" if kind == "send" else "source")
         if peer == self.rank:
             msg = f"expected another member than oneself to {kind} with, found {peer} on rank {self.context.rank}"
             raise ConfigError(msg)
@@ -485,11 +492,6 @@ class Group:
 
     def _flat(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
         return flatten(x, self._engine.device_types)
-
-    def _check_peer(self, peer: int, role: str) -> None:
-        if not 0 <= peer < self.size:
-            msg = f"expected a {role} out of 0..{self.size - 1} (group ranks), found {peer} on rank {self.context.rank}"
-            raise ConfigError(msg)
 
     def _check_open(self) -> None:
         if self._closed or self._memory.transport.forked:

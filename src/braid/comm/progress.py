@@ -2,10 +2,10 @@
 
 Started requests need this rank's steps even while it waits for something else: if rank 0 waited for bucket A and rank 1 for
 bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule). So a thread
-that waits in `run` takes the steps of every started request as they become possible.
+that waits, in `run` or in `join`, takes the steps of every started request as they become possible.
 
-`submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were submitted; those of different channels advance
-independently, so a late one blocks nobody else. The thread exists only while something is under way; while it runs, the
+`submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were
+submitted; those of different channels advance independently, so a late one blocks nobody else. The thread exists only while something is under way; while it runs, the
 interpreter's switch interval is lowered (5 ms by default, which a 1 MiB all-reduce would pay several times) and put back
 afterwards.
 """
@@ -18,9 +18,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from braid.comm.channel import Channel
+from braid.comm.channel import Channel, Port
 from braid.comm.work import Operation
-from braid.errors import StaleError
+from braid.errors import CommTimeout, StaleError
 from braid.transport import MemoryTransport
 
 __all__ = ["Progress"]
@@ -62,19 +62,27 @@ class Progress:
                         self._started.remove(operation)
         return moved
 
-    def run(self, operation: Operation) -> None:
+    def run(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Take all steps of `operation` in this thread, and those of started ones in between.
 
+        Args:
+            operation: Started or new.
+            timeout_s: Seconds for this wait, within the operation's own deadline.
+
         Raises:
+            CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
         until = self._transport.waiter.until
+        late = self._late(timeout_s)
         while not operation.advance():
             if self._started and self.advance_started():
                 continue
             start_ns = self._transport.clock.now_ns()
+            if late is not None and late():
+                raise CommTimeout(_impatient(operation, timeout_s))
             try:
-                waited_ns = until(self._anything_ready(operation), operation.check)
+                waited_ns = until(self._anything_ready(operation, late), operation.check)
             except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
                 operation.note_wait(self._transport.clock.now_ns() - start_ns)
                 operation.fail(exc)
@@ -87,8 +95,39 @@ class Progress:
         """Whether operations of `channel` are queued here, so that the next one must be, too."""
         return channel in self._queues
 
-    def submit(self, operation: Operation) -> None:
-        """Take over an operation."""
+    def join(
+        self, ended: threading.Event, operation: Operation, timeout_s: float | None = None
+    ) -> None:
+        """Wait for what the progress thread carries out, and take the steps of started requests meanwhile.
+
+        Args:
+            ended: What `submit` returned.
+            operation: What was submitted.
+            timeout_s: Seconds for this wait.
+
+        Raises:
+            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommError: What stopped it.
+        """
+        late = self._late(timeout_s)
+        while self._started and not operation.done and not (late is not None and late()):
+            if not self.advance_started():
+                ready = self._anything_ready(operation, late, is_ready=ended.is_set)
+                self._transport.waiter.until(ready, lambda: None)
+        if not ended.wait(0 if late is not None and late() else timeout_s):
+            raise CommTimeout(_impatient(operation, timeout_s))
+        if operation.error is not None:
+            raise operation.error
+
+    def submit(self, operation: Operation) -> threading.Event:
+        """Take over an operation; the event is set when it has ended."""
+        ended = threading.Event()
+
+        def end() -> None:
+            ended.set()
+            self._transport.bells.ring_own()
+
+        operation.on_done = end
         with self._lock:
             self._queues.setdefault(operation.channel, deque()).append(operation)
             self._fresh = True
@@ -98,6 +137,17 @@ class Progress:
                 )
                 self._thread.start()
         self._transport.bells.ring_own()
+        return ended
+
+    def abandon(self, port: Port) -> None:
+        """Fail what is under way in a group that is being closed."""
+        with self._lock:
+            queued = [o for queue in self._queues.values() for o in queue]
+        for operation in (*self._started, *queued):
+            if operation.port is port and not operation.done:
+                msg = f"expected {operation.text} to end before its group was closed, found it under way"
+                operation.fail(StaleError(msg))
+        self._started = [o for o in self._started if o.port is not port]
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Join the thread.
@@ -121,11 +171,24 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _anything_ready(self, operation: Operation) -> Callable[[], bool]:
-        others = [o for o in self._started if o is not operation]
-        if not others:
-            return operation.ready
-        return lambda: operation.ready() or any(o.ready() for o in others)
+    def _late(self, timeout_s: float | None) -> Callable[[], bool] | None:
+        if timeout_s is None:
+            return None
+        now_ns = self._transport.clock.now_ns
+        end_ns = now_ns() + round(timeout_s * 1e9)
+        return lambda: now_ns() >= end_ns
+
+    def _anything_ready(
+        self,
+        operation: Operation,
+        late: Callable[[], bool] | None,
+        is_ready: Callable[[], bool] | None = None,
+    ) -> Callable[[], bool]:
+        """`operation` can move (or `is_ready`), or a started one can, or it is late."""
+        looks = [is_ready or operation.ready]
+        looks += [o.ready for o in self._started if o is not operation]
+        looks += [late] if late is not None else []
+        return looks[0] if len(looks) == 1 else lambda: any(look() for look in looks)
 
     def _run(self) -> None:
         interval = sys.getswitchinterval()
@@ -177,3 +240,9 @@ class Progress:
             queue.popleft()
             if not queue:
                 del self._queues[operation.channel]
+
+
+def _impatient(operation: Operation, timeout_s: float | None) -> str:
+    return (
+        f"expected {operation.text} to end within {timeout_s:g} s, found it under way: wait again"
+    )

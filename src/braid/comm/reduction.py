@@ -41,6 +41,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
             f"expected a dtype for which {op!r} is defined, found {dtype}: convert the tensor first"
         )
         raise ConfigError(msg)
+    one = torch.ones(1, device="cpu").to(dtype)
+    try:
+        combine([one, one], one.clone(), op, None)
+    except RuntimeError as exc:
+        msg = f"expected a dtype for which torch can compute {op!r}, found {dtype} ({exc}): convert the tensor first"
+        raise ConfigError(msg) from exc
 
 
 def combine(

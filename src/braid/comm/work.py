@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from braid.comm.channel import ABANDONED, DISAGREED, Channel, Disagreement, Port
+from braid.comm.channel import ABANDONED, CLOSED, DISAGREED, Channel, Disagreement, Port
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.events import Recorder, Span
@@ -129,12 +129,12 @@ class Operation:
 
     def ready(self) -> bool:
         """Whether what it waits for has come."""
-        return self._wait is None or self.port.reached(self._wait)
+        return self.done or self._wait is None or self.port.reached(self._wait)
 
     def check(self) -> None:
         """Raise if there is no point in waiting on."""
         wait = self._wait
-        if wait is None:
+        if wait is None or self.done:
             return
         port = self.port
         if port.stopped:
@@ -148,6 +148,11 @@ class Operation:
                 reason = port.text_of(member, state.reason)
                 msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
                 raise CommError(msg)
+            # its state first: what it published before it closed the group still counts
+            if state.code == CLOSED and member == wait.peer and not port.reached(wait):
+                rank = port.ranks[member]
+                msg = f"rank {rank} has already left (it closed the group)"
+                raise PeerLostError(msg, rank=rank)
         # after what the members say themselves: one that abandoned the group may have left since
         port.transport.health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
         if port.transport.clock.now_ns() > self._deadline_ns:
@@ -237,17 +242,20 @@ class Work:
 
     Args:
         operation: What has been started.
-        run: How `wait` takes its steps; None when the progress thread does.
+        join: How to wait for it, (operation, seconds or None).
+        background: Whether the progress thread takes its steps.
     """
 
     def __init__(
-        self, operation: Operation, run: Callable[[Operation], None] | None = None
+        self,
+        operation: Operation,
+        join: Callable[[Operation, float | None], None],
+        *,
+        background: bool,
     ) -> None:
         self._operation = operation
-        self._run = run
-        self._ended = threading.Event()
-        if run is None:
-            operation.on_done = self._ended.set
+        self._join = join
+        self._background = background
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the tensors hold the result.
@@ -259,20 +267,11 @@ class Work:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: The operation failed.
         """
-        if self._run is not None:
-            self._run(self._operation)
-            return
-        if not self._ended.wait(timeout_s):
-            msg = f"expected {self._operation.text} to end within {timeout_s:g} s, found it under way: wait again"
-            raise CommTimeout(msg)
-        if self._operation.error is not None:
-            raise self._operation.error
+        self._join(self._operation, timeout_s)
 
     def done(self) -> bool:
         """Whether it has ended, well or badly; takes the steps that are possible now."""
-        if self._run is not None:
-            return self._operation.advance()
-        return self._ended.is_set()
+        return self._operation.done if self._background else self._operation.advance()
 
     def exception(self) -> BaseException | None:
         """What stopped it; None while it is under way or when it succeeded."""

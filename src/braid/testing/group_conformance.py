@@ -142,6 +142,26 @@ def slices_go_where_they_belong(group: Group) -> None:
             same(group.all_to_all(x), torch.cat([i[own] for i in inputs]))
 
 
+def results_may_overlap_inputs(group: Group) -> None:
+    """`out` may be `x` or a part of it, staged and registered."""
+    n, me = group.size, group.rank
+    for numel in (7, 100_003):
+        inputs = [of_rank(r, n * numel, torch.float32) for r in range(n)]
+        own = slice(me * numel, (me + 1) * numel)
+        exchanged = torch.cat([i[own] for i in inputs])
+        gathered = torch.cat([i[:numel] for i in inputs])
+        for allocate in (torch.empty, group.empty):
+            for part in (own, slice(numel)):
+                x = allocate((n * numel,)).copy_(inputs[me])
+                expected = reduced([i[own] for i in inputs], "sum")
+                same(group.reduce_scatter(x, out=x[part]), expected)
+                x = allocate((n * numel,))
+                x[part].copy_(inputs[me][:numel])
+                same(group.all_gather(x[part], out=x), gathered)
+            x = allocate((n * numel,)).copy_(inputs[me])
+            same(group.all_to_all(x, out=x), exchanged)
+
+
 def odd_tensors_are_ordinary(group: Group) -> None:
     """Zero-dim, two-dim, transposed, strided, requires-grad and conjugated tensors."""
     n = group.size
@@ -257,11 +277,11 @@ def groups_divide(group: Group) -> None:
 
 
 def many_groups_cost_little(group: Group) -> None:
-    """Groups that have been closed give their memory back."""
+    """Groups may be made and closed often, staging included."""
     parts = [group.split(0) for _ in range(20)]
     for part in parts:
         assert part is not None
-        part.all_reduce(torch.ones(100))
+        part.all_reduce(torch.ones(20_000))
         part.close()
     group.barrier()
 
@@ -278,6 +298,10 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(torch.ones(2, device="meta")), "meta"),
         (lambda: group.all_reduce(torch.ones(2).to_sparse()), "sparse"),
         (lambda: group.all_reduce(torch.ones(2, dtype=torch.bool)), "bool"),
+        (lambda: group.all_reduce(torch.ones(2).to(torch.uint16), "avg"), "uint16"),
+        (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[arg-type]
+        (lambda: group.all_to_all([1.0]), "list"),  # type: ignore[arg-type]
+        (lambda: group.persistent("all_reduce", [1.0]), "list"),  # type: ignore[arg-type]
         (lambda: group.broadcast(x, group.size), str(group.size)),
         (lambda: group.reduce_scatter(odd), "multiple"),
         (lambda: group.all_gather(x, out=torch.ones(1, 1)), "[1, 1]"),
@@ -352,6 +376,7 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     half_registered_is_fine,
     broadcast_copies_from_any_root,
     slices_go_where_they_belong,
+    results_may_overlap_inputs,
     odd_tensors_are_ordinary,
     requests_start_in_any_order,
     a_started_request_is_busy,
