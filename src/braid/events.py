@@ -24,6 +24,7 @@ import mmap
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class Event(NamedTuple):
 
 
 class NameTable:
-    """Append-only digest -> text table in a piece of (shared) memory; one writer, any readers.
+    """Append-only digest -> text table in a piece of (shared) memory; one writing process, any readers.
 
     Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text.
     A full table keeps what it has and returns digests that readers print as hexadecimal.
@@ -96,12 +97,17 @@ class NameTable:
         self._known: dict[str, int] = {}
         self._texts: dict[int, str] = {}
         self._read_to = 0
+        self._adding = threading.Lock()
 
     def add(self, text: str) -> int:
-        """Store `text` unless it is there, and return its digest."""
+        """Store `text` unless it is there, and return its digest. Any thread may."""
         digest = self._known.get(text)
-        if digest is not None:
-            return digest
+        if digest is None:
+            with self._adding:
+                digest = self._known.get(text) or self._append(text)
+        return digest
+
+    def _append(self, text: str) -> int:
         digest = text_digest(text)
         raw = text.encode(errors="replace")[:MAX_NAME_BYTES]
         start = 8 + self._used[0]

@@ -17,7 +17,7 @@ from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError, PeerLostError
 from braid.testing.faults import Fault, FaultScript
 from braid.transport import Fabric, Health, Loss
-from braid.transport.memory import RootAddress
+from braid.transport.memory import RootAddress, open_through_proc
 
 SIZES = st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), max_size=40)
 
@@ -195,3 +195,23 @@ def test_memory_that_is_not_to_be_had_is_a_clear_error(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CommError, match="expected 4096 bytes of shared memory"):
         MemoryFile.create(4096, "braid-test-full")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_refused_descriptor_of_a_dead_process_is_a_loss_not_a_refusal(monkeypatch, alive):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        address = RootAddress(child.pid, 0, 0, ())
+        if not alive:
+            child.kill()
+            os.waitid(
+                os.P_PID, child.pid, os.WEXITED | os.WNOWAIT
+            )  # a zombie, as until the launcher looks
+
+        def refuse(*_args):
+            raise PermissionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refuse)
+            with pytest.raises(PermissionError if alive else PeerLostError):
+                open_through_proc({1: address})(1, 0, os.O_RDONLY)
+        child.kill()

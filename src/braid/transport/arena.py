@@ -100,8 +100,8 @@ class Arena:
         self._lock = threading.Lock()
         self._dead: deque[Block] = deque()  # filled by finalizers, which must not take the lock
         self._extents: list[_Extent] = []
-        self._bases: list[int] = []
-        self._by_base: list[_Extent] = []
+        # (bases, extents) in order of base; replaced as one, since `locate` reads it without the lock
+        self._by_base: tuple[list[int], list[_Extent]] = ([], [])
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
@@ -144,10 +144,11 @@ class Arena:
     def locate(self, x: torch.Tensor) -> int:
         """Word of the place where a contiguous tensor begins, or 0 if it is not in this arena."""
         address = x.data_ptr()
-        index = bisect.bisect(self._bases, address) - 1
+        bases, extents = self._by_base
+        index = bisect.bisect(bases, address) - 1
         if index < 0:
             return 0
-        extent = self._by_base[index]
+        extent = extents[index]
         offset = address - extent.base
         if offset >= extent.file.nbytes or offset % LINE_BYTES:
             return 0
@@ -228,9 +229,8 @@ class Arena:
         file = MemoryFile.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, f"braid-arena-{self.rank}")
         extent = _Extent(number, file)
         self._extents.append(extent)
-        index = bisect.bisect(self._bases, extent.base)
-        self._bases.insert(index, extent.base)
-        self._by_base.insert(index, extent)
+        in_order = sorted(self._extents, key=lambda e: e.base)
+        self._by_base = ([e.base for e in in_order], in_order)
         self._root.publish(number, Extent(file.fd, file.nbytes))
         return extent
 

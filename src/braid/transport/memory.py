@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from braid.errors import CommError, ConfigError, PeerLostError
@@ -320,8 +321,18 @@ def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, 
         pid = addresses[rank].pid
         try:
             return os.open(f"/proc/{pid}/fd/{number}", flags)
-        except (FileNotFoundError, ProcessLookupError) as exc:
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as exc:
+            if isinstance(exc, PermissionError) and _has_memory(pid):
+                raise
             msg = f"rank {rank} (pid {pid}) is gone: its memory can no longer be opened"
             raise PeerLostError(msg, rank=rank) from exc
 
     return open_fd
+
+
+def _has_memory(pid: int) -> bool:
+    """Whether a process runs: from its first step into death on, the kernel shows its descriptors to root only."""
+    try:
+        return not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
+    except OSError:
+        return False
