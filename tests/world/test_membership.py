@@ -40,6 +40,12 @@ with group.context.events.span("step", seq=5):
         raise KeyError("no such column")
     if mode == "fork" and os.fork() == 0:
         os._exit(0)
+    if mode == "fork-raise":
+        if (child := os.fork()) == 0:
+            sys.stderr = open(os.devnull, "w")
+            raise KeyError("only in the child")
+        os.waitpid(child, 0)
+        group.context.store.set("still", b"there")
     group.barrier()
 print("sum", total.item(), "of", group.size)
 """
@@ -65,6 +71,11 @@ def test_ranks_find_each_other(job, mode, ranks):
     outcome, logs = _run(job, mode, ranks)
     total = float(sum(range(1, ranks + 1)))
     assert (outcome.exit_code, logs) == (0, [f"sum {total} of {ranks}\n"] * ranks)
+
+
+def test_an_exception_in_a_forked_child_is_not_that_of_the_rank(job):
+    outcome, logs = _run(job, "fork-raise")
+    assert (outcome.exit_code, logs) == (0, ["sum 3.0 of 2\n"] * 2)
 
 
 def test_an_exception_is_blamed_on_its_rank_and_line(job):

@@ -39,7 +39,7 @@ from braid.rendezvous.environment import JobEnvironment
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
 from braid.store.torch_store import TorchStore
 from braid.transport import Health, Loss, MemoryTransport, RankContext, connect
-from braid.wire import Identity, Secret
+from braid.wire import Connection, Identity, Secret
 from braid.wire import connect as dial
 
 __all__ = ["Membership", "join"]
@@ -51,6 +51,7 @@ class _Parts(NamedTuple):
     store: Store
     recorder: Recorder
     control: ControlClient | None
+    sockets: tuple[Connection | ControlClient, ...]
     closers: contextlib.ExitStack
 
 
@@ -99,6 +100,7 @@ class Membership:
         self._launcher = _Launcher(parts.control) if parts.control else None
         if self._launcher is not None:
             context.health.hear(self._launcher)
+        self._sockets = parts.sockets
         self._closers = parts.closers
         self.failed = False
         self._closed = False
@@ -133,10 +135,8 @@ class Membership:
 
     def fds(self) -> list[int]:
         """Descriptors that a forked child must not keep."""
-        fds = self.transport.fds()
-        if self.control is not None and self.control.fileno() >= 0:
-            fds.append(self.control.fileno())
-        return fds
+        sockets = [socket.fileno() for socket in self._sockets]
+        return self.transport.fds() + [fd for fd in sockets if fd >= 0]
 
     def __enter__(self) -> Membership:
         return self
@@ -153,7 +153,7 @@ class Membership:
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         self.failed = True
-        if self.control is not None:
+        if self.control is not None and not self.transport.forked:
             text = "".join(traceback.format_exception(kind, value, trace))
             parsed = parse_error(text)
             where = parsed.where if parsed else ""
@@ -201,20 +201,18 @@ def join(
 def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
     with contextlib.ExitStack() as stack:
         if environment.launched_by == "braid":
-            store, recorder, control = _from_launcher(environment, timeout_s, stack)
-        else:
-            control, recorder = None, Recorder()
-            store = (
-                _torch_store(environment, timeout_s)
-                if environment.launched_by == "torchrun" and environment.world_size > 1
-                else HashStore()
-            )
-        return _Parts(store, recorder, control, stack.pop_all())
+            return _from_launcher(environment, timeout_s, stack)
+        store = (
+            _torch_store(environment, timeout_s)
+            if environment.launched_by == "torchrun" and environment.world_size > 1
+            else HashStore()
+        )
+        return _Parts(store, Recorder(), None, (), stack.pop_all())
 
 
 def _from_launcher(
     environment: JobEnvironment, timeout_s: float, stack: contextlib.ExitStack
-) -> tuple[Store, Recorder, ControlClient]:
+) -> _Parts:
     fds = (environment.secret_fd, environment.events_fd, environment.stacks_fd)
     secret_fd, events_fd, stacks_fd = (-1 if fd is None else fd for fd in fds)
     secret = Secret.from_fd(os.dup(secret_fd))  # the launcher's own stays, for a later `join`
@@ -230,7 +228,8 @@ def _from_launcher(
     ring.pid = os.getpid()
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     stack.callback(faulthandler.unregister, signal.SIGUSR1)
-    return StoreClient(connection), Recorder(ring), control
+    sockets = (connection, control)
+    return _Parts(StoreClient(connection), Recorder(ring), control, sockets, stack.pop_all())
 
 
 def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
