@@ -19,12 +19,12 @@ referred to by a 63-bit digest; `NameTable` is also used by the collectives to t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -88,31 +88,36 @@ class NameTable:
     """Append-only digest -> text table in a piece of (shared) memory; one writing process, any readers.
 
     Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text.
-    A full table keeps what it has and returns digests that readers print as hexadecimal.
+    A full table keeps what it has and returns digests that readers print as hexadecimal. Its last eighth is kept for
+    last words: why a rank stopped must be readable after any number of shapes.
     """
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(
+        self,
+        memory: memoryview,
+        lock: contextlib.AbstractContextManager[object] | None = None,
+    ) -> None:
         self._memory = memory.cast("B")
         self._used = memory.cast("B")[:8].cast("Q")
         self._known: dict[str, int] = {}
         self._texts: dict[int, str] = {}
         self._read_to = 0
-        self._adding = threading.Lock()
+        self._adding = lock or contextlib.nullcontext()
 
-    def add(self, text: str) -> int:
-        """Store `text` unless it is there, and return its digest. Any thread may."""
+    def add(self, text: str, *, last_words: bool = False) -> int:
+        """Store `text` unless it is there, and return its digest. With a lock, any thread may."""
         digest = self._known.get(text)
         if digest is None:
             with self._adding:
-                digest = self._known.get(text) or self._append(text)
+                digest = self._known.get(text) or self._append(text, last_words=last_words)
         return digest
 
-    def _append(self, text: str) -> int:
+    def _append(self, text: str, *, last_words: bool) -> int:
         digest = text_digest(text)
         raw = text.encode(errors="replace")[:MAX_NAME_BYTES]
         start = 8 + self._used[0]
         end = start + NAME_HEAD.size + len(raw)
-        if end <= len(self._memory):
+        if end <= len(self._memory) * (8 if last_words else 7) // 8:
             NAME_HEAD.pack_into(self._memory, start, digest, len(raw))
             self._memory[start + NAME_HEAD.size : end] = raw
             self._used[0] = end - 8  # published last: a reader never sees half an entry

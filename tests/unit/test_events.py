@@ -112,3 +112,14 @@ def test_the_header_says_who_wrote_it_and_when_its_clock_began():
 def test_memory_without_a_ring_is_refused(memory):
     with pytest.raises(ConfigError, match="event ring"):
         EventRing(memory)
+
+
+def test_a_table_full_of_shapes_still_has_room_for_last_words():
+    memory = memoryview(bytearray(1024))
+    table = NameTable(memory)
+    for number in range(100):
+        table.add(f"all_reduce(float32[{number}], sum)")
+    said = table.add("the disk is full", last_words=True)
+    unsaid = table.add("all_reduce(float32[1000], sum)")
+    reader = NameTable(memory)
+    assert [reader.lookup(said), reader.lookup(unsaid)] == ["the disk is full", f"#{unsaid:016x}"]

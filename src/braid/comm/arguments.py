@@ -1,7 +1,8 @@
 """Tensors as users pass them -> flat tensors as algorithms want them.
 
-Any strided CPU tensor is welcome: non-contiguous ones are copied and copied back, those that require grad are used
-without autograd noticing (collectives with gradients are another room), empty and zero-dim ones are ordinary.
+Any strided CPU tensor is welcome (results need one whose elements do not overlap): non-contiguous ones are copied and
+copied back, those that require grad are used without autograd noticing (collectives with gradients are another room),
+empty and zero-dim ones are ordinary.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["apart", "check_peer", "flatten", "result", "slice_shape"]
+__all__ = ["Flat", "apart", "check_peer", "flatten", "result", "slice_shape"]
+
+Flat = tuple[torch.Tensor, Callable[[], object] | None]  # and what copies it back
 
 
-def flatten(
-    x: torch.Tensor, device_types: frozenset[str]
-) -> tuple[torch.Tensor, Callable[[], object] | None]:
+def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> Flat:
     """A flat tensor for an algorithm to read and write.
 
     Args:
         x: As the user passed it.
         device_types: Devices for which the group has an engine.
+        written: Whether a result goes there.
 
     Returns:
         The flat tensor, and what to call afterwards if it is a copy.
@@ -44,6 +46,14 @@ def flatten(
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout)
         msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
+        raise ConfigError(msg)
+    if written and any(
+        stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)
+    ):
+        msg = (
+            f"expected a tensor whose elements each have their own memory, found shape {list(x.shape)} with strides "
+            f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
+        )
         raise ConfigError(msg)
     if x.requires_grad:
         x = x.detach()

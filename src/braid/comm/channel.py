@@ -187,7 +187,7 @@ class Port:
             return
         self.stopped = reason
         words[_VALUE] = value
-        words[_REASON] = self.transport.names.add(reason) if reason else 0
+        words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = code | channel << 8
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         self.transport.ring(self.transport.sleeper_words(others))

@@ -16,7 +16,7 @@ from typing import Literal, overload
 import torch
 
 from braid.comm.all_reduce import ALGORITHMS
-from braid.comm.arguments import apart, check_peer, flatten, result, slice_shape
+from braid.comm.arguments import Flat, apart, check_peer, flatten, result, slice_shape
 from braid.comm.channel import Port
 from braid.comm.engine import Call, Engine, MemoryEngine
 from braid.comm.progress import Progress
@@ -198,7 +198,7 @@ class Group:
 
         Cost: a + l b, with l the bytes of the result.
         """
-        flat, _ = self._flat(x)
+        flat, _ = self._flat(x, written=False)
         shape = (self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,)
         out = result(out, shape, x)
         rows, after = self._flat(out)
@@ -225,7 +225,7 @@ class Group:
 
         Cost: a + 2 l b, with l the bytes of `x`.
         """
-        flat, _ = self._flat(x)
+        flat, _ = self._flat(x, written=False)
         shape = slice_shape(x, self.size, "reduce_scatter")
         out = result(out, shape, x)
         part, after = self._flat(out)
@@ -250,7 +250,7 @@ class Group:
 
         Cost: a + 2 l b.
         """
-        flat, _ = self._flat(x)
+        flat, _ = self._flat(x, written=False)
         slice_shape(x, self.size, "all_to_all")
         out = result(out, tuple(x.shape), x)
         rows, after = self._flat(out)
@@ -484,14 +484,14 @@ class Group:
         if peer == self.rank:
             msg = f"expected another member than oneself to {kind} with, found {peer} on rank {self.context.rank}"
             raise ConfigError(msg)
-        flat, after = self._flat(x)
+        flat, after = self._flat(x, written=kind == "recv")
         key = (kind, x.shape, x.dtype, "sum", peer, None)
         after = after if kind == "recv" else None
         call = self._call(key, x, (flat,), peer=peer, after=after, timeout_s=timeout_s)
         return self._carry_out(call, x, background=background)
 
-    def _flat(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object] | None]:
-        return flatten(x, self._engine.device_types)
+    def _flat(self, x: torch.Tensor, *, written: bool = True) -> Flat:
+        return flatten(x, self._engine.device_types, written=written)
 
     def _check_open(self) -> None:
         if self._closed or self._memory.transport.forked:

@@ -298,6 +298,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(torch.ones(2, device="meta")), "meta"),
         (lambda: group.all_reduce(torch.ones(2).to_sparse()), "sparse"),
         (lambda: group.all_reduce(torch.ones(2, dtype=torch.bool)), "bool"),
+        (lambda: group.all_reduce(torch.ones(1).expand(4)), "expanded"),
         (lambda: group.all_reduce(torch.ones(2).to(torch.uint16), "avg"), "uint16"),
         (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[arg-type]
         (lambda: group.all_to_all([1.0]), "list"),  # type: ignore[arg-type]

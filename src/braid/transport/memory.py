@@ -170,7 +170,7 @@ class Root:
         self.words = view[:ROOT_WORDS_BYTES].cast("Q")
         end = ROOT_WORDS_BYTES + DIRECTORY_BYTES
         self.directory = view[ROOT_WORDS_BYTES:end].cast("Q")
-        self.names = NameTable(view[end:ROOT_BYTES])
+        self.names = NameTable(view[end:ROOT_BYTES], threading.Lock())
         self._view = view
 
     @classmethod
