@@ -76,6 +76,14 @@ def test_torchs_contract_is_told_in_full():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "9")])
+def test_a_place_that_was_changed_after_the_launcher_told_it_is_refused(name, value):
+    told = BRAID.to_environ()
+    text = f"cannot work: {name} is {value}, expected {told[name]} as `braid run` set it"
+    with pytest.raises(ConfigError, match=text):
+        JobEnvironment.parse({**told, name: value})
+
+
 def test_all_problems_stand_in_one_message():
     with pytest.raises(ConfigError) as caught:
         JobEnvironment.parse({"WORLD_SIZE": "abc", "LOCAL_RANK": "-1", "MASTER_ADDR": "x"})

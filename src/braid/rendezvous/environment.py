@@ -106,6 +106,10 @@ class JobEnvironment:
         if not by_braid and world_size != 1:
             reader.text("MASTER_ADDR")
             reader.required("MASTER_PORT")
+        told = environ.get("BRAID_PLACE", "") if by_braid else ""
+        for name, value, was in zip(CONTRACT, (rank, world_size), told.split("/"), strict=False):
+            if told and str(value) != was:  # ranks would wait for one that will never be
+                reader.problems.append(f"{name} is {value}, expected {was} as `braid run` set it")
         fds = {
             name: reader.required(f"BRAID_{name.upper()}") if by_braid else None
             for name in ("secret_fd", "events_fd", "stacks_fd")
@@ -163,6 +167,7 @@ class JobEnvironment:
             "BRAID_STACKS_FD": self.stacks_fd,
             "BRAID_LOG_DIR": self.log_dir,
             "BRAID_RESUME": self.resume,
+            "BRAID_PLACE": f"{self.rank}/{self.world_size}" if self.store_address else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 
