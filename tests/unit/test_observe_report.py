@@ -161,6 +161,26 @@ def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
     assert page.text.index("guilty rank1.log") < page.text.index("rank0.log")
 
 
+def test_the_table_of_a_mismatch_stands_in_the_report(tmp_path):
+    end = {
+        "pid": 811,
+        "exit_code": 1,
+        "ending": "cause",
+        "reason": "raised MismatchError: found",
+        "where": "train.py:2 in step",
+        "details": ["  rank 0  all_reduce(float32[3], sum)", "  rank 1  barrier()"],
+    }
+    ends = [{"rank": rank, **end} for rank in (0, 1)]
+    record = {"kind": "mismatch", "exit_code": 1, "step": 0, "guilty": [0, 1], "ranks": ends}
+    story = tell(read_run(write_run(tmp_path / "run", [], **record)))
+    assert story.outcome.splitlines() == [
+        "braid: run stopped at step 0 after 3.23 s (exit 1)",
+        "  guilty   ranks 0,1: MismatchError: found      train.py:2 in step",
+        "             rank 0  all_reduce(float32[3], sum)",
+        "             rank 1  barrier()",
+    ]
+
+
 def test_a_run_without_events_and_metrics_says_what_would_be_there(tmp_path):
     page = _page(write_run(tmp_path / "run", []))
     assert "No events on record." in page.text

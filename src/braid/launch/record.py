@@ -26,6 +26,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     reason: str
     where: str
     testimony: str
+    details: tuple[str, ...] = ()
 
 
 class RunRecord(msgspec.Struct, frozen=True):
@@ -103,6 +104,7 @@ def _rank_records(outcome: Outcome) -> tuple[RankRecord, ...]:
             reason=describe(end) if end.exit_code != 0 or end in outcome.guilty else "finished",
             where=end.error.where if end.error else "",
             testimony=end.testimony,
+            details=end.error.details if end.error else (),
         )
         for end in ends
     )

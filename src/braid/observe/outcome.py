@@ -37,6 +37,7 @@ def outcome_block(record: RunRecord) -> str:
         text += f": {first.reason.removeprefix('raised ')}"
         gap = "      " if first.where or first.reason.startswith("raised ") else " "
         text += f"{gap}{first.where or first.testimony}".rstrip()
+        text += "".join(f"\n{line}" for line in first.details)
         if not record.certain:
             text += "\nuncertain: every rank failed because of another one; this is the likeliest"
         rows.append(("guilty", text))

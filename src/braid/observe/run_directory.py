@@ -41,6 +41,7 @@ class RankEnding(msgspec.Struct, frozen=True):
     reason: str = ""
     where: str = ""
     testimony: str = ""
+    details: tuple[str, ...] = ()
 
 
 class RunRecord(msgspec.Struct, frozen=True):

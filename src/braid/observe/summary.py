@@ -34,7 +34,7 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
     if rows:
         console.print(_legend())
         for row in rows[:MAX_BARS]:
-            console.print(_bar(row))
+            console.print(_bar(row), soft_wrap=True)
         if len(rows) > MAX_BARS:
             console.print(Text(f"  and {len(rows) - MAX_BARS} more ranks in the report"))
     facts = Table.grid(padding=(0, 1))
