@@ -335,16 +335,22 @@ def checkpoint_verify(
     """Check every file of checkpoints against its sha256.
 
     Args:
-        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200.
+        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs for all of theirs.
     """
-    from braid.checkpoint import verify
+    from pathlib import Path
+
+    from braid.checkpoint import ls, verify
     from braid.errors import CheckpointError
 
     if not paths:
         msg = "expected checkpoints to verify, found none: name directories such as step-00000200"
         raise ConfigError(msg)
-    bad = 0
+    found: list[str] = []
     for path in paths:
+        inner = Path(path) / "checkpoints"
+        found += [line.path for line in ls(inner if inner.is_dir() else path)] or [path]
+    bad = 0
+    for path in found:
         try:
             manifest = verify(path)
         except CheckpointError as exc:

@@ -247,6 +247,9 @@ def _damage(path: Path, how: str) -> None:
     elif how == "link":
         file.rename(path.parent / "elsewhere")
         file.symlink_to(path.parent / "elsewhere")
+    elif how == "pipe":
+        file.unlink()
+        os.mkfifo(file)
     elif how == "manifest":
         (path / "manifest.json").unlink()
     else:
@@ -259,6 +262,7 @@ REASONS = {
     "truncate": "rank-00001.safetensors is truncated or extended: ",
     "missing": "rank-00001.safetensors is missing",
     "link": "rank-00001.safetensors is a symbolic link",
+    "pipe": "rank-00001.safetensors is no regular file",
     "manifest": "incomplete: no manifest.json",
     "altered": "sha256 mismatch in manifest.json",
 }

@@ -259,9 +259,12 @@ def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int
 
 
 def _file_in(directory: Path, name: str) -> Path:
-    """A file of the checkpoint; never one that a link points at elsewhere."""
+    """A file of the checkpoint; never one that a link points at elsewhere, nor a pipe that nobody writes to."""
     path = directory / name
     if path.is_symlink():
         msg = f"{name} is a symbolic link; a checkpoint's files are in its directory"
+        raise CheckpointError(msg)
+    if path.exists() and not path.is_file():
+        msg = f"{name} is no regular file"
         raise CheckpointError(msg)
     return path
