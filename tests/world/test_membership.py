@@ -17,6 +17,7 @@ JOB = """
 import os, sys, signal
 import torch
 import braid
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
 group = braid.init()
 assert braid.init() is group is braid.world()
 mode = sys.argv[1]
@@ -30,6 +31,14 @@ with group.context.events.span("step", seq=5):
     if mode == "kill" and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "leave" and group.rank == 1:
+        sys.exit(0)
+    if mode == "last":  # memory that nobody has mapped yet, and the owner has nothing more to do
+        if group.rank == 0:
+            group.send(torch.full((120_000,), 7.0), 1)
+            sys.exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        signal.sigwait({signal.SIGALRM})
+        print("got", group.recv(torch.empty(120_000), 0).sum().item())
         sys.exit(0)
     if mode == "shape":
         group.all_reduce(torch.ones(2 + group.rank))
@@ -76,6 +85,11 @@ def test_ranks_find_each_other(job, mode, ranks):
 def test_an_exception_in_a_forked_child_is_not_that_of_the_rank(job):
     outcome, logs = _run(job, "fork-raise")
     assert (outcome.exit_code, logs) == (0, ["sum 3.0 of 2\n"] * 2)
+
+
+def test_what_a_rank_sent_last_arrives_though_it_has_nothing_more_to_do(job):
+    outcome, logs = _run(job, "last")
+    assert (outcome.exit_code, logs) == (0, ["", "got 840000.0\n"])
 
 
 def test_an_exception_is_blamed_on_its_rank_and_line(job):

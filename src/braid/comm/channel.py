@@ -88,9 +88,7 @@ class Port:
         retired: Closed ports of this rank whose memory a member may still read; shared by its groups.
     """
 
-    channel_type: type[
-        Channel
-    ]  # set below the class that it names; the explorer records with its own
+    channel_type: type[Channel]  # set below that class; the explorer records with its own
 
     def __init__(
         self,
@@ -109,6 +107,7 @@ class Port:
         # for traces: equal on all members, another for every group, since no two first pages lie in one place
         self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.stopped = ""  # why this rank takes no further part
+        self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
         self._incoming: dict[int, Channel] = {}
@@ -181,9 +180,7 @@ class Port:
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
         """Tell the members that this rank takes no further part, and wake them. The first word stands."""
         words = self._directories[self.rank]
-        if (
-            words[_STATE] or self.transport.forked
-        ):  # a forked child has no say in its parent's group
+        if words[_STATE] or self.transport.forked:  # a forked child has no say for its parent
             return
         self.stopped = reason
         words[_VALUE] = value
@@ -226,6 +223,7 @@ class Port:
         for block in self._blocks:
             self.transport.arena.free(block)
         self._blocks.clear()
+        self.held.clear()
 
     def _line(self, member: int, page_word: int, line: int) -> memoryview:
         # a line is 64 bytes and so is the unit of the word: the line's place is an addition
@@ -414,7 +412,7 @@ def _place(index: int) -> tuple[int, int]:
             return page, line
         line -= lines
         lines *= 4
-    msg = f"expected at most {index} channels in one group: close requests that are no longer used"
+    msg = f"expected at most {index} channels in one group: make a new one with split(0)"
     raise StaleError(msg)
 
 

@@ -20,6 +20,7 @@ from braid.comm.progress import Progress
 from braid.comm.work import Operation, Work
 from braid.events import Recorder
 from braid.transport import MemoryTransport, Steps
+from braid.types import text_digest
 
 __all__ = ["Call", "Engine", "MemoryEngine", "Statistics"]
 
@@ -151,6 +152,10 @@ class MemoryEngine:
     def begin(self, call: Call, number: int, scale: float | None) -> Work:
         """Publish this rank's part of a persistent request and take the steps that are possible now."""
         channel = self.port.channel(self.port.request_index(number))
+        if scale is not None:  # ranks must agree on it, too
+            text = f"{call.text} scaled by {scale!r}"
+            self.transport.names.add(text)
+            call = call._replace(text=text, digest=text_digest(text))
         operation = self._operation(call, channel, scale)
         operation.on_done = lambda: self._count(call, operation)
         self._timed(self.progress.start, operation)
@@ -169,9 +174,7 @@ class MemoryEngine:
         if self._owns_progress:
             self.progress.close()
         self.progress.abandon(self.port)
-        if (
-            not self._owns_progress
-        ):  # the group of all ranks ends with the transport, which says that this one left
+        if not self._owns_progress:  # the group of all ranks ends with the transport
             self.port.close()
 
     def _operation(

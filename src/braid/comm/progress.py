@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from braid.comm.channel import Channel, Port
 from braid.comm.work import Operation
-from braid.errors import CommTimeout, StaleError
+from braid.errors import BraidError, CommTimeout, StaleError
 from braid.transport import MemoryTransport
 
 __all__ = ["Progress"]
@@ -73,23 +73,29 @@ class Progress:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
-        until = self._transport.waiter.until
         late = self._late(timeout_s)
-        while not operation.advance():
-            if self._started and self.advance_started():
-                continue
-            start_ns = self._transport.clock.now_ns()
-            if late is not None and late():
-                raise CommTimeout(_impatient(operation, timeout_s))
-            try:
-                waited_ns = until(self._anything_ready(operation, late), operation.check)
-            except BaseException as exc:  # noqa: BLE001 - recorded, then raised below
-                operation.note_wait(self._transport.clock.now_ns() - start_ns)
-                operation.fail(exc)
-            else:
-                operation.note_wait(waited_ns)
-        if operation.error is not None:
-            raise operation.error.with_traceback(None)
+        try:
+            while not operation.advance():
+                if self._started and self.advance_started():
+                    continue
+                if late is not None and late():
+                    break
+                self._wait(operation, late)
+        except BaseException as exc:  # noqa: BLE001 - an interrupt, say: peers must hear of it
+            operation.fail(exc)
+        _raise_error(operation)
+        if not operation.done:
+            raise CommTimeout(_impatient(operation, timeout_s))
+
+    def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
+        start_ns = self._transport.clock.now_ns()
+        ready = self._anything_ready(operation, late)
+        try:
+            waited_ns = self._transport.waiter.until(ready, operation.check)
+        except BaseException:
+            operation.note_wait(self._transport.clock.now_ns() - start_ns)
+            raise
+        operation.note_wait(waited_ns)
 
     def busy(self, channel: Channel) -> bool:
         """Whether operations of `channel` are queued here, so that the next one must be, too."""
@@ -116,8 +122,7 @@ class Progress:
                 self._transport.waiter.until(ready, lambda: None)
         if not ended.wait(0 if late is not None and late() else timeout_s):
             raise CommTimeout(_impatient(operation, timeout_s))
-        if operation.error is not None:
-            raise operation.error
+        _raise_error(operation)
 
     def submit(self, operation: Operation) -> threading.Event:
         """Take over an operation; the event is set when it has ended."""
@@ -246,3 +251,11 @@ def _impatient(operation: Operation, timeout_s: float | None) -> str:
     return (
         f"expected {operation.text} to end within {timeout_s:g} s, found it under way: wait again"
     )
+
+
+def _raise_error(operation: Operation) -> None:
+    """Raise what stopped it; for errors of ours without the frames in which it was noticed."""
+    if isinstance(operation.error, BraidError):
+        raise operation.error.with_traceback(None)
+    if operation.error is not None:
+        raise operation.error

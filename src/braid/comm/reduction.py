@@ -2,7 +2,8 @@
 
 Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm or on the rank gives
 results that differ between ranks and between runs; ours is 0, 1, ..., n-1 everywhere, which is also what a loop in
-one process does. float16 and bfloat16 are summed in float32 and rounded once.
+one process does. float16 and bfloat16 are combined, divided and scaled in float32 and rounded once at the end (the sum
+of two is rounded once anyway), so an average never overflows on the way.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def combine(
     if len(sources) == 1:
         if out.data_ptr() != sources[0].data_ptr():
             out.copy_(sources[0])
-    elif out.dtype in _WIDENED and len(sources) > 2:
+    elif out.dtype in _WIDENED and (len(sources) > 2 or op == "avg" or scale is not None):
         wide = sources[0].float()
         for source in sources[1:]:
             apply(wide, source, out=wide)

@@ -163,7 +163,8 @@ class Operation:
         with self._lock:
             if self.done:
                 return
-            self._steps.close()
+            # a stopped peer may store into these tensors when it goes on: they live as long as the group
+            self.port.held.append(self._steps)
             self.error = self._explain(exc)
             if isinstance(self.error, MismatchError):
                 self.port.stop(DISAGREED, reason=str(self.error))
@@ -180,9 +181,7 @@ class Operation:
             error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
         else:
             return exc
-        error.__suppress_context__ = (
-            True  # how it was noticed is no news to whoever reads the message
-        )
+        error.__suppress_context__ = True  # how it was noticed is no news to the reader
         return error
 
     def _table(self, exc: Disagreement) -> str:

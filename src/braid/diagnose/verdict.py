@@ -245,9 +245,14 @@ def _said(end: RankEnd) -> tuple[str, tuple[str, ...]]:
 
 
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:
+    """Whether a rank that finished was still needed.
+
+    A rank that leaves lingers for a moment, so it may end after the victim that says so.
+    """
     if end.ending is not Ending.FINISHED or end.rank not in named:
         return False
-    return any(end.rank in s.names and s.ended_ns >= end.ended_ns for s in symptoms)
+    accusers = [s for s in symptoms if end.rank in s.names]
+    return any(s.ended_ns >= end.ended_ns or "has already left" in str(s.error) for s in accusers)
 
 
 def _suspect(by_rank: list[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:

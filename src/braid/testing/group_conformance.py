@@ -51,7 +51,8 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def reduced(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The reference: one loop in the order of ranks, 16-bit floats in float32 when there are more than two."""
-    wide = inputs[0].dtype in (torch.bfloat16, torch.float16) and len(inputs) > 2
+    short = inputs[0].dtype in (torch.bfloat16, torch.float16)
+    wide = short and (len(inputs) > 2 or (op == "avg" and len(inputs) > 1))
     combine: dict[str, Callable[..., torch.Tensor]] = {
         "sum": torch.add,
         "avg": torch.add,
@@ -197,6 +198,30 @@ def requests_start_in_any_order(group: Group) -> None:
         for index, x in enumerate(tensors):
             total = sum(float(r + index + step) for r in range(n))
             same(x, torch.full_like(x, total * 0.5))
+
+
+def averages_do_not_overflow_on_the_way(group: Group) -> None:
+    """The sum of float16 numbers near the largest is infinite; their average is not."""
+    for numel in (4, 40_000):
+        x = torch.full((numel,), 60_000.0, dtype=torch.float16)
+        same(group.all_reduce(x.clone(), "avg"), x)
+        same(group.all_reduce(group.empty((numel,), torch.float16).copy_(x), "avg"), x)
+
+
+def scales_are_agreed_on(group: Group) -> None:
+    """Ranks that scale one request differently all raise, instead of ending with different numbers."""
+    part = group.split(0)
+    assert part is not None
+    if group.size == 1:
+        return
+    request = part.persistent("all_reduce", part.empty((8,)).fill_(1.0))
+    try:
+        request.start(scale=1.0 + group.rank).wait()
+    except MismatchError as error:
+        assert "scaled by 2.0" in str(error)  # noqa: PT017 - not a pytest module
+    else:
+        raise AssertionError
+    group.barrier()
 
 
 def a_started_request_is_busy(group: Group) -> None:
@@ -380,6 +405,8 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     results_may_overlap_inputs,
     odd_tensors_are_ordinary,
     requests_start_in_any_order,
+    averages_do_not_overflow_on_the_way,
+    scales_are_agreed_on,
     a_started_request_is_busy,
     background_work_keeps_order,
     messages_keep_their_order,

@@ -20,6 +20,8 @@ from braid.transport.wait import Doorbells, Waiter
 
 __all__ = ["MemoryTransport"]
 
+LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
+
 
 class MemoryTransport:
     """This rank's end of the shared memory of a job.
@@ -95,10 +97,23 @@ class MemoryTransport:
         """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
         return [*self.bells.fds(), *self.arena.fds(), self._root.file.fd, *self.health.fds()]
 
-    def leave(self) -> None:
-        """Tell the peers that this rank ends on purpose."""
+    def leave(self, linger_s: float = LINGER_S) -> None:
+        """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
+
+        A peer opens new memory of this rank when it first meets it, which needs this process to be there. Ranks that end
+        at about the same time wait for each other here; one that ends early goes after `linger_s`.
+        """
         self._root.words[STATE] = LEFT
-        self.ring(self.sleeper_words([r for r in range(self.world_size) if r != self.rank]))
+        others = self.sleeper_words([r for r in range(self.world_size) if r != self.rank])
+        self.ring(others)
+        lost = self.health.lost
+        deadline_ns = self.clock.now_ns() + round(linger_s * 1e9)
+
+        def all_gone() -> bool:
+            gone = all(words[STATE] == LEFT or rank in lost for rank, words in others)
+            return gone or self.clock.now_ns() > deadline_ns
+
+        self.waiter.until(all_gone, lambda: None)
 
     def close(self) -> None:
         """Give everything back. Peers that still map this memory keep it until they unmap it."""

@@ -148,13 +148,19 @@ class Health:
                 self.report(loss)
 
     def _ended(self) -> list[int]:
+        """Ranks whose process has ended, or that have said that they leave and linger for a moment."""
         poller = select.poll()
         ranks = {}
+        left = []
         for rank, (fd, _) in self._pidfds.items():
-            if rank not in self.lost:
+            if rank in self.lost:
+                continue
+            if self._has_left(rank):
+                left.append(rank)
+            else:
                 poller.register(fd, select.POLLIN)
                 ranks[fd] = rank
-        return [ranks[fd] for fd, _ in poller.poll(0)] if ranks else []
+        return left + ([ranks[fd] for fd, _ in poller.poll(0)] if ranks else [])
 
     def _judge(self, rank: int) -> None:
         pid = self._pidfds[rank][1]
