@@ -34,6 +34,7 @@ with group.context.events.span("step", seq=5):
         sys.exit(0)
     if mode == "last":  # memory that nobody has mapped yet, and the owner has nothing more to do
         if group.rank == 0:
+            full = group.empty((1_000_000,))  # of the first extent, which the other has mapped
             group.send(torch.full((120_000,), 7.0), 1)
             sys.exit(0)
         signal.setitimer(signal.ITIMER_REAL, 0.5)
