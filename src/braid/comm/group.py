@@ -15,17 +15,15 @@ from typing import Literal, overload
 
 import torch
 
-from braid.comm.all_reduce import ALGORITHMS
 from braid.comm.arguments import Flat, apart, check_peer, flatten, result, slice_shape
 from braid.comm.channel import Port
+from braid.comm.describe import Describer, Key
 from braid.comm.engine import Call, Engine, MemoryEngine
 from braid.comm.progress import Progress
-from braid.comm.reduction import check_op
 from braid.comm.request import Request
 from braid.comm.work import Work
 from braid.errors import ConfigError, StaleError
 from braid.transport import MemoryTransport, RankContext
-from braid.types import OpDesc, TensorSpec, text_digest
 
 __all__ = ["Group"]
 
@@ -60,8 +58,7 @@ class Group:
         self.epoch = epoch
         self._engine: Engine = engine
         self._memory = engine
-        self._described: dict[tuple[object, ...], tuple[str, int]] = {}
-        self._sites: set[int] = set()
+        self._describer = Describer(engine.transport.names, context.events)
         self._deadline_s = FIRST_DEADLINE_S
         self._num_requests = 0
         self._closed = ""
@@ -78,9 +75,8 @@ class Group:
         pages = [int(value) for value in store.multi_get(keys)]
         ranks = tuple(range(context.world_size))
         port = Port(transport, ranks, context.rank, pages)
-        store.set(
-            f"group/mapped/{context.rank}", b""
-        )  # a rank that is quick to leave must not be gone before
+        # a rank that is quick to leave must not be gone before the others have mapped its page
+        store.set(f"group/mapped/{context.rank}", b"")
         store.wait([f"group/mapped/{rank}" for rank in ranks], FIRST_DEADLINE_S)
         engine = MemoryEngine(
             transport, port, Progress(transport), context.events, owns_progress=True
@@ -142,10 +138,8 @@ class Group:
             msg = f"expected wire=None for ranks of one host, found {wire!r}: shared memory sends tensors as they are"
             raise ConfigError(msg)
         flat, after = self._flat(x)
-        key = ("all_reduce", x.shape, x.dtype, op, -1, algorithm)
-        call = self._call(
-            key, x, (flat,), op=op, algorithm=algorithm, after=after, timeout_s=timeout_s
-        )
+        key = Key("all_reduce", x.shape, x.dtype, op, algorithm=algorithm)
+        call = self._call(key, x, (flat,), after=after, timeout_s=timeout_s)
         return self._carry_out(call, x, background=async_op)
 
     @overload
@@ -180,8 +174,8 @@ class Group:
         """
         check_peer(root, self.size, "root")
         flat, after = self._flat(x)
-        key = ("broadcast", x.shape, x.dtype, "sum", root, None)
-        call = self._call(key, x, (flat,), peer=root, after=after, timeout_s=timeout_s)
+        key = Key("broadcast", x.shape, x.dtype, peer=root)
+        call = self._call(key, x, (flat,), after=after, timeout_s=timeout_s)
         return self._carry_out(call, x, background=async_op)
 
     def all_gather(
@@ -204,7 +198,7 @@ class Group:
         rows, after = self._flat(out)
         if flat.data_ptr() != rows.data_ptr() + self.rank * flat.numel() * flat.element_size():
             flat = apart(flat, rows)  # exactly the own row is where it belongs already
-        key = ("all_gather", x.shape, x.dtype, "sum", -1, None)
+        key = Key("all_gather", x.shape, x.dtype)
         tensors = (rows.view(self.size, -1) if rows.numel() else rows.view(self.size, 0), flat)
         call = self._call(key, out, tensors, after=after, timeout_s=timeout_s)
         self._carry_out(call, out, background=False)
@@ -230,9 +224,9 @@ class Group:
         out = result(out, shape, x)
         part, after = self._flat(out)
         flat = apart(flat, part)
-        key = ("reduce_scatter", x.shape, x.dtype, op, -1, None)
+        key = Key("reduce_scatter", x.shape, x.dtype, op)
         tensors = (part, flat.view(self.size, part.numel()))
-        call = self._call(key, x, tensors, op=op, after=after, timeout_s=timeout_s)
+        call = self._call(key, x, tensors, after=after, timeout_s=timeout_s)
         self._carry_out(call, out, background=False)
         return out
 
@@ -255,7 +249,7 @@ class Group:
         out = result(out, tuple(x.shape), x)
         rows, after = self._flat(out)
         flat = apart(flat, rows)
-        key = ("all_to_all", x.shape, x.dtype, "sum", -1, None)
+        key = Key("all_to_all", x.shape, x.dtype)
         width = x.numel() // self.size
         tensors = (rows.view(self.size, width), flat.view(self.size, width))
         call = self._call(key, x, tensors, after=after, timeout_s=timeout_s)
@@ -320,7 +314,7 @@ class Group:
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every member has called it. Cost: a."""
-        key = ("barrier", (), None, "sum", -1, None)
+        key = Key("barrier")
         self._carry_out(self._call(key, None, (), timeout_s=timeout_s), None, background=False)
 
     def persistent(self, kind: str, x: torch.Tensor, *, op: str = "sum") -> Request:
@@ -345,9 +339,9 @@ class Group:
             raise ConfigError(msg)
         number = self._num_requests
         self._num_requests += 1
-        key = ("all_reduce", x.shape, x.dtype, op, -1, None)
-        call = self._call(key, x, (flat,), op=op)
-        return Request(self._engine, call, number, self._call_site)
+        key = Key("all_reduce", x.shape, x.dtype, op)
+        call = self._call(key, x, (flat,))
+        return Request(self._engine, call, number, self._describer.call_site)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Tensor in memory that all members can read; collectives on it make no copies. Not a collective."""
@@ -419,53 +413,27 @@ class Group:
 
     def _call(
         self,
-        key: tuple[object, ...],
+        key: Key,
         full: torch.Tensor | None,
         tensors: tuple[torch.Tensor, ...],
         *,
-        op: str = "sum",
-        peer: int = -1,
-        algorithm: str | None = None,
         after: Callable[[], object] | None = None,
         timeout_s: float | None = None,
     ) -> Call:
-        text, digest = self._described.get(key) or self._describe(key, op)
+        text, digest = self._describer.describe(key)
         return Call(
-            str(key[0]),
+            key.kind,
             text,
             digest,
             tensors,
-            op,
-            peer,
-            algorithm,
+            key.op,
+            key.peer,
+            key.algorithm,
             0 if full is None else full.numel() * full.element_size(),
-            self._call_site(),
+            self._describer.call_site(),
             self._deadline_s if timeout_s is None else timeout_s,
             after,
         )
-
-    def _call_site(self) -> int:
-        site = self.context.events.site()
-        if site not in self._sites:  # peers must be able to read it, too
-            self._sites.add(site)
-            self._memory.transport.names.add(self.context.events.ring.name(site))
-        return site
-
-    def _describe(self, key: tuple[object, ...], op: str) -> tuple[str, int]:
-        kind, shape, dtype, _, peer, algorithm = key
-        if algorithm is not None and algorithm not in ALGORITHMS:
-            msg = f"expected an algorithm out of {', '.join(ALGORITHMS)}, found {algorithm!r}"
-            raise ConfigError(msg)
-        if isinstance(dtype, torch.dtype) and "reduce" in str(kind):
-            check_op(op, dtype)
-        name = f"{kind}[{algorithm}]" if algorithm else str(kind)
-        spec = TensorSpec(tuple(shape), str(dtype).removeprefix("torch."))  # type: ignore[arg-type]
-        root = int(peer) if kind == "broadcast" else -1  # type: ignore[call-overload]
-        text = str(OpDesc(name, spec, op, root)) if dtype is not None else f"{kind}()"
-        if kind in {"send", "recv"}:
-            text = f"message({spec})"  # both ends must describe it in the same words
-        self._memory.transport.names.add(text)
-        return self._described.setdefault(key, (text, text_digest(text)))
 
     def _carry_out(
         self, call: Call, returned: torch.Tensor | None, *, background: bool
@@ -485,9 +453,9 @@ class Group:
             msg = f"expected another member than oneself to {kind} with, found {peer} on rank {self.context.rank}"
             raise ConfigError(msg)
         flat, after = self._flat(x, written=kind == "recv")
-        key = (kind, x.shape, x.dtype, "sum", peer, None)
+        key = Key(kind, x.shape, x.dtype, peer=peer)
         after = after if kind == "recv" else None
-        call = self._call(key, x, (flat,), peer=peer, after=after, timeout_s=timeout_s)
+        call = self._call(key, x, (flat,), after=after, timeout_s=timeout_s)
         return self._carry_out(call, x, background=background)
 
     def _flat(self, x: torch.Tensor, *, written: bool = True) -> Flat:
