@@ -17,10 +17,12 @@ JOB = """
 import os, sys, signal
 import torch
 import braid
+mode = sys.argv[1]
+if mode == "early" and os.environ["RANK"] == "1":
+    raise ImportError("no module named data")
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
 group = braid.init()
 assert braid.init() is group is braid.world()
-mode = sys.argv[1]
 if mode == "twice":
     braid.shutdown()
     group = braid.init()
@@ -102,6 +104,14 @@ def test_an_exception_is_blamed_on_its_rank_and_line(job):
     assert f"job.py:{line} in <module>" in text
     assert "ranks 0,2 were" in text
     assert "barrier()" in text
+
+
+def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job):
+    outcome, logs = _run(job, "early", 3)
+    assert [end.rank for end in outcome.guilty] == [1]
+    for rank in (0, 2):
+        assert "PeerLostError: rank 1 raised ImportError: no module named data" in logs[rank]
+        assert "before all ranks had joined" in logs[rank]
 
 
 def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):

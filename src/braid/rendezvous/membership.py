@@ -51,6 +51,7 @@ class _Parts(NamedTuple):
     store: Store
     recorder: Recorder
     control: ControlClient | None
+    launcher: _Launcher | None
     sockets: tuple[Connection | ControlClient, ...]
     closers: contextlib.ExitStack
 
@@ -97,9 +98,7 @@ class Membership:
         self.context = context
         self.transport = transport
         self.control = parts.control
-        self._launcher = _Launcher(parts.control) if parts.control else None
-        if self._launcher is not None:
-            context.health.hear(self._launcher)
+        self._launcher = parts.launcher
         self._sockets = parts.sockets
         self._closers = parts.closers
         self.failed = False
@@ -181,6 +180,8 @@ def join(
         undo.callback(parts.closers.close)
         store = _own_prefix(environment, parts.store)
         health = Health(environment.rank, clock)
+        if parts.launcher is not None:
+            health.hear(parts.launcher)
         context = RankContext(
             environment.rank,
             environment.world_size,
@@ -207,7 +208,7 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
             if environment.launched_by == "torchrun" and environment.world_size > 1
             else HashStore()
         )
-        return _Parts(store, Recorder(), None, (), stack.pop_all())
+        return _Parts(store, Recorder(), None, None, (), stack.pop_all())
 
 
 def _from_launcher(
@@ -229,7 +230,8 @@ def _from_launcher(
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     stack.callback(faulthandler.unregister, signal.SIGUSR1)
     sockets = (connection, control)
-    return _Parts(StoreClient(connection), Recorder(ring), control, sockets, stack.pop_all())
+    store, launcher = StoreClient(connection), _Launcher(control)
+    return _Parts(store, Recorder(ring), control, launcher, sockets, stack.pop_all())
 
 
 def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from braid.clock import Clock
-from braid.errors import CommTimeout, ConfigError, RendezvousError
+from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError
 from braid.store import Store
 from braid.transport.base import MemoryTransport
 from braid.transport.fd_service import FdService, open_through_services
@@ -28,6 +30,8 @@ from braid.transport.memory import (
 from braid.transport.wait import Doorbells
 
 __all__ = ["connect"]
+
+LOOK_S = 0.25  # how often a rank that waits for others to join looks whether one of them has died
 
 
 def connect(
@@ -74,16 +78,18 @@ def connect(
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
         store.set(f"shm/root/{rank}", f"{_host()}|{address.to_text()}".encode())
-        addresses = _gather(rank, world_size, store, timeout_s)
+        wait = partial(_wait, store, health=health, clock=clock, timeout_s=timeout_s)
+        addresses = _gather(rank, world_size, store, wait, timeout_s)
         service = None
         peers = MappedMemory(addresses, open_through_proc(addresses))
         undo.callback(peers.close)
-        if _refused(rank, world_size, store, timeout_s, peers, force=pass_descriptors):
+        if _refused(rank, world_size, store, wait, peers, force=pass_descriptors):
             service = FdService(rank)
             undo.callback(service.close)
             store.set(f"shm/service/{rank}", service.name.encode())
             keys = [f"shm/service/{r}" for r in range(world_size)]
-            names = {r: store.get(key, timeout_s).decode() for r, key in enumerate(keys)}
+            wait(keys)
+            names = {r: name.decode() for r, name in enumerate(store.multi_get(keys))}
             peers.close()
             peers = MappedMemory(addresses, open_through_services(addresses, names))
             undo.callback(peers.close)
@@ -120,10 +126,34 @@ def _host() -> str:
     return f"{socket.gethostname()}/{boot}"
 
 
-def _gather(rank: int, world_size: int, store: Store, timeout_s: float) -> dict[int, RootAddress]:
+def _wait(store: Store, keys: list[str], *, health: Health, clock: Clock, timeout_s: float) -> None:
+    """Wait for keys of all ranks, but not for ranks of which the launcher says that they have ended."""
+    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    while True:
+        left_s = (deadline_ns - clock.now_ns()) / 1e9
+        try:
+            store.wait(keys, max(0.0, min(left_s, LOOK_S)))
+        except CommTimeout:
+            health.collect()
+            for loss in health.lost.values():
+                msg = f"rank {loss.rank} {loss.reason}, before all ranks had joined"
+                raise PeerLostError(msg, rank=loss.rank) from None
+            if left_s <= LOOK_S:
+                raise
+        else:
+            return
+
+
+def _gather(
+    rank: int,
+    world_size: int,
+    store: Store,
+    wait: Callable[[list[str]], None],
+    timeout_s: float,
+) -> dict[int, RootAddress]:
     keys = [f"shm/root/{r}" for r in range(world_size)]
     try:
-        store.wait(keys, timeout_s)
+        wait(keys)
     except CommTimeout as exc:
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         msg = (
@@ -147,7 +177,7 @@ def _refused(
     rank: int,
     world_size: int,
     store: Store,
-    timeout_s: float,
+    wait: Callable[[list[str]], None],
     peers: MappedMemory,
     *,
     force: bool,
@@ -162,5 +192,5 @@ def _refused(
         refused = True
     store.set(f"shm/probe/{rank}", b"refused" if refused else b"opened")
     keys = [f"shm/probe/{r}" for r in range(world_size)]
-    store.wait(keys, timeout_s)
+    wait(keys)
     return b"refused" in store.multi_get(keys)
