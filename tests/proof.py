@@ -67,7 +67,7 @@ def main() -> int:
             "| what | measured |",
             "|---|---|",
             f"| seeded kills, stops, exceptions, exits in a {3}-rank training job: culprit right | {faults.correct} of {NUM_TRIALS} |",
-            f"| processes left behind by them | {faults.orphans} |",
+            f"| left behind by them | {', '.join(f'{n} {what}' for what, n in faults.left_behind.items())} |",
             f"| death by signal known to the survivors | {milliseconds(faults.survived_s)} |",
             f"| death by signal known to the launcher | {milliseconds(faults.noticed_s)} |",
             f"| `braid demo`, from the command to its end | {demo_s:.0f} s |",
@@ -127,7 +127,7 @@ def targets_missed(
     ]
     limits = [
         ("culprits wrong", NUM_TRIALS - faults.correct, 0),
-        ("orphans", faults.orphans, 0),
+        ("left behind", sum(faults.left_behind.values()), 0),
         ("survivors know, median ms", faults.survived_s(0.5) * 1e3, 200),
         ("import ms", import_ms, 300),
         ("event us", event_us, 2),

@@ -11,7 +11,10 @@ knowledge of its end is measured; an exception or an exit takes the interpreter'
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
+import socket
 import statistics
 import tempfile
 from dataclasses import dataclass
@@ -61,10 +64,24 @@ class FaultReport:
     Attributes:
         trials: One by one.
         orphans: Processes left behind by all of them.
+        ports_held: Trials after which nobody could listen on the run's MASTER_PORT.
+        memory_held: Files in memory that processes other than this one still map, and names in /dev/shm, that were not
+            there before.
     """
 
     trials: tuple[Trial, ...]
     orphans: int
+    ports_held: int
+    memory_held: int
+
+    @property
+    def left_behind(self) -> dict[str, int]:
+        """All that should not be there."""
+        return {
+            "processes": self.orphans,
+            "ports": self.ports_held,
+            "shared memory": self.memory_held,
+        }
 
     @property
     def correct(self) -> int:
@@ -90,8 +107,8 @@ class FaultReport:
             for at in (self.noticed_s, self.survived_s)
         )
         return (
-            f"culprit right {self.correct}/{len(self.trials)}, orphans {self.orphans}; death by signal known to the "
-            f"launcher in {launcher}, to the survivors in {survivors}"
+            f"culprit right {self.correct}/{len(self.trials)}, left behind {self.left_behind}; death by signal known to "
+            f"the launcher in {launcher}, to the survivors in {survivors}"
         )
 
 
@@ -121,22 +138,56 @@ def run_fault_trials(
     """
     choose = random.Random(seed)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
+    memory = _shared_memory()
     results = []
+    ports_held = 0
     for _ in range(trials):
         kind = choose.choice(sorted(VERDICTS))
         rank, step = choose.randrange(num_ranks), choose.randrange(num_steps)
         fault = f"{kind} rank={rank} step={step} in={choose.choice(spans)}"
         with tempfile.TemporaryDirectory(prefix="braid-faults-") as log_dir:
+            port = _free_port()
             job = JobSpec(
                 command=(str(script), fault),
                 num_ranks=num_ranks,
+                port=port,
                 log_dir=log_dir,
                 stopped_limit_s=stopped_limit_s,
             )
             outcome = Supervisor().run(job)
             results.append(_result(fault, kind, rank, outcome))
+            ports_held += not _can_listen(port)
     left = {child.pid for child in psutil.Process().children(recursive=True)} - before
-    return FaultReport(trials=tuple(results), orphans=len(left))
+    return FaultReport(
+        trials=tuple(results),
+        orphans=len(left),
+        ports_held=ports_held,
+        memory_held=len(_shared_memory() - memory),
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _can_listen(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _shared_memory() -> set[str]:
+    """Names in /dev/shm, and braid's files in memory that other processes map."""
+    found = {entry.name for entry in Path("/dev/shm").glob("*")}  # noqa: S108 - looked at only
+    for process in psutil.process_iter():
+        if process.pid != os.getpid():
+            with contextlib.suppress(psutil.Error, OSError):
+                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                found |= {f"{process.pid} {m.split()[-2]}" for m in maps if "/memfd:braid" in m}
+    return found
 
 
 def _quantile(times: list[float | None], quantile: float) -> float:
