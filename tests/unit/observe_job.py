@@ -6,7 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from braid.clock import VirtualClock
+from braid.diagnose import ParsedError, RankEnd, SavedCheckpoint, StopReport, judge
 from braid.events import EventRing, Recorder
 
 MS = 1_000_000
@@ -80,7 +83,7 @@ def write_run(
 ) -> Path:
     """The directory of a run; `record` overrides what `run.json` says."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / "run.json").write_text(json.dumps(record_of(len(rings) or 1) | record))
+    (path / "run.json").write_bytes(msgspec.json.encode(record_of(len(rings) or 1) | record))
     for ring in rings:
         (path / "events").mkdir(exist_ok=True)
         (path / "events" / f"rank{ring.rank}.ring").write_bytes(bytes(ring._view))
@@ -92,6 +95,7 @@ def write_run(
 
 
 def record_of(num_ranks: int) -> dict[str, object]:
+    ends = [RankEnd(rank=rank, pid=811 + rank, exit_code=0) for rank in range(num_ranks)]
     return {
         "braid": "0.1.0",
         "run_id": "21be02e82b7b1b77",
@@ -100,38 +104,36 @@ def record_of(num_ranks: int) -> dict[str, object]:
         "num_ranks": num_ranks,
         "started": "2026-11-20T23:57:22+00:00",
         "threads": "1 (cores / ranks = 2 / 2)",
-        "kind": "finished",
-        "exit_code": 0,
-        "elapsed_s": 3.234,
-        "step": 5,
+        "outcome": StopReport(verdict=judge(ends), exit_code=0, elapsed_s=3.234, step=5),
     }
 
 
-def failed_record() -> dict[str, object]:
-    return {
-        "kind": "signal",
-        "exit_code": 137,
-        "step": 0,
-        "guilty": [1],
-        "ranks": [
-            {
-                "rank": 0,
-                "pid": 811,
-                "exit_code": 1,
-                "ending": "symptom",
-                "reason": "raised PeerLostError: rank 1 was killed",
-                "testimony": "waiting in all_reduce(float32[1000], avg)#1, at step 0",
-            },
-            {
-                "rank": 1,
-                "pid": 812,
-                "signal": 9,
-                "ending": "cause",
-                "reason": "killed by signal 9 (SIGKILL)",
-                "testimony": "in load <shard>, at step 0",
-            },
-        ],
-    }
+def failed_report(
+    *, doing: str = "in load <shard>, at step 0", details: tuple[str, ...] = ()
+) -> StopReport:
+    """Rank 1 was killed, of which rank 0 says so."""
+    lost = ParsedError(type="PeerLostError", message="rank 1 was killed", details=details)
+    ends = [
+        RankEnd(
+            rank=0,
+            pid=811,
+            ended_ns=2,
+            exit_code=1,
+            error=lost,
+            testimony="waiting in all_reduce(float32[1000], avg)#1, at step 0",
+        ),
+        RankEnd(rank=1, pid=812, ended_ns=1, signal=9, testimony=doing),
+    ]
+    return StopReport(
+        verdict=judge(ends),
+        exit_code=137,
+        elapsed_s=3.234,
+        step=3,
+        saved=SavedCheckpoint(2, "run/checkpoints/step-00000002", sha256_ok=True),
+        resume="braid run --resume auto -n 2 train.py",
+        log_dir="./runs/x",
+        has_timeline=True,
+    )
 
 
 def build(*writers: Callable[[RecordedRank], None]) -> list[EventRing]:

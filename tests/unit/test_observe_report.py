@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 from observe_job import (
     RecordedRank,
     build,
-    failed_record,
+    failed_report,
     late_job,
     record_of,
     train,
@@ -19,6 +20,7 @@ from observe_job import (
 )
 from rich.console import Console
 
+from braid.diagnose import MemoryKill, ParsedError, RankEnd, error_block, judge, render_block
 from braid.errors import ConfigError
 from braid.observe import print_summary, publish, read_run, render_page, tell
 from braid.observe.figures import line_chart, ticks
@@ -111,7 +113,7 @@ def test_every_text_of_a_run_is_escaped(tmp_path):
         logs={0: f"\x1b[31m{evil}\x1b[0m"},
         command=[evil],
         threads=evil,
-        **{**failed_record(), "ranks": [{"rank": 0, "reason": evil, "testimony": evil}]},
+        outcome=failed_report(doing=evil),
     )
     page = _page(path)
     assert "b" not in {tag for tag, _ in page.tags}
@@ -142,13 +144,16 @@ def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
         tmp_path / "run",
         build(survivor, victim),
         logs={0: "lost a peer", 1: "loading"},
-        **failed_record(),
+        outcome=failed_report(),
     )
     story = tell(read_run(path))
     assert story.outcome.splitlines() == [
-        "braid: run stopped at step 0 after 3.23 s (exit 137)",
+        "braid: run stopped at step 3 after 3.2 s (exit 137)",
         "  guilty   rank 1 (pid 812): killed by signal 9 (SIGKILL) in load <shard>, at step 0",
         "  others   rank 0 was waiting in all_reduce(float32[1000], avg)#1, at step 0 - stopped cleanly",
+        "  saved    checkpoint step 2 (sha256 ok), 1 step not saved",
+        "  resume   braid run --resume auto -n 2 train.py",
+        "  logs     ./runs/x/rank1.log   timeline: braid report ./runs/x",
     ]
     assert [picture.title for picture in story.pictures] == ["The end of the run"]
     victims_lane = story.pictures[0].lanes[1]
@@ -161,24 +166,21 @@ def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
     assert page.text.index("guilty rank1.log") < page.text.index("rank0.log")
 
 
-def test_the_table_of_a_mismatch_stands_in_the_report(tmp_path):
-    end = {
-        "pid": 811,
-        "exit_code": 1,
-        "ending": "cause",
-        "reason": "raised MismatchError: found",
-        "where": "train.py:2 in step",
-        "details": ["  rank 0  all_reduce(float32[3], sum)", "  rank 1  barrier()"],
-    }
-    ends = [{"rank": rank, **end} for rank in (0, 1)]
-    record = {"kind": "mismatch", "exit_code": 1, "step": 0, "guilty": [0, 1], "ranks": ends}
-    story = tell(read_run(write_run(tmp_path / "run", [], **record)))
-    assert story.outcome.splitlines() == [
-        "braid: run stopped at step 0 after 3.23 s (exit 1)",
-        "  guilty   ranks 0,1: MismatchError: found      train.py:2 in step",
-        "             rank 0  all_reduce(float32[3], sum)",
-        "             rank 1  barrier()",
-    ]
+def test_the_report_shows_the_block_that_the_run_printed(tmp_path):
+    error = ParsedError(
+        type="MismatchError",
+        message="found",
+        where="train.py:2 in step",
+        details=("  rank 0  all_reduce(float32[3], sum)", "  rank 1  barrier()"),
+    )
+    kill = MemoryKill(64_000_000, 63_000_000)
+    ends = [RankEnd(rank=rank, ended_ns=1, exit_code=1, error=error) for rank in (0, 1)]
+    ends += [RankEnd(rank=2, ended_ns=2, signal=9, memory_kill=kill)]
+    ends += [RankEnd(rank=3, ended_ns=2, signal=9, asked_to_stop=True, stopped_s=2.5)]
+    printed = replace(failed_report(), verdict=judge(ends))
+    story = tell(read_run(write_run(tmp_path / "run", [], outcome=printed)))
+    assert story.outcome == render_block(error_block(printed))
+    assert "  rank 1  barrier()" in story.outcome
 
 
 def test_a_run_without_events_and_metrics_says_what_would_be_there(tmp_path):
@@ -189,7 +191,7 @@ def test_a_run_without_events_and_metrics_says_what_would_be_there(tmp_path):
 
 
 def test_a_run_that_has_not_ended_is_reported_as_far_as_it_came(tmp_path):
-    path = write_run(tmp_path / "run", [], metrics=METRICS, kind="", exit_code=None)
+    path = write_run(tmp_path / "run", [], metrics=METRICS, outcome=None)
     page = _page(path)
     assert "no end recorded 1 rank" in page.text
     assert "the run goes on, or its launcher was killed" in page.text

@@ -9,6 +9,7 @@ from braid.diagnose.block import (
     rank_list,
     render_block,
 )
+from braid.diagnose.run_record import RunRecord
 from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
 from braid.diagnose.verdict import (
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryKill",
     "ParsedError",
     "RankEnd",
+    "RunRecord",
     "SavedCheckpoint",
     "Stack",
     "StopReport",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import signal as signals
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from braid.diagnose.verdict import Ending, RankEnd, Verdict, describe, signal_name
 
@@ -25,9 +24,11 @@ __all__ = ["SavedCheckpoint", "StopReport", "error_block", "rank_list", "render_
 
 LABEL_WIDTH = 9
 WHERE_GAP = "      "
+STATUS = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
 
 
-class SavedCheckpoint(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SavedCheckpoint:
     """The last complete checkpoint of a run."""
 
     step: int
@@ -37,7 +38,7 @@ class SavedCheckpoint(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopReport:
-    """Everything that the block says.
+    """Everything that the block says, also when it is shown again from the record of a run.
 
     Attributes:
         verdict: Who is guilty.
@@ -61,15 +62,26 @@ class StopReport:
     has_timeline: bool = False
     limit_s: float | None = None
 
+    @property
+    def ok(self) -> bool:
+        """Whether every rank finished."""
+        return self.exit_code == 0
+
+    @property
+    def status(self) -> str:
+        """In one or two words: finished, stopped, interrupted or timed out."""
+        return STATUS.get(self.verdict.kind, "stopped")
+
 
 def error_block(report: StopReport) -> list[tuple[str, str]]:
     """Rows of the block, as (label, text); the first has the label `braid:`, a continuation has an empty one."""
     rows = [("braid:", _headline(report))]
     rows += _labelled("guilty", _guilty(report.verdict))
-    rows += _labelled("others", _others(report.verdict))
+    if not report.ok:
+        rows += _labelled("others", _others(report.verdict))
     if report.saved is not None:
         rows.append(("saved", _saved(report.saved, report.step)))
-        if report.resume:
+        if report.resume and not report.ok:
             rows.append(("resume", report.resume))
     if report.log_dir:
         rows.append(("logs", _logs(report)))
@@ -103,13 +115,11 @@ def rank_list(ranks: Iterable[int]) -> str:
 
 
 def _headline(report: StopReport) -> str:
-    kind = report.verdict.kind
-    verb = {"finished": "finished", "interrupted": "interrupted", "timeout": "timed out"}
-    text = f"run {verb.get(kind, 'stopped')}"
+    text = f"run {report.status}"
     if report.step is not None:
         text += f" at step {report.step}"
     text += f" after {_seconds(report.elapsed_s)}"
-    if kind == "timeout" and report.limit_s is not None:
+    if report.verdict.kind == "timeout" and report.limit_s is not None:
         text += f" (limit {_seconds(report.limit_s)}, exit {report.exit_code})"
         return text
     return f"{text} (exit {report.exit_code})"

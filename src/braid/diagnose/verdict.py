@@ -27,7 +27,6 @@ import signal as signals
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 from braid.diagnose.tracebacks import ParsedError
 
@@ -68,7 +67,8 @@ class Ending(Enum):
     STOPPED_BY_US = "stopped by us"
 
 
-class MemoryKill(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class MemoryKill:
     """The kernel killed a process for memory; 0 where the kernel does not say."""
 
     limit_bytes: int = 0

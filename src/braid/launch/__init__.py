@@ -5,7 +5,6 @@ from __future__ import annotations
 from braid.launch.console import QuietConsole, TerminalConsole
 from braid.launch.job import JobSpec, Outcome
 from braid.launch.output import Console
-from braid.launch.record import RunRecord
 from braid.launch.spawning import spawn
 from braid.launch.supervisor import Supervisor
 
@@ -14,7 +13,6 @@ __all__ = [
     "JobSpec",
     "Outcome",
     "QuietConsole",
-    "RunRecord",
     "Supervisor",
     "TerminalConsole",
     "spawn",

@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from braid.diagnose import RankEnd, SavedCheckpoint, StopReport, Verdict, error_block, render_block
+from braid.diagnose import RankEnd, StopReport, error_block, render_block
 from braid.errors import ConfigError
 
 __all__ = ["JobSpec", "Outcome", "check_command", "choose_threads", "command_line"]
@@ -42,6 +42,7 @@ class JobSpec:
         grace_s: After a failure, how long the other ranks may end by themselves.
         interrupt_limit_s: After Ctrl-C or SIGTERM, how long all ranks may save and end.
         resume: Checkpoint that ranks shall resume from; `auto` for the last complete one.
+        resume_command: What the user types to go on from a checkpoint; `braid run` with this job when empty.
         environ: Environment that ranks inherit.
     """
 
@@ -56,6 +57,7 @@ class JobSpec:
     grace_s: float = 5.0
     interrupt_limit_s: float = 30.0
     resume: str = ""
+    resume_command: str = ""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
     def __post_init__(self) -> None:
@@ -81,35 +83,8 @@ class JobSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a run ended; printed, it is the error block.
-
-    Attributes:
-        exit_code: 0 when all ranks finished; else that of the guilty rank, 128 + signal, 124 after a time-out.
-        verdict: Who is guilty, and how the others ended.
-        elapsed_s: Duration of the run.
-        log_dir: Directory of its logs.
-        step: The last step that any rank began, None when none said.
-        saved: The last checkpoint that a rank reported.
-        resume: Command that continues from it; empty when there is none.
-        limit_s: The time limit of the run.
-        has_timeline: Whether ranks recorded events.
-    """
-
-    exit_code: int
-    verdict: Verdict
-    elapsed_s: float
-    log_dir: str
-    step: int | None = None
-    saved: SavedCheckpoint | None = None
-    resume: str = ""
-    limit_s: float | None = None
-    has_timeline: bool = False
-
-    @property
-    def ok(self) -> bool:
-        """Whether every rank finished."""
-        return self.exit_code == 0
+class Outcome(StopReport):
+    """How a run ended; printed, it is the error block."""
 
     @property
     def guilty(self) -> tuple[RankEnd, ...]:
@@ -122,18 +97,7 @@ class Outcome:
         return self.verdict.others
 
     def __str__(self) -> str:
-        report = StopReport(
-            verdict=self.verdict,
-            exit_code=self.exit_code,
-            elapsed_s=self.elapsed_s,
-            step=self.step,
-            saved=self.saved,
-            resume=self.resume,
-            log_dir=self.log_dir,
-            has_timeline=self.has_timeline,
-            limit_s=self.limit_s,
-        )
-        return render_block(error_block(report))
+        return render_block(error_block(self))
 
 
 def command_line(job: JobSpec) -> list[str]:

@@ -30,6 +30,7 @@ from braid.clock import Clock, MonotonicClock
 from braid.diagnose import (
     Ending,
     RankEnd,
+    RunRecord,
     SavedCheckpoint,
     Verdict,
     clause,
@@ -45,7 +46,7 @@ from braid.launch.output import Console, LineBudget, RankOutput
 from braid.launch.port import PortReservation
 from braid.launch.processes import SignalInbox, changes_of, end_descendants, subreaper
 from braid.launch.rank_process import RankProcess
-from braid.launch.record import RunRecord, make_log_dir, write_record
+from braid.launch.record import make_log_dir, write_record
 from braid.launch.supervisor_state import (
     Continued,
     Event,
@@ -208,13 +209,14 @@ class _Run:
                 (s for p in self.ranks.values() if (s := p.box.step) is not None), default=None
             ),
             saved=self._saved,
-            resume=_resume_command(self._job) if self._saved else "",
+            resume=(self._job.resume_command or _resume_command(self._job)) if self._saved else "",
             limit_s=self._job.timeout_s,
             has_timeline=has_timeline,
         )
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
-        self._keep(partial(write_record, Path(self._log_dir), self._record, outcome))
+        record = replace(self._record, outcome=outcome)
+        self._keep(partial(write_record, Path(self._log_dir), record))
         return outcome
 
     def __enter__(self) -> _Run:

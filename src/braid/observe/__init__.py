@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from braid.observe.publish import Published, publish
 from braid.observe.report import Story, render_page, tell, this_machine, write_report
-from braid.observe.run_directory import Run, RunRecord, read_run
+from braid.observe.run_directory import Run, read_run
 from braid.observe.summary import print_summary
 from braid.observe.timeline import RankTimeline, Shares, read_timelines, shares
 from braid.observe.trace import write_trace
@@ -13,7 +13,6 @@ __all__ = [
     "Published",
     "RankTimeline",
     "Run",
-    "RunRecord",
     "Shares",
     "Story",
     "print_summary",

@@ -21,19 +21,22 @@ from statistics import median
 from typing import NamedTuple
 
 import jinja2
-import msgspec
 
 from braid._version import __version__
+from braid.diagnose import error_block, render_block
 from braid.observe.facts import by_step, facts, slowest_step
 from braid.observe.figures import Chart, Picture, line_chart, picture
 from braid.observe.operations import Operation, operations
-from braid.observe.outcome import NO_END, outcome_block, status
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, read_timelines, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
 
 __all__ = ["Story", "render_page", "tell", "this_machine", "write_report"]
 
+NO_END = "no end recorded"
+NO_END_BLOCK = (
+    "braid: the run goes on, or its launcher was killed: what follows is what it has written so far"
+)
 MAX_ROWS = 30  # operations in the table
 MAX_LANES = 16  # ranks in a picture of the timeline
 MAX_LOGS = 16
@@ -62,7 +65,7 @@ class Story:
 
     Attributes:
         run: The run.
-        status: See `outcome.status`.
+        status: How it ended, in one or two words.
         outcome: The block that the launcher printed.
         facts: At most three sentences.
         rank_rows: Where the time went.
@@ -91,13 +94,14 @@ class Story:
 
 def tell(run: Run) -> Story:
     """Measure and word what a report says."""
-    failed = status(run.record) not in {"finished", NO_END}
+    outcome = run.record.outcome
+    failed = outcome is not None and outcome.status != "finished"
     timelines = read_timelines(run.rings, failed=failed)
     steps = by_step(timelines)
     return Story(
         run=run,
-        status=status(run.record),
-        outcome=outcome_block(run.record),
+        status=outcome.status if outcome else NO_END,
+        outcome=render_block(error_block(outcome)) if outcome else NO_END_BLOCK,
         facts=tuple(facts(timelines)),
         rank_rows=tuple(
             RankRow(t.rank, shares(t), len(t.steps), sum(end - start for start, end in t.windows))
@@ -149,11 +153,13 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
         "count": count_text,
         "percent": percent_text,
     }
-    guilty = set(story.run.record.guilty)
+    outcome = story.run.record.outcome
+    guilty = {end.rank for end in outcome.verdict.guilty} if outcome else set()
     logs = sorted(story.run.logs, key=lambda log: (log.rank not in guilty, log.rank))
     return environment.get_template("report.html.jinja").render(
         story=story,
         record=story.run.record,
+        guilty=guilty,
         command=_shortened(story.run),
         logs=logs[:MAX_LOGS],
         num_more_logs=max(0, len(logs) - MAX_LOGS),
@@ -181,7 +187,7 @@ def _shortened(run: Run) -> str:
     """The command line with long arguments, such as a configuration as JSON, left out."""
     words = run.record.command
     short = tuple(word if len(word) <= MAX_WORD else "..." for word in words)
-    return replace(run, record=msgspec.structs.replace(run.record, command=short)).command_line
+    return replace(run, record=replace(run.record, command=short)).command_line
 
 
 def _job(about: Mapping[str, object]) -> str:

@@ -19,48 +19,16 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from braid._version import __version__
+from braid.diagnose import RunRecord
 from braid.errors import ConfigError
 from braid.events import HEADER_BYTES, EventRing
 
-__all__ = ["LogTail", "RankEnding", "Run", "RunRecord", "read_run"]
+__all__ = ["LogTail", "Run", "read_run"]
 
 TAIL_LINES = 20
 TAIL_BYTES = 16 << 10
 TERMINAL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 T = TypeVar("T")
-
-
-class RankEnding(msgspec.Struct, frozen=True):
-    """How a rank ended, as the launcher wrote it."""
-
-    rank: int
-    pid: int = 0
-    exit_code: int | None = None
-    signal: int | None = None
-    ending: str = ""
-    reason: str = ""
-    where: str = ""
-    testimony: str = ""
-    details: tuple[str, ...] = ()
-
-
-class RunRecord(msgspec.Struct, frozen=True):
-    """What a report needs of `run.json`; `kind` is empty when the launcher did not live to see the end."""
-
-    braid: str
-    command: tuple[str, ...]
-    num_ranks: int
-    command_kind: str = "script"
-    started: str = ""
-    threads: str = ""
-    kind: str = ""
-    exit_code: int | None = None
-    elapsed_s: float = 0.0
-    step: int | None = None
-    guilty: tuple[int, ...] = ()
-    certain: bool = True
-    saved_step: int | None = None
-    ranks: tuple[RankEnding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -47,12 +46,7 @@ def train(
         ConfigError: It cannot work; nothing was started.
     """
     with TrainConsole(out) as console:
-        outcome = launch(
-            config, num_ranks=num_ranks, console=console, resume=resume, threads=threads
-        )
-    if outcome.saved is None:
-        return outcome
-    return replace(outcome, resume=_resume_line(config, num_ranks, threads))
+        return launch(config, num_ranks=num_ranks, console=console, resume=resume, threads=threads)
 
 
 def launch(
@@ -81,6 +75,7 @@ def launch(
         log_dir=config.log_dir,
         threads=threads,
         resume=resume,
+        resume_command=_resume_line(config, num_ranks, threads),
     )
     return Supervisor(console).run(job)
 
