@@ -156,6 +156,7 @@ class EventRing:
         memory: At least `EventRing.nbytes_for(capacity)` bytes, zeroed when `capacity` is given.
         capacity: Number of records to format a new ring with; None opens an existing one.
         rank: Rank that will write it (new rings only).
+        names_lock: Taken to add a text; needed when several threads record.
 
     Raises:
         ConfigError: The memory does not hold a ring.
@@ -167,6 +168,7 @@ class EventRing:
         capacity: int | None = None,
         *,
         rank: int = 0,
+        names_lock: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
         view = memoryview(memory).cast("B")
         self.header = view[:HEADER_BYTES].cast("Q")
@@ -183,7 +185,7 @@ class EventRing:
         self.capacity = int(self.header[_CAPACITY])
         end = HEADER_BYTES + self.capacity * RECORD.size
         self.records = view[HEADER_BYTES:end]
-        self.names = NameTable(view[end : end + NAMES_BYTES])
+        self.names = NameTable(view[end : end + NAMES_BYTES], names_lock)
         self._view = view
 
     @staticmethod

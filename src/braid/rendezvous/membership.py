@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 import weakref
 from types import TracebackType
@@ -43,6 +44,8 @@ from braid.wire import Connection, Identity, Secret
 from braid.wire import connect as dial
 
 __all__ = ["Membership", "join"]
+
+PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
 
 
 class _Parts(NamedTuple):
@@ -208,7 +211,9 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
             if environment.launched_by == "torchrun" and environment.world_size > 1
             else HashStore()
         )
-        return _Parts(store, Recorder(), None, None, (), stack.pop_all())
+        private = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
+        ring = EventRing(private, PRIVATE_RECORDS, names_lock=threading.Lock())
+        return _Parts(store, Recorder(ring), None, None, (), stack.pop_all())
 
 
 def _from_launcher(
@@ -225,7 +230,7 @@ def _from_launcher(
     control = ControlClient.dial(environment.store_address, secret, who, timeout_s=timeout_s)
     stack.callback(control.close)
     memory = mmap.mmap(events_fd, os.fstat(events_fd).st_size)
-    ring = EventRing(memory)
+    ring = EventRing(memory, names_lock=threading.Lock())
     ring.pid = os.getpid()
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
     stack.callback(faulthandler.unregister, signal.SIGUSR1)
