@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.launch import QuietConsole, TerminalConsole
-from braid.launch.output import Line, LineBudget, LineSplitter, RankOutput
+from braid.launch.interrupt_filter import Line
+from braid.launch.output import LineBudget, LineSplitter, RankOutput
 
 S = 1_000_000_000
 
@@ -43,6 +44,51 @@ def test_windows_line_ends_are_one_end_even_when_cut():
 
 def test_a_line_without_end_is_passed_on_in_pieces():
     assert [len(line.text) for line in split(b"x" * 70_000, b"x" * 70_000)] == [70_000, 70_000]
+
+
+INTERRUPT = b"""Traceback (most recent call last):
+  File "train.py", line 1, in <module>
+    import torch
+KeyboardInterrupt
+"""
+CHAINED = b"""[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 9, in step
+[rank1]: KeyboardInterrupt: told to stop
+Exception ignored in: <function Pool.__del__ at 0x7f>
+Traceback (most recent call last):
+  File "pool.py", line 3, in __del__
+KeyboardInterrupt:
+"""
+FAULT = b"""Traceback (most recent call last):
+  File "train.py", line 7, in save
+
+ValueError: no room
+"""
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (b"saving\n" + INTERRUPT + CHAINED + b"saved\n", b"saving\nsaved\n"),
+        (FAULT + INTERRUPT + FAULT, FAULT + FAULT),
+        (b"KeyboardInterrupt caught\n" + FAULT[:60], b"KeyboardInterrupt caught\n" + FAULT[:60]),
+    ],
+    ids=["interrupts", "faults", "cut"],
+)
+def test_tracebacks_of_an_interrupt_are_logged_and_not_shown(tmp_path, console, written, shown):
+    output = RankOutput(0, tmp_path / "log", console, None)
+    output.hide_interrupts()
+    output.feed(2, written, 1)
+    output.close(2)
+    assert [text for _, _, text in console.lines] == shown.splitlines()
+    assert (tmp_path / "log").read_bytes() == written
+
+
+def test_without_a_forwarded_interrupt_its_traceback_is_shown(tmp_path, console):
+    output = RankOutput(0, tmp_path / "log", console, None)
+    output.feed(2, INTERRUPT, 1)
+    output.close(2)
+    assert [text for _, _, text in console.lines] == INTERRUPT.splitlines()
 
 
 @given(st.lists(st.binary(max_size=20), max_size=20))

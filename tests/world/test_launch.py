@@ -292,6 +292,17 @@ def test_signals_are_forwarded_and_give_the_exit_code(tmp_path, signum, exit_cod
     assert (found, "braid: run interrupted" in err) == (exit_code, True)
 
 
+def test_ctrl_c_ends_with_the_block_and_no_traceback(tmp_path):
+    cli = Cli(tmp_path, "-n", "2", JOBS, "wait", "handled")
+    cli.pids(2)
+    cli.process.send_signal(signal.SIGINT)
+    _, err = cli.end()
+    after = err[err.index("passing it on") :].splitlines()
+    assert after[1].startswith("braid: run interrupted")
+    assert after[-1] == f"  logs     {tmp_path / 'run'}/"
+    assert "KeyboardInterrupt" in (tmp_path / "run/rank1.log").read_text()
+
+
 def test_a_second_ctrl_c_kills(tmp_path):
     cli = Cli(tmp_path, "-n", "2", JOBS, "wait", "deaf")
     cli.pids(2)

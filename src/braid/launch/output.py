@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, Protocol
 
-__all__ = ["Console", "Line", "LineBudget", "LineSplitter", "RankOutput"]
+from braid.launch.interrupt_filter import InterruptFilter, Line
+
+__all__ = ["Console", "LineBudget", "LineSplitter", "RankOutput"]
 
 LINE_END = re.compile(
     rb"\r?\n|\r(?=[^\n])"
@@ -36,13 +38,6 @@ class Console(Protocol):
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
         ...
-
-
-class Line(NamedTuple):
-    """A piece of output; `end` is what ended it: a newline, a carriage return, or nothing."""
-
-    text: bytes
-    end: bytes
 
 
 class LineSplitter:
@@ -116,6 +111,7 @@ class RankOutput:
         self._progress_ns = {1: 0, 2: 0}
         self._stderr_tail = b""
         self._dropped = 0
+        self._interrupt: InterruptFilter | None = None
 
     @property
     def stderr_tail(self) -> str:
@@ -128,12 +124,19 @@ class RankOutput:
             self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
         self._take(stream, self._splitters[stream].feed(chunk), now_ns)
 
+    def hide_interrupts(self) -> None:
+        """Show no traceback of a `KeyboardInterrupt` from now on: it was the launcher that interrupted. Idempotent."""
+        if self._interrupt is None:
+            self._interrupt = InterruptFilter()
+
     def close(self, now_ns: int) -> None:
         """Show and log what is left, and close the log. Idempotent."""
         if self._log.closed:
             return
         for stream, splitter in self._splitters.items():
             self._take(stream, splitter.flush(), now_ns)
+        if self._interrupt is not None:
+            self._show(2, self._interrupt.flush(), now_ns)
         self._tell_dropped()
         self._log.close()
 
@@ -141,6 +144,11 @@ class RankOutput:
         if not lines:
             return
         self._write(b"".join(text + end for text, end in lines))
+        if stream == 2 and self._interrupt is not None:
+            lines = [shown for line in lines for shown in self._interrupt.feed(line)]
+        self._show(stream, lines, now_ns)
+
+    def _show(self, stream: int, lines: list[Line], now_ns: int) -> None:
         for text, end in lines:
             if end == b"\r" and self._budget is not None:
                 if now_ns - self._progress_ns[stream] < PROGRESS_NS or not text:

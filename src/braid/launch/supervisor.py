@@ -21,7 +21,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from signal import SIGCHLD, SIGKILL, SIGUSR1
+from signal import SIGCHLD, SIGINT, SIGKILL, SIGUSR1
 
 import psutil
 
@@ -362,6 +362,8 @@ class _Run:
     def _obey(self, instruction: Instruction) -> None:
         if isinstance(instruction, SendSignal):
             for rank in instruction.ranks:
+                if instruction.signum == SIGINT:
+                    self.ranks[rank].output.hide_interrupts()
                 self.ranks[rank].signal(instruction.signum)
         elif isinstance(instruction, Tell):
             for process in self.ranks.values():
