@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from itertools import product
+from operator import add
+from typing import TypeAlias
 
 import msgspec
 import pytest
@@ -11,10 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.checkpoint import FileEntry, Manifest, Piece, TensorEntry
-from braid.checkpoint.manifest import decode_manifest, encode_manifest
+from braid.checkpoint.manifest import decode_manifest, encode_manifest, problems_of
 from braid.errors import CheckpointError
 
 FILE = FileEntry(100, "0" * 64)
+BIG = FileEntry(1 << 20, "0" * 64)
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def manifest(**changes: object) -> Manifest:
@@ -88,6 +94,59 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused(boxes):
     pieces = tuple(Piece(file, "w", offset, shape) for file, offset, shape in boxes)
     with pytest.raises(CheckpointError, match=r"tensor 'w' has .*piece"):
         encode_manifest(manifest(tensors={"w": TensorEntry((4, 3), "float32", pieces)}))
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A tensor of one to three dims, cut again and again, its pieces in any order, and sometimes some moved."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 8))):
+        offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, extent[dim]))
+        lower = (*extent[:dim], at, *extent[dim + 1 :])
+        upper = (*extent[:dim], extent[dim] - at, *extent[dim + 1 :])
+        beside = (*offset[:dim], offset[dim] + at, *offset[dim + 1 :])
+        boxes += [(offset, lower), (beside, upper)]
+    for _ in range(draw(st.integers(0, 2))):
+        index = draw(st.integers(0, len(boxes) - 1))
+        extent = boxes[index][1]
+        room = (full - e for full, e in zip(shape, extent, strict=True))
+        boxes[index] = (tuple(draw(st.integers(0, most)) for most in room), extent)
+    return shape, draw(st.permutations(boxes))
+
+
+def refusal(shape: tuple[int, ...], boxes: list[Box]) -> str:
+    pieces = tuple(Piece("a", str(i), *box) for i, box in enumerate(boxes))
+    entry = TensorEntry(shape, "uint8", pieces)
+    (problem,) = problems_of(manifest(tensors={"w": entry}, files={"a": BIG})) or [""]
+    return problem
+
+
+@given(tilings())
+def test_pieces_are_accepted_if_and_only_if_each_element_is_in_one(tiling):
+    shape, boxes = tiling
+    held = Counter(
+        element
+        for offset, extent in boxes
+        for element in product(*map(range, offset, map(add, offset, extent)))
+    )
+    tiles = held == Counter(product(*map(range, shape)))
+    assert (refusal(shape, boxes) == "") is tiles
+
+
+def test_of_many_pieces_one_that_overlaps_another_is_found():
+    boxes: list[Box] = [((i, 2 * j), (1, 2)) for i in range(40) for j in range(5)]
+    assert refusal((40, 10), boxes) == ""
+    boxes[3] = ((0, 2), (1, 2))
+    assert refusal((40, 10), boxes) == "tensor 'w' has pieces that overlap"
+
+
+def test_more_pieces_along_more_dims_than_can_be_checked_are_refused(monkeypatch):
+    monkeypatch.setattr("braid.checkpoint.manifest.MAX_CORNERS", 15)
+    boxes: list[Box] = [((i, j), (1, 1)) for i in range(2) for j in range(2)]
+    assert "4 pieces along 2 dims, more than can be checked" in refusal((2, 2), boxes)
 
 
 def test_every_problem_is_reported_at_once():
