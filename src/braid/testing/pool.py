@@ -245,16 +245,20 @@ def _carry_out(job: _Job) -> _Answer:
     health = Health(job.rank, clock)
     store = FileStore(str(Path(job.directory) / "store"))
     result, error = None, None
+    group = None
     with contextlib.ExitStack() as stack:
         try:
             transport = connect(job.rank, job.size, store, clock, health)
             stack.callback(transport.close)
             recorder = _recorder(Path(job.directory), job.rank)
             context = RankContext(job.rank, job.size, clock, recorder, health, store)
-            result = job.main(Group.world(context, transport), *job.args)
+            group = Group.world(context, transport)
+            result = job.main(group, *job.args)
             transport.leave()
         except BaseException as exc:  # noqa: BLE001 - travels back to the test
             error = exc
+            if group is not None:  # this process lives on, so the others would not notice
+                group.abort(f"{type(exc).__name__}: {exc}")
         ended_ns = time.monotonic_ns()
     return _Answer(result, error, ended_ns)
 
