@@ -201,6 +201,21 @@ def test_half_a_line_of_a_killed_rank_does_not_spoil_the_next(tmp_path):
     assert recorded == [None, stepped(), stepped()]
 
 
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [(0, []), (2, [started(), stepped(1), stepped(2)]), (9, [started(), *map(stepped, (1, 2, 3))])],
+)
+def test_steps_that_will_come_again_are_dropped(tmp_path, step, kept):
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
+        for report in (started(), stepped(1), stepped(2), stepped(3)):
+            reporter.tell(report)
+        reporter.rewind(step)
+        reporter.tell(stepped(step + 1))
+    recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
+    assert (recorded, list(tmp_path.iterdir())) == ([*kept, stepped(step + 1)], [path])
+
+
 def test_metrics_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"metrics to .*: (Not a directory|File exists); choose"):

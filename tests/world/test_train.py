@@ -247,6 +247,10 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
     assert process.returncode == 137, out + err
     assert f"  guilty   rank {victim} (pid {ranks[0].pid}): killed by signal 9 (SIGKILL)" in err
     assert main([*words, "--resume", "auto"]) == 0
+    rows = map(
+        msgspec.json.decode, (Path(config.log_dir) / "metrics.jsonl").read_bytes().splitlines()
+    )
+    assert [row["step"] for row in rows if row["kind"] == "step"] == [*range(1, 301)]
     whole = replace(config, log_dir=config.log_dir + "-whole")
     assert main(command(whole, "--steps", "300", "--checkpoint-every", "20")) == 0
     capfd.readouterr()

@@ -152,6 +152,7 @@ class Trainer:
         """
         config, clock = self._config, self._group.context.clock
         self._peak = self._probe_peak()
+        self._reporter.rewind(self._step)
         self._reporter.tell(self._started(resumed_from, notes))
         start_ns, before = clock.now_ns(), self._group.statistics()
         signum = 0

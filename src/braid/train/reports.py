@@ -1,11 +1,13 @@
 """What a training says while it runs: one JSON object a line, in the metrics file and to whoever watches.
 
-Rank 0 appends every report to `metrics.jsonl`. Its standard output carries the same lines, thinned out, so that the parent of
+Rank 0 appends every report to `metrics.jsonl`, where each step stands once, also after a resume. Its standard output carries the same lines, thinned out, so that the parent of
 `braid train` can draw a progress bar without another channel; a person who reads the log can read them as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import SEEK_END
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, TypeAlias
@@ -138,6 +140,24 @@ def parse_report(line: bytes) -> Report | None:
     return report
 
 
+def _is_of_past(report: Report | None, step: int) -> bool:
+    """Whether a report stays true when the training goes on from `step`."""
+    if isinstance(report, Started):
+        return report.first_step < step
+    return report is not None and report.step <= step
+
+
+@contextmanager
+def _told_by_name(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        msg = (
+            f"expected to write metrics to {path}, found: {exc.strerror}; choose another --log-dir"
+        )
+        raise ConfigError(msg) from exc
+
+
 def _end_last_line(file: BinaryIO) -> None:
     """A rank that was killed may have left half a line; the next report begins a new one."""
     if file.seek(0, SEEK_END):
@@ -165,13 +185,31 @@ class Reporter:
         self._file: BinaryIO | None = None
         if path is None:
             return
-        try:
+        with _told_by_name(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
             _end_last_line(self._file)
-        except OSError as exc:
-            msg = f"expected to write metrics to {path}, found: {exc.strerror}; choose another --log-dir"
-            raise ConfigError(msg) from exc
+
+    def rewind(self, step: int) -> None:
+        """Drop what the file says of later steps, whole or not at all: they will be done, and reported, again.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        if self._file is None:
+            return
+        path = Path(self._file.name)
+        with _told_by_name(path):
+            self._file.flush()
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if _is_of_past(parse_report(line), step)]
+            if len(kept) == len(lines):
+                return
+            part = path.with_name(f"{path.name}.part")
+            part.write_bytes(b"".join(kept))
+            part.replace(path)
+            self._file.close()
+            self._file = path.open("ab+")
 
     def tell(self, report: Report) -> None:
         """Record a report; steps reach the watcher a few times a second, all others at once."""
