@@ -141,6 +141,31 @@ def test_a_pool_that_hangs_shows_stacks_and_events(pool):
     assert "--- last events of rank 0\n    barrier()#1 open" in text
 
 
+def _many_threads(group: Group) -> list[float]:
+    parts = [group.split(0) for _ in range(8)]
+    totals: list[float] = [0.0] * len(parts)
+
+    def work(index: int) -> None:
+        # the later rank comes last everywhere, so all threads of the others sleep at once
+        if group.rank:
+            started.wait()
+        totals[index] = parts[index].all_reduce(torch.ones(1)).item()
+
+    started = threading.Event()
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(parts))]
+    for thread in threads:
+        thread.start()
+    group.barrier()
+    started.set()
+    for thread in threads:
+        thread.join()
+    return totals
+
+
+def test_more_threads_than_doorbells_may_wait(world):
+    assert world(2, _many_threads) == [[2.0] * 8] * 2
+
+
 def _draw(group: Group) -> None:
     torch.randn(1)
 

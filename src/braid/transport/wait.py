@@ -30,7 +30,6 @@ from types import TracebackType
 from typing import NamedTuple
 
 from braid.clock import Clock
-from braid.errors import InternalError
 from braid.transport.health import Health
 from braid.transport.memory import SLEEPERS, Root
 
@@ -40,6 +39,7 @@ NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
 YIELD_NS = 1_000_000
 SLEEP_MS = 50
+SLOTLESS_SLEEP_MS = 2  # of a thread that found no doorbell free: nobody can ring it
 
 _sched_yield = ctypes.CDLL(None).sched_yield
 
@@ -73,7 +73,6 @@ class Doorbells:
         self._pipes = [_pipe() for _ in range(NUM_SLOTS)]
         self._free = list(range(NUM_SLOTS))
         self._lock = threading.Lock()
-        self._available = threading.Semaphore(NUM_SLOTS)
 
     @property
     def write_fds(self) -> tuple[int, ...]:
@@ -85,17 +84,16 @@ class Doorbells:
         return [fd for pipe in self._pipes for fd in pipe]
 
     def acquire(self) -> int:
-        """Take a slot for this thread; waits while all are taken."""
-        self._available.acquire()
+        """Take a slot for this thread; -1 when all are taken, which only costs it a slower sleep."""
         with self._lock:
-            return self._free.pop()
+            return self._free.pop() if self._free else -1
 
     def release(self, slot: int) -> None:
         """Give a slot back, disarmed and silent."""
-        self.disarm(slot)
-        with self._lock:
-            self._free.append(slot)
-        self._available.release()
+        if slot >= 0:
+            self.disarm(slot)
+            with self._lock:
+                self._free.append(slot)
 
     def arm(self, slot: int) -> None:
         """Announce that this slot is about to sleep. The lock is the fence."""
@@ -202,16 +200,17 @@ class _Sleep:
 
     def poll(self, ready: Callable[[], bool], fds: list[int]) -> bool:
         """Sleep once unless `ready()`; whether it held before the sleep."""
-        if self._slot < 0:
-            msg = "a doorbell was polled outside its `with` block"
-            raise InternalError(msg)
-        self._bells.arm(self._slot)
+        if self._slot >= 0:
+            self._bells.arm(self._slot)
         if ready():
             return True
         poller = select.poll()
-        poller.register(self._bells.read_fd(self._slot), select.POLLIN)
         for fd in fds:
             poller.register(fd, select.POLLIN)
+        if self._slot < 0:
+            poller.poll(SLOTLESS_SLEEP_MS)
+            return False
+        poller.register(self._bells.read_fd(self._slot), select.POLLIN)
         poller.poll(SLEEP_MS)
         self._bells.disarm(self._slot)
         return False
