@@ -41,6 +41,16 @@ def test_a_waiting_collective_is_named_with_number_and_call_site(recorder):
     )
 
 
+def test_a_phase_named_like_the_function_of_the_call_site_is_said_once(recorder):
+    recorder.span("backward")
+    recorder.span("bucket 1 of 2")
+    site = recorder.intern("/home/me/shards.py:75 in backward")
+    recorder.span("barrier()", seq=9, site=site)
+    assert diagnose.testimony(recorder.ring) == (
+        "in barrier()#9 called at shards.py:75 in backward, bucket 1 of 2"
+    )
+
+
 def test_a_collective_that_is_computing_does_not_wait(recorder):
     recorder.span("step", seq=4)
     recorder.span("barrier()", seq=9)

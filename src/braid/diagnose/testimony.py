@@ -36,7 +36,10 @@ def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 
     began_ns = step.t_ns if step is not None else 0
     inside = [e for e in events if _lasted_until(e, at_ns) and e.t_ns >= began_ns and e is not step]
     inside.sort(key=lambda event: event.t_ns)
-    words = [*_operation(ring, inside), *_phases(ring, inside)]
+    words, phases = _operation(ring, inside), _phases(ring, inside)
+    if words and phases and words[0].endswith(f" {phases[0]}"):
+        del phases[0]  # the function of the call site is named like the phase
+    words += phases
     if step is not None:
         words.append(f"{'at' if _lasted_until(step, at_ns) else 'after'} step {step.seq}")
     return ", ".join(words)
