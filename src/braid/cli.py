@@ -122,7 +122,7 @@ def run(
         no_python: SCRIPT is a program of any kind.
         log_dir: Directory for logs, events and the record of the run (default: ./runs/<date>_<hex>).
         port: MASTER_PORT for torch.distributed, or auto.
-        timeout: Longest duration of the run, in seconds; then the stacks of all ranks are collected.
+        timeout: Longest duration of the run, in seconds; then programs that called braid.init() give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.

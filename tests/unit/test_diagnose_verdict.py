@@ -318,6 +318,21 @@ def test_the_block_of_a_time_out_says_who_was_doing_what():
     assert render_block(error_block(report)) == GOLDEN_TIMEOUT
 
 
+def test_a_time_out_says_whose_stacks_could_not_be_had():
+    ends = [killed(r, 15, asked_to_stop=True) for r in (0, 1)]
+    ends += [killed(2, 15, asked_to_stop=True, testimony="at train.py:5 in wait"), exited(3, 0)]
+    report = StopReport(
+        verdict=judge(ends, stopped_by="timeout"), exit_code=124, elapsed_s=60.0, limit_s=60.0
+    )
+    assert render_block(error_block(report)) == (
+        "braid: run timed out after 60 s (limit 60 s, exit 124)\n"
+        "  others   ranks 0,1 ended by braid (SIGTERM)\n"
+        "           rank 2 was at train.py:5 in wait - ended by braid (SIGTERM)\n"
+        "           rank 3 finished\n"
+        "           no stack of ranks 0,1: a program gives one after braid.init()"
+    )
+
+
 def test_what_the_guilty_rank_was_in_stands_apart_from_a_message():
     ends = [
         replace(raised(0, "CheckpointError: no room left."), testimony="after step 20"),

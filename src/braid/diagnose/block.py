@@ -158,6 +158,9 @@ def _others(verdict: Verdict) -> list[str]:
         who = rank_list(ranks)
         were = "was" if len(ranks) == 1 else "were"
         lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
+    silent = [end.rank for end in verdict.others if end.asked_to_stop and not _doing(end)]
+    if verdict.kind == "timeout" and silent:
+        lines.append(f"no stack of {rank_list(silent)}: a program gives one after braid.init()")
     return lines
 
 
