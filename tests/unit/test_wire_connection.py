@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+import select
 import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -266,6 +269,41 @@ def test_silent_clients_are_dropped_after_five_seconds():
             assert listener.accept_ready() == []
             assert (listener.next_deadline_ns(), silent.recv(1)) == (None, b"")
         assert "expected a handshake within 5 s" in listener.refusals[-1]
+
+
+@contextmanager
+def no_more_descriptors():
+    """This process can open none; those it has stay usable."""
+    lowest = os.dup(0)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def is_readable(listener: Listener) -> bool:
+    return bool(select.select([listener], [], [], 0)[0])
+
+
+def test_a_listener_without_descriptors_pauses_and_loses_no_client():
+    clock = VirtualClock()
+    with (
+        Listener("tcp://127.0.0.1:0", SECRET, SERVER, clock=clock) as listener,
+        raw_client(listener),
+    ):
+        assert is_readable(listener)
+        with no_more_descriptors():
+            assert listener.accept_ready() == []
+        assert listener.refusals == ("accept failed: Too many open files",)
+        assert (is_readable(listener), listener.next_deadline_ns()) == (False, 10**8)
+        listener.accept_ready()  # too early
+        assert "0 half open" in repr(listener)
+        clock.sleep(0.1)
+        listener.accept_ready()
+        assert "1 half open" in repr(listener)
 
 
 def test_half_open_clients_are_limited_and_make_room_when_overdue():

@@ -32,6 +32,7 @@ __all__ = ["HANDSHAKE_LIMIT_S", "MAX_HALF_OPEN", "Listener", "connect"]
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64
 _BACKLOG = 128
+_PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
 _RETRY_FIRST_S = 0.005
 _RETRY_MOST_S = 0.2
@@ -87,6 +88,7 @@ class Listener:
         self._half_open: dict[int, _HalfOpen] = {}
         self._accepted: deque[SocketConnection] = deque()
         self._refusals: deque[str] = deque(maxlen=_KEPT_REFUSALS)
+        self._pause_until_ns: int | None = None
         self._socket = _bind(wanted)
         self._address = wanted
         if not wanted.is_unix:
@@ -109,8 +111,11 @@ class Listener:
         return self._selector.fileno()
 
     def next_deadline_ns(self) -> int | None:
-        """When `accept_ready` should be called though nothing is readable: a client is overdue."""
-        return min((half.deadline_ns for half in self._half_open.values()), default=None)
+        """When `accept_ready` should be called though nothing is readable: a client is overdue, or a pause is over."""
+        due = [half.deadline_ns for half in self._half_open.values()]
+        if self._pause_until_ns is not None:
+            due.append(self._pause_until_ns)
+        return min(due, default=None)
 
     def accept_ready(self) -> list[SocketConnection]:
         """Advance all handshakes without waiting; returns the connections that became complete."""
@@ -178,13 +183,17 @@ class Listener:
         self._admit()  # last, when the overdue have made room
 
     def _admit(self) -> None:
+        if self._is_pausing():
+            return
         while True:
             try:
                 sock, origin = self._socket.accept()
             except BlockingIOError:
                 return
-            except OSError as exc:  # the client has gone again, or descriptors ran out
-                self._refusals.append(f"accept failed: {exc.strerror}")
+            except ConnectionAbortedError:  # that client has gone again
+                continue
+            except OSError as exc:  # descriptors or memory ran out
+                self._pause(exc)
                 return
             where = str(origin or "this host")
             problem = _same_user_problem(sock)
@@ -203,6 +212,22 @@ class Listener:
             self._half_open[sock.fileno()] = half
             self._selector.register(sock, selectors.EVENT_READ)
             self._read(half)  # often its first frame is already here
+
+    def _pause(self, exc: OSError) -> None:
+        """Do not watch the socket for a moment: it stays readable, and whoever watches it would spin."""
+        self._refusals.append(f"accept failed: {exc.strerror}")
+        self._selector.unregister(self._socket)
+        self._pause_until_ns = self._clock.now_ns() + _PAUSE_NS
+
+    def _is_pausing(self) -> bool:
+        """Whether a pause lasts; ends one that is over."""
+        if self._pause_until_ns is None:
+            return False
+        if self._clock.now_ns() < self._pause_until_ns:
+            return True
+        self._pause_until_ns = None
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        return False
 
     def _read(self, half: _HalfOpen) -> None:
         try:
