@@ -192,6 +192,9 @@ class _Run:
                 self._start(len(self.ranks))
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
+            overdue_ns = self._listener.next_deadline_ns()
+            if overdue_ns is not None and overdue_ns <= self._clock.now_ns():
+                self._on_clients()
             self._handle(Tick())
 
     def conclude(self) -> Outcome:
