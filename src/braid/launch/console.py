@@ -27,7 +27,7 @@ class QuietConsole:
         self.lines: list[tuple[int, int, bytes]] = []
         self.notices: list[str] = []
 
-    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002 - whole lines only
         """Keep a line of a rank."""
         self.lines.append((rank, stream, text))
 

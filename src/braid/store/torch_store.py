@@ -197,8 +197,8 @@ class _BraidBackedStore(TorchBase):
     def clone(self) -> TorchBase:
         return self  # torch clones a store for its threads; braid's serve all threads
 
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815 - torch's name
+    getNumKeys = num_keys  # noqa: N815 - torch's name
 
     @contextmanager
     def _timeouts(self) -> Iterator[None]:

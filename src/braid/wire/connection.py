@@ -121,7 +121,7 @@ class SocketConnection:
         """Descriptor for a selector, -1 after `close`."""
         return self._socket.fileno()
 
-    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002 - one queue, in order
         """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
 
         Two peers that both send more than the kernel buffers, while neither receives, wait for each other until the
