@@ -218,6 +218,9 @@ def test_the_command_trains_stops_and_resumes(config, capfd):
     (resume,) = [line for line in err.splitlines() if line.startswith("  resume")]
     told = resume.split()
     assert told[1:5] == ["braid", "train", "--resume", "auto"]
+    block = err[err.index("braid: run interrupted") :]
+    assert main(["report", config.log_dir]) == 0
+    assert capfd.readouterr().out.startswith(block)
     told[told.index("100000")] = str(saved.step + 2)
     assert main(told[2:]) == 0
     text = capfd.readouterr().out
