@@ -55,7 +55,7 @@ def shutdown() -> None:
         return
     atexit.unregister(shutdown)
     if member.failed:
-        group.abort("an exception ended this rank")
+        group.abort(member.failure)
     group.close()
     member.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import socket
 import subprocess
@@ -119,7 +120,9 @@ def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):
     assert (outcome.exit_code, [end.rank for end in outcome.guilty]) == (137, [1])
     assert "killed by signal 9 (SIGKILL) at step 5" in str(outcome)
     for rank in (0, 2):
-        assert "PeerLostError: rank 1 was killed by signal 9 (SIGKILL)" in logs[rank]
+        # the launcher's word on the cause nearly always comes in time; without it the death is seen all the same
+        told = r"PeerLostError: rank 1 (was killed by signal 9 \(SIGKILL\)|\(pid \d+\) died), while rank"
+        assert re.search(told, logs[rank]), logs[rank]
 
 
 def test_a_rank_that_leaves_early_is_blamed_though_it_exits_with_0(job):

@@ -140,6 +140,8 @@ class Operation:
         if port.stopped:
             msg = f"expected a group in use for {self.text}, found that it ended: {port.stopped}"
             raise StaleError(msg)
+        health = port.transport.health
+        health.check(port.ranks, self._epoch)  # a death says more than what survivors say of it
         for member in self.channel.others:
             state = port.state(member)
             if state.code == DISAGREED:
@@ -154,7 +156,7 @@ class Operation:
                 msg = f"rank {rank} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
         # after what the members say themselves: one that abandoned the group may have left since
-        port.transport.health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
+        health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
         if port.transport.clock.now_ns() > self._deadline_ns:
             raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s))
 

@@ -88,6 +88,7 @@ class Membership:
         transport: Shared memory of the job.
         control: Connection to braid's launcher; None without it.
         failed: Whether an exception is ending this process.
+        failure: That exception, as `type: message`.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Membership:
         self._sockets = parts.sockets
         self._closers = parts.closers
         self.failed = False
+        self.failure = ""
         self._closed = False
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
@@ -155,6 +157,7 @@ class Membership:
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         self.failed = True
+        self.failure = f"{kind.__name__}: {value}"
         if self.control is not None and not self.transport.forked:
             text = "".join(traceback.format_exception(kind, value, trace))
             parsed = parse_error(text)

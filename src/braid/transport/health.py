@@ -22,7 +22,7 @@ from braid.errors import PeerLostError
 
 __all__ = ["Health", "Loss", "Witness"]
 
-REASON_GRACE_S = 0.02  # how long a pidfd's verdict waits for the launcher to name the cause
+REASON_GRACE_S = 0.1  # how long a pidfd's verdict waits for the launcher to name the cause
 
 
 class Loss(NamedTuple):
