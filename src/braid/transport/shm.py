@@ -77,7 +77,7 @@ def connect(
         undo.callback(bells.close)
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
-        store.set(f"shm/root/{rank}", f"{_host()}|{address.to_text()}".encode())
+        store.set(f"shm/address/{rank}", f"{_host()}|{address.to_text()}".encode())
         wait = partial(_wait, store, health=health, clock=clock, timeout_s=timeout_s)
         addresses = _gather(rank, world_size, store, wait, timeout_s)
         service = None
@@ -151,7 +151,7 @@ def _gather(
     wait: Callable[[list[str]], None],
     timeout_s: float,
 ) -> dict[int, RootAddress]:
-    keys = [f"shm/root/{r}" for r in range(world_size)]
+    keys = [f"shm/address/{r}" for r in range(world_size)]
     try:
         wait(keys)
     except CommTimeout as exc:
