@@ -108,6 +108,7 @@ def run(
     ] = None,
     threads: Threads = None,
     stopped_limit: float = 30.0,
+    hang_report: float = 10.0,
     grace: float = 5.0,
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
 ) -> int:
@@ -125,6 +126,7 @@ def run(
         timeout: Longest duration of the run, in seconds; then programs that called braid.init() give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
+        hang_report: How long ranks may wait for one that does not come before it is reported, in seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
         resume: Checkpoint to resume from; auto for the last complete one.
     """
@@ -145,6 +147,7 @@ def run(
         timeout_s=timeout,
         threads=threads,
         stopped_limit_s=stopped_limit,
+        hang_report_s=hang_report,
         grace_s=grace,
         resume=resume,
     )

@@ -9,6 +9,8 @@ from braid.diagnose.block import (
     rank_list,
     render_block,
 )
+from braid.diagnose.hang import HangReport, find_hang
+from braid.diagnose.hang_view import Process, RankView, SpanView
 from braid.diagnose.run_record import RunRecord
 from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
@@ -25,17 +27,22 @@ from braid.diagnose.verdict import (
 
 __all__ = [
     "Ending",
+    "HangReport",
     "MemoryKill",
     "ParsedError",
+    "Process",
     "RankEnd",
+    "RankView",
     "RunRecord",
     "SavedCheckpoint",
+    "SpanView",
     "Stack",
     "StopReport",
     "Verdict",
     "clause",
     "describe",
     "error_block",
+    "find_hang",
     "judge",
     "last_operation_end",
     "last_step",

@@ -25,6 +25,7 @@ class RunRecord:
         run_id: Tells it from other runs.
         started: When, as ISO 8601 with the time zone.
         threads: OMP_NUM_THREADS of each rank, and the reason.
+        hangs: Reports of ranks that stood still, in order.
         outcome: How it ended; None while it lasts, or when its launcher was killed.
     """
 
@@ -35,4 +36,5 @@ class RunRecord:
     run_id: str = ""
     started: str = ""
     threads: str = ""
+    hangs: tuple[str, ...] = ()
     outcome: StopReport | None = None

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from braid.diagnose import last_operation_end, last_step, parse_stack, testimony
-from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, EventRing
+from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
+from braid.launch.open_spans import OpenSpans
 
 __all__ = ["BlackBox"]
 
@@ -37,6 +38,7 @@ class BlackBox:
         self.stacks_fd = _anonymous_file(f"braid-stacks-{rank}")
         self._map = mmap.mmap(self.events_fd, nbytes)
         self.ring = EventRing(self._map, capacity, rank=rank)
+        self._open_spans = OpenSpans(self._map, self.ring)
 
     @property
     def has_events(self) -> bool:
@@ -48,10 +50,18 @@ class BlackBox:
         """The last step that the rank began."""
         return last_step(self.ring)
 
-    def stacks(self) -> str:
-        """What the rank dumped."""
-        size = os.fstat(self.stacks_fd).st_size
-        return os.pread(self.stacks_fd, size, 0).decode(errors="replace")
+    @property
+    def stacks_size(self) -> int:
+        """Bytes of stacks that the rank has dumped so far."""
+        return os.fstat(self.stacks_fd).st_size
+
+    def stacks(self, begin: int = 0) -> str:
+        """What the rank dumped, from byte `begin` on."""
+        return os.pread(self.stacks_fd, self.stacks_size, begin).decode(errors="replace")
+
+    def open_spans(self) -> list[Event]:
+        """What the rank is inside of, by begin; quick enough to be asked for every second."""
+        return self._open_spans.look()
 
     def testimony(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
         """What the rank was inside of, from its spans, else from its stacks; may be empty.

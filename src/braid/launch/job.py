@@ -39,6 +39,7 @@ class JobSpec:
         timeout_s: Longest duration of the run; None for no limit.
         threads: OMP_NUM_THREADS of each rank; when None, the user's own or physical cores / ranks.
         stopped_limit_s: How long a rank may be stopped (SIGSTOP) before it is given up.
+        hang_report_s: How long ranks may wait for one that does not come before it is reported; 0 for never.
         grace_s: After a failure, how long the other ranks may end by themselves.
         interrupt_limit_s: After Ctrl-C or SIGTERM, how long all ranks may save and end.
         resume: Checkpoint that ranks shall resume from; `auto` for the last complete one.
@@ -54,6 +55,7 @@ class JobSpec:
     timeout_s: float | None = None
     threads: int | None = None
     stopped_limit_s: float = 30.0
+    hang_report_s: float = 10.0
     grace_s: float = 5.0
     interrupt_limit_s: float = 30.0
     resume: str = ""
@@ -72,7 +74,7 @@ class JobSpec:
             problems.append(f"threads is {self.threads}, expected at least 1")
         if self.timeout_s is not None and self.timeout_s <= 0:
             problems.append(f"timeout is {self.timeout_s:g} s, expected more than 0")
-        limits = ("stopped_limit_s", "grace_s", "interrupt_limit_s")
+        limits = ("stopped_limit_s", "hang_report_s", "grace_s", "interrupt_limit_s")
         problems += [
             f"{name} is {getattr(self, name):g}, expected 0 or more"
             for name in limits

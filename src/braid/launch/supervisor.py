@@ -40,6 +40,7 @@ from braid.diagnose import (
 from braid.errors import ConfigError
 from braid.launch.black_box import BlackBox
 from braid.launch.console import QuietConsole
+from braid.launch.hang_watch import HangWatch
 from braid.launch.job import JobSpec, Outcome, check_command, choose_threads, command_line
 from braid.launch.memory import MemoryWatch
 from braid.launch.output import Console, LineBudget, RankOutput
@@ -64,7 +65,7 @@ from braid.launch.supervisor_state import (
     Tick,
     Warn,
 )
-from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Saved
+from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Left, Saved
 from braid.rendezvous.control import CONTROL_ROLE
 from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
 from braid.wire import Identity, Listener, Secret
@@ -165,6 +166,13 @@ class _Run:
             f"{job.num_ranks} rank{plural}, logs in {self._log_dir}, "
             f"OMP_NUM_THREADS={self._threads} ({reason})"
         )
+        self._hangs = HangWatch(
+            job.hang_report_s,
+            self.ranks,
+            clock=clock,
+            log_dir=Path(self._log_dir),
+            notice=console.notice,
+        )
         with ExitStack() as stack:
             secret = Secret.generate()
             self._secret_fd = secret.to_fd()
@@ -195,6 +203,8 @@ class _Run:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= self._clock.now_ns():
                 self._on_clients()
+            if self._state.phase is Phase.RUNNING:
+                self._keep(self._hangs.attend)
             self._handle(Tick())
 
     def conclude(self) -> Outcome:
@@ -218,7 +228,7 @@ class _Run:
         )
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
-        record = replace(self._record, outcome=outcome)
+        record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))
         self._keep(partial(write_record, Path(self._log_dir), record))
         return outcome
 
@@ -293,6 +303,8 @@ class _Run:
         if self._state.starting:
             return 0.0
         due = [self._state.deadline_ns, self._listener.next_deadline_ns()]
+        if self._state.phase is Phase.RUNNING:
+            due.append(self._hangs.deadline_ns)
         next_ns = min((ns for ns in due if ns is not None), default=None)
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
 
@@ -335,6 +347,8 @@ class _Run:
     def _on_message(self, process: RankProcess, message: FromRank) -> None:
         if isinstance(message, Hello):
             process.has_said_hello = True
+        elif isinstance(message, Left):
+            process.has_said_hello = False  # it gives no stacks any more
         elif isinstance(message, Saved):
             self._note_saved(message)
         elif isinstance(message, Failed):

@@ -1,0 +1,272 @@
+"""Who is stuck, in what, and because of whom: from what is seen of all ranks to one block of text.
+
+Problem: when one rank of a job does not come to a collective, all others stand still in it, without a word, until a
+deadline of minutes ends them; and the stack that their users then look at is that of an innocent rank.
+
+What exists: a time-out with the stacks of everybody (torch's flight recorder, `py-spy dump` on every rank), to be
+compared by eye. Idea: who waits for whom is a graph. An edge goes from each rank that waits to each member of its
+operation that has not come there. A rank that is reached and waits for nobody is *missing*; when there is none, the
+graph has a cycle, and the ranks wait for each other.
+
+    waits      rank 0 --all_reduce#176--> rank 1        rank 0 --barrier#3 of group a--> rank 1
+    reached    rank 1: in a DataLoader                  rank 1 --barrier#9 of group b--> rank 0
+    verdict    rank 1 is missing                        nobody is missing: a cycle
+
+    braid: no progress for 10.2 s at step 88
+      waiting  ranks 0,2,3  all_reduce#176  float32[4096], sum   train.py:41 in step
+      missing  rank 1 (pid 812)   in DataLoader.__next__  train.py:38 in main   cpu 0 %, sleeping
+               last seen 10.1 s ago, as it ended all_reduce#175  train.py:41 in step, after step 87
+      likely   rank 1 waits for its data
+               -> load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one fail
+
+A rank that waits is never named as missing.
+
+Source: the wait-for graph of deadlock detection: E. G. Coffman et al., System Deadlocks, ACM Computing Surveys 3(2), 1971.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from braid.diagnose.block import rank_list, render_block
+from braid.diagnose.hang_causes import ADVICE, Blocked, Case, Cause, cause_of, deadlock, of_seconds
+from braid.diagnose.hang_view import Process, RankView, SpanView
+from braid.diagnose.tracebacks import short_site
+
+__all__ = ["HangReport", "Process", "RankView", "SpanView", "find_hang"]
+
+MAX_ROWS = 6  # of each kind; a block of a thousand ranks must fit on a screen
+BUSY_CORES = 0.5  # of a rank inside of a collective: it moves much data
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "held by a debugger",
+    "Z": "ended",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangReport:
+    """One block of text; `str()` gives it.
+
+    Attributes:
+        age_ns: How long the longest wait has lasted.
+        step: Step of the ranks that wait; None when they recorded none.
+        waiting: Ranks that wait, and in what.
+        missing: Ranks that they wait for, and where those are; empty when ranks wait for each other.
+        causes: The likeliest ones.
+        certain: False when it is not known that the missing ranks belong to the group.
+    """
+
+    age_ns: int
+    step: int | None
+    waiting: tuple[tuple[tuple[int, ...], str], ...]
+    missing: tuple[tuple[int, str], ...]
+    causes: tuple[Cause, ...]
+    certain: bool = True
+
+    @property
+    def waiting_ranks(self) -> tuple[int, ...]:
+        """Who waits."""
+        return tuple(sorted(rank for ranks, _ in self.waiting for rank in ranks))
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Who does not come."""
+        return tuple(rank for rank, _ in self.missing)
+
+    def __str__(self) -> str:
+        at = f" at step {self.step}" if self.step is not None else ""
+        rows = [("braid:", f"no progress for {of_seconds(self.age_ns)}{at}")]
+        rows += _labelled("waiting", [f"{rank_list(who)}  {text}" for who, text in self.waiting])
+        rows += _labelled("missing", [text for _, text in self.missing])
+        if self.missing and not self.certain:
+            rows.append(("", "perhaps: who else takes part in that operation is not on record"))
+        rows += _labelled("likely", [str(cause) for cause in self.causes])
+        return render_block(rows)
+
+
+def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangReport | None:
+    """Say who is stuck because of whom.
+
+    Args:
+        views: All ranks of the job, also those that have ended.
+        now_ns: Now, on the clock of the spans.
+        limit_ns: How long a rank may wait before it is worth a report.
+
+    Returns:
+        The report; None while nobody waits for that long, or while data still moves.
+    """
+    by_rank = {view.rank: view for view in views}
+    waiting = {view.rank: _blocked(view, views) for view in views if view.waits}
+    stalled = [b for b in waiting.values() if now_ns - b.operation.t_ns >= limit_ns]
+    if not stalled:
+        return None
+    involved, missing = _reached(stalled, waiting)
+    certain = not any(_is_guess(b, views) for b in involved)
+    if not missing and not any(b.absent for b in involved):
+        missing = _inside(involved, views)
+        if not missing:
+            missing, certain = _strangers(involved, views), False
+    involved.sort(key=lambda b: b.operation.t_ns)
+    if not missing and _moves(involved):
+        return None
+    cases = [
+        Case(by_rank[rank], by_rank[rank].thread, tuple(involved), now_ns)
+        for rank in sorted(missing)
+        if rank in by_rank
+    ]
+    steps = [b.view.step.seq for b in involved if b.view.step is not None]
+    return HangReport(
+        age_ns=now_ns - involved[0].operation.t_ns,
+        step=max(steps, default=None),
+        waiting=_waiting_rows(involved, views),
+        missing=tuple((case.view.rank, _missing_row(case)) for case in cases[:MAX_ROWS]),
+        causes=_causes(cases) if cases else (_without_missing(involved),),
+        certain=certain,
+    )
+
+
+def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
+    """The operation that keeps `view`: of several under way, the first that somebody has not come to."""
+    found = [Blocked(view, op, _absent(view, op, views)) for op in view.operations]
+    return next((b for b in found if b.absent), found[-1])
+
+
+def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
+    members = [v for v in views if v.is_known_in(operation.group)]
+    others = [v for v in members if v.rank != view.rank]
+    if operation.is_message:
+        receiver = operation.channel - 1  # a message travels on the channel of its receiver
+        if len(members) == len(views) and view.rank != receiver:
+            others = [v for v in others if v.rank == receiver]
+        key = (operation.group, operation.channel)
+        return frozenset(
+            v.rank for v in others if key not in {(o.group, o.channel) for o in v.operations}
+        )
+    return frozenset(v.rank for v in others if not v.has_reached(operation))
+
+
+def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
+    """Whether it is not on record from whom a message should come."""
+    return blocked.operation.is_message and len(blocked.absent) > 1 and len(views) > 2
+
+
+def _reached(
+    stalled: Iterable[Blocked], waiting: Mapping[int, Blocked]
+) -> tuple[list[Blocked], set[int]]:
+    """Follow the edges: ranks that wait, and ranks at the ends that wait for nobody."""
+    involved = {b.view.rank: b for b in stalled}
+    missing: set[int] = set()
+    todo = list(involved.values())
+    while todo:
+        for rank in todo.pop().absent:
+            if rank not in waiting:
+                missing.add(rank)
+            elif rank not in involved:
+                involved[rank] = waiting[rank]
+                todo.append(waiting[rank])
+    return list(involved.values()), missing
+
+
+def _inside(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[int]:
+    """Ranks that have come, and went on to something else or were stopped before the operation ended."""
+    keys = {(b.operation.group, b.operation.channel) for b in involved}
+    return {
+        view.rank
+        for view in views
+        if not view.waits and any((op.group, op.channel) in keys for op in view.operations)
+    }
+
+
+def _strangers(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[int]:
+    """Ranks that are not known to be members, nor not to be."""
+    groups = {b.operation.group for b in involved}
+    return {v.rank for v in views if not v.waits and not any(map(v.is_known_in, groups))}
+
+
+def _moves(involved: Sequence[Blocked]) -> bool:
+    """Whether all have come and some still work at it: a large transfer."""
+    busy = [(b.view.process.cpu_share or 0.0) >= BUSY_CORES for b in involved]
+    return any(busy) and not any(b.absent for b in involved)
+
+
+def _without_missing(involved: Sequence[Blocked]) -> Cause:
+    if any(b.absent for b in involved):
+        return deadlock(involved)
+    ranks = tuple(sorted(b.view.rank for b in involved))
+    return Cause("inside", ranks, "have all come, and none goes on", ADVICE["inside"])
+
+
+def _waiting_rows(
+    involved: Sequence[Blocked], views: Sequence[RankView]
+) -> tuple[tuple[tuple[int, ...], str], ...]:
+    several = len({b.operation.group for b in involved}) > 1
+    rows: dict[str, list[int]] = {}
+    for b in involved:
+        text = b.operation.title
+        if b.operation.site:
+            text += f"   {short_site(b.operation.site)}"
+        if several:
+            members = [v.rank for v in views if v.is_known_in(b.operation.group)]
+            text += f"   group of {rank_list(members)}"
+        rows.setdefault(text, []).append(b.view.rank)
+    shown = [(tuple(sorted(ranks)), text) for text, ranks in rows.items()]
+    rest = sorted(rank for ranks, _ in shown[MAX_ROWS:] for rank in ranks)
+    return (*shown[:MAX_ROWS], *([(tuple(rest), "in others")] if rest else []))
+
+
+def _missing_row(case: Case) -> str:
+    """Two lines: where it is and what its process does; what it last did."""
+    view, thread = case.view, case.thread
+    parts = [f"rank {view.rank} (pid {view.pid})"]
+    if thread.place:
+        parts.append(f"{f'in {thread.call}  ' if thread.call else 'at '}{thread.place}")
+    elif view.phases:
+        parts.append(f"in {', '.join(view.phases)}")
+    if not view.ended:
+        parts.append(_of_process(view.process))
+    text = "   ".join(part for part in parts if part)
+    last = view.last
+    if last is None:
+        return text
+    return (
+        f"{text}\nlast seen {of_seconds(case.now_ns - last.end_ns)} ago, {_last_words(view, last)}"
+    )
+
+
+def _last_words(view: RankView, last: SpanView) -> str:
+    """`as it ended all_reduce#9  train.py:41 in step, in step 45`."""
+    text = f"as it {'began' if last.open else 'ended'} {last.label}"
+    if last.site:
+        text += f"  {short_site(last.site)}"
+    if view.step is not None and last.name != "step":
+        text += f", {'in' if view.in_step else 'after'} step {view.step.seq}"
+    return text
+
+
+def _of_process(process: Process) -> str:
+    parts = [] if process.cpu_share is None else [f"cpu {100 * process.cpu_share:.0f} %"]
+    if process.state:
+        parts.append(STATES.get(process.state, f"state {process.state}"))
+    return ", ".join(parts)
+
+
+def _causes(cases: Sequence[Case]) -> tuple[Cause, ...]:
+    """One for all ranks of which the same is to be said."""
+    merged: dict[tuple[str, str, str], Cause] = {}
+    for case in cases:
+        cause = cause_of(case)
+        key = (cause.kind, cause.text, cause.advice)
+        known = merged.get(key)
+        merged[key] = (
+            cause if known is None else known._replace(ranks=(*known.ranks, case.view.rank))
+        )
+    return tuple(merged.values())[:MAX_ROWS]
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+    return [(label if index == 0 else "", text) for index, text in enumerate(texts)]
