@@ -1,0 +1,11 @@
+"""torch.distributed over braid: `init_process_group("braid")`.
+
+Importing this room registers the backend; with braid installed, `import torch` is enough.
+"""
+
+from braid.torch_backend.process_group import BraidProcessGroup
+from braid.torch_backend.registration import create, register
+
+__all__ = ["BraidProcessGroup", "create", "register"]
+
+register()

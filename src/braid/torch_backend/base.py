@@ -1,0 +1,155 @@
+"""A process group of torch: what torch asks about it, how its operations are carried out, and its end.
+
+torch's docstrings apply to the methods that have torch's names; only what differs is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import distributed_c10d
+
+from braid.comm import Group
+from braid.errors import StaleError
+from braid.torch_backend.buckets import Buckets
+from braid.torch_backend.foreign import Foreign
+from braid.torch_backend.home import Home, Homes
+from braid.torch_backend.work import FinishedWork, PendingWork, Started, seconds
+
+__all__ = ["BaseProcessGroup", "c10d"]
+
+c10d: Any = distributed_c10d  # its stubs know a part of it only
+
+_CPU = torch.device("cpu")
+
+
+class _Ended:
+    """In the place of a group that is gone: whatever is asked of it is refused."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> Any:
+        msg = (
+            f"expected a process group in use for {name}, found that {self._text}: make a new one with "
+            "init_process_group or new_group"
+        )
+        raise StaleError(msg)
+
+
+class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
+    """A process group of torch over a group of braid, without its operations.
+
+    Args:
+        home: Where the group was made.
+        group: The group.
+        foreign: Backends for what it does not carry.
+        store: torch's store, with this group's prefix.
+        homes: Told when the group ends.
+    """
+
+    def __init__(
+        self, home: Home, group: Group, foreign: Foreign, store: Any, homes: Homes
+    ) -> None:
+        super().__init__(group.rank, group.size)
+        self._group: Any = group  # its overloads want literals; here async_op is a variable
+        self._home = home
+        self._backward = home.backward
+        self._buckets = Buckets(group)
+        self._foreign = foreign
+        self._store = store
+        self._homes = homes
+        self._timeout_s = seconds(foreign.timeout)
+        self._name = self._desc = ""
+        self._sequence = 0
+        self._coalesced: list[Started] | None = None
+
+    # What torch asks about a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "braid"
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
+        self._desc = desc
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        own = [] if accelerator is None else [torch.device(accelerator.type)]
+        return [_CPU, *(d for d in {*own, *self._foreign.devices} if d != _CPU)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self._foreign.backend(device)
+
+    # How everything is carried out.
+
+    def _carry_out(
+        self, call: Callable[[bool], Any], outputs: list[Any], opts: Any, *, source: Any = None
+    ) -> Any:
+        """Do it here if the caller waits for it, else start it.
+
+        Args:
+            call: With True it starts in the background, with False it has ended on return.
+            outputs: Value of the future.
+            opts: torch's options of the collective; None means that the caller goes on.
+            source: See `PendingWork`.
+        """
+        self._sequence += 1
+        backward = self._backward
+        if self._coalesced is not None:
+            started = call(True)
+            self._coalesced.append(started)
+        elif opts is not None and not opts.asyncOp:
+            if backward.held:
+                backward.release()
+            call(False)
+            return FinishedWork(outputs)
+        else:
+            started = backward.begin(call)
+        return PendingWork(started, outputs, backward.watch, source)
+
+    def _deadline(self, opts: Any) -> float | None:
+        return seconds(opts.timeout) or self._timeout_s
+
+    def _elsewhere(self, x: torch.Tensor) -> Any:
+        """torch's own process group for tensors that shared memory does not carry."""
+        return self._foreign.group(x.device)
+
+    # Its life.
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = seconds(timeout)
+        self._foreign.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        self._end(f"the process group {self._name!r} has been destroyed", self._foreign.shutdown)
+
+    def abort(self) -> None:
+        if not isinstance(self._group, _Ended):
+            self._group.abort(f"process group {self._name!r} was aborted")
+        self._end(f"the process group {self._name!r} has been aborted", self._foreign.abort)
+
+    def _end(self, text: str, end_foreign: Callable[[], None]) -> None:
+        group = self._group
+        if isinstance(group, _Ended):
+            return
+        self._group = _Ended(text)
+        end_foreign()
+        self._homes.leave(self._home, group)

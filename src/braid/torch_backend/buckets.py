@@ -1,0 +1,60 @@
+"""Gradient buckets of stock DDP, moved to where all ranks see them.
+
+Problem: DDP allocates its buckets itself, so each all-reduce copies them into shared memory and back. They cannot be replaced:
+gradients may be views of them.
+
+Idea: torch can move a storage into shared memory in place, and all tensors that view it follow (`Group.adopt`). A bucket
+is recognised by what it does: it is a whole storage of 64 KiB or more that is reduced inside backward for the second time. When
+DDP rebuilds its buckets, the new ones are recognised in the same way. All of this is this rank's own affair; the
+all-reduce finds out for itself whether all ranks' tensors lie in shared memory.
+
+What does not follow a storage are bare pointers into it, such as a NumPy array made of a gradient. Only buckets are moved, and
+once, at the second step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError
+
+__all__ = ["Buckets"]
+
+BUCKET_BYTES = 64 << 10  # from here copies cost more than the rest of an all-reduce
+NUM_REMEMBERED = 1024  # storages that have been reduced once; the oldest are forgotten
+
+
+class Buckets:
+    """Storages that are reduced again and again.
+
+    Args:
+        group: Whose memory they move to.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
+        self._full = group.size == 1  # nobody to share with
+
+    def note(self, x: torch.Tensor) -> None:
+        """Look at a tensor that is about to be reduced inside backward; at the second time it is moved."""
+        nbytes = x.numel() * x.element_size()
+        if self._full or nbytes < BUCKET_BYTES:
+            return
+        storage = x.untyped_storage()
+        if storage.nbytes() != nbytes or not x.is_contiguous() or storage.is_shared():
+            return
+        key = (storage.data_ptr(), nbytes)
+        if key not in self._seen:
+            self._seen[key] = None
+            if len(self._seen) > NUM_REMEMBERED:
+                self._seen.popitem(last=False)
+            return
+        del self._seen[key]
+        try:
+            self._group.adopt(x)
+        except CommError:  # no room in /dev/shm: stay with copies, which always work
+            self._full = True

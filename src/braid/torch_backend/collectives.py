@@ -1,0 +1,367 @@
+"""torch's collectives over those of a Group.
+
+Each method turns torch's arguments into the Group's (`shapes`) and a `call` that carries it out, here or in the background. What
+is not in CPU memory, or not strided, goes to a backend of torch's own (`foreign`).
+
+Names are those of torch 2.13; the older ones follow as aliases. torch's C++ (DDP, functional collectives) finds these methods
+through its trampoline; Python calls them directly. torch's docstrings apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from braid.torch_backend.backward import inside_backward
+from braid.torch_backend.base import BaseProcessGroup, c10d
+from braid.torch_backend.reduce_ops import reduction
+from braid.torch_backend.shapes import (
+    cut,
+    divided,
+    flat_outputs,
+    in_shared_memory,
+    premultiplied,
+    rows,
+    tensors_of,
+)
+from braid.torch_backend.work import seconds, together
+
+__all__ = ["Collectives"]
+
+
+class Collectives(BaseProcessGroup):
+    """The collectives of a process group."""
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, opts = tensors_of(tensors), _options(c10d.AllreduceOptions, opts)
+        if len(tensors) != 1:
+            return self.allreduce_coalesced(tensors, opts)
+        x = tensors[0]
+        if not in_shared_memory(x):
+            return self._elsewhere(x).allreduce(tensors, opts)
+        op, factor = reduction(opts.reduceOp)
+        if factor is not None:
+            x.detach().mul_(factor)
+        if opts.asyncOp and inside_backward() >= 0:
+            self._buckets.note(x)
+        group, timeout_s = self._group, self._deadline(opts)
+
+        def call(background: bool) -> Any:
+            return group.all_reduce(x, op, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, opts = tensors_of(tensors), _options(c10d.AllreduceCoalescedOptions, opts)
+        if not all(map(in_shared_memory, tensors)):
+            return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
+        op, factor = reduction(opts.reduceOp)
+        if factor is not None:
+            for x in tensors:
+                x.detach().mul_(factor)
+        group, timeout_s = self._group, self._deadline(opts)
+
+        def call(background: bool) -> Any:
+            with group.coalesce() as batch:
+                for x in tensors:
+                    batch.all_reduce(x, op, timeout_s=timeout_s)
+            return _ended(batch.work, background)
+
+        return self._carry_out(call, tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, opts = tensors_of(tensors), _options(c10d.ReduceOptions, opts)
+        x = tensors[0]
+        if not in_shared_memory(x):
+            return self._elsewhere(x).reduce(tensors, opts)
+        op, factor = reduction(opts.reduceOp)
+        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        out = x if self.rank() == root else None
+
+        def call(background: bool) -> Any:
+            part = premultiplied(x, factor)
+            return group.reduce(part, root, op, out=out, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        tensors, opts = tensors_of(tensors), _options(c10d.BroadcastOptions, opts)
+        x = tensors[opts.rootTensor]
+        if not in_shared_memory(x):
+            return self._elsewhere(x).broadcast(tensors, opts)
+        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+
+        def call(background: bool) -> Any:
+            return group.broadcast(x, root, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, tensors, opts)
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        inputs, opts = tensors_of(inputs), _options(c10d.AllgatherOptions, opts)
+        if not all(map(in_shared_memory, inputs)):
+            return self._elsewhere(inputs[0]).allgather(output_lists, inputs, opts)
+        group, timeout_s = self._group, self._deadline(opts)
+        pairs = list(zip(inputs, _lists(output_lists), strict=True))
+
+        def call(background: bool) -> Any:
+            return _each(
+                [
+                    group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
+                    for x, out in pairs
+                ],
+                background,
+            )
+
+        return self._carry_out(call, flat_outputs(output_lists), opts)
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        # torch turns this one around: one list of outputs per rank for older callers, one per input for newer
+        inputs = tensors_of(inputs)
+        if len(output_lists) != len(inputs) or any(len(o) != self.size() for o in output_lists):
+            output_lists = [list(column) for column in zip(*output_lists, strict=True)]
+        return self.allgather(output_lists, inputs, opts)
+
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        return self._all_gather_singles("all_gather_single", [output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._all_gather_singles("all_gather_single_coalesced", outputs, inputs, opts)
+
+    def _all_gather_singles(self, name: str, outputs: Any, inputs: Any, opts: Any) -> Any:
+        outputs, inputs = tensors_of(outputs), tensors_of(inputs)
+        opts = _options(c10d.AllgatherOptions, opts)
+        if not all(map(in_shared_memory, inputs)):
+            return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
+        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        pairs = [
+            (_flat(x, out), rows(out, x, size)) for out, x in zip(outputs, inputs, strict=True)
+        ]
+        if len(pairs) == 1:
+            x, out = pairs[0]
+
+            def call(background: bool) -> Any:
+                return group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
+
+        else:
+
+            def call(background: bool) -> Any:
+                with group.coalesce() as batch:
+                    for x, out in pairs:
+                        batch.all_gather(x, out=out, timeout_s=timeout_s)
+                return _ended(batch.work, background)
+
+        return self._carry_out(call, outputs, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        outputs, opts = tensors_of(outputs), _options(c10d.ReduceScatterOptions, opts)
+        if not all(map(in_shared_memory, outputs)):
+            return self._elsewhere(outputs[0]).reduce_scatter(outputs, input_lists, opts)
+        op, factor = reduction(opts.reduceOp)
+        group, timeout_s = self._group, self._deadline(opts)
+        pairs = list(zip(outputs, _lists(input_lists), strict=True))
+
+        def call(background: bool) -> Any:
+            return _each(
+                [
+                    group.reduce_scatter(
+                        [premultiplied(x, factor) for x in parts],
+                        op,
+                        out=out,
+                        async_op=background,
+                        timeout_s=timeout_s,
+                    )
+                    for out, parts in pairs
+                ],
+                background,
+            )
+
+        return self._carry_out(call, outputs, opts)
+
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        return self._reduce_scatter_singles("reduce_scatter_single", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        return self._reduce_scatter_singles(
+            "reduce_scatter_single_coalesced", outputs, inputs, opts
+        )
+
+    def _reduce_scatter_singles(self, name: str, outputs: Any, inputs: Any, opts: Any) -> Any:
+        outputs, inputs = tensors_of(outputs), tensors_of(inputs)
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        if not all(map(in_shared_memory, inputs)):
+            return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
+        op, factor = reduction(opts.reduceOp)
+        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        pairs = [
+            divided(premultiplied(x, factor), out, size)
+            for out, x in zip(outputs, inputs, strict=True)
+        ]
+        if len(pairs) == 1:
+            x, out = pairs[0]
+
+            def call(background: bool) -> Any:
+                return group.reduce_scatter(
+                    x, op, out=out, async_op=background, timeout_s=timeout_s
+                )
+
+        else:
+
+            def call(background: bool) -> Any:
+                with group.coalesce() as batch:
+                    for x, out in pairs:
+                        batch.reduce_scatter(x, op, out=out, timeout_s=timeout_s)
+                return _ended(batch.work, background)
+
+        return self._carry_out(call, outputs, opts)
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        inputs, opts = tensors_of(inputs), _options(c10d.GatherOptions, opts)
+        x = inputs[0]
+        if not in_shared_memory(x):
+            return self._elsewhere(x).gather(output_lists, inputs, opts)
+        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        out = _lists(output_lists)[0] if self.rank() == root else None
+
+        def call(background: bool) -> Any:
+            return group.gather(x, root, out=out, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, flat_outputs(output_lists), opts)
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        outputs, opts = tensors_of(outputs), _options(c10d.ScatterOptions, opts)
+        out = outputs[0]
+        if not in_shared_memory(out):
+            return self._elsewhere(out).scatter(outputs, input_lists, opts)
+        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        parts = _lists(input_lists)[0] if self.rank() == root else None
+
+        def call(background: bool) -> Any:
+            return group.scatter(parts, root, out=out, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, outputs, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        outputs, inputs = tensors_of(outputs), tensors_of(inputs)
+        opts = _options(c10d.AllToAllOptions, opts)
+        if not all(map(in_shared_memory, inputs)):
+            return self._elsewhere(inputs[0]).alltoall(outputs, inputs, opts)
+        group, timeout_s = self._group, self._deadline(opts)
+
+        def call(background: bool) -> Any:
+            return group.all_to_all(inputs, out=outputs, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,  # noqa: A002 - torch's name
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Any:
+        opts = _options(c10d.AllToAllOptions, opts)
+        if not in_shared_memory(input):
+            return _call_either(
+                self._elsewhere(input),
+                "all_to_all_single",
+                output,
+                input,
+                output_split_sizes,
+                input_split_sizes,
+                opts,
+            )
+        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        x, out = cut(input, input_split_sizes, size), cut(output, output_split_sizes, size)
+        if isinstance(x, list) or isinstance(out, list):
+            x = x if isinstance(x, list) else list(x.chunk(size))
+            out = out if isinstance(out, list) else list(out.chunk(size))
+
+        def call(background: bool) -> Any:
+            return group.all_to_all(x, out=out, async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, [output], opts)
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = _options(c10d.BarrierOptions, opts)
+        if opts.device is not None and opts.device.type != "cpu":
+            return self._elsewhere(torch.empty(0, device=opts.device)).barrier(opts)
+        group, timeout_s = self._group, self._deadline(opts)
+
+        def call(background: bool) -> Any:
+            return group.barrier(async_op=background, timeout_s=timeout_s)
+
+        return self._carry_out(call, [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        # which ranks have not come is always said of all
+        del wait_all_ranks
+        if self._backward.held:
+            self._backward.release()
+        self._group.monitored_barrier(timeout_s=seconds(timeout) or self._timeout_s)
+
+    _allgather_base = all_gather_single
+    all_gather_into_tensor = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _options(kind: Any, opts: Any) -> Any:
+    """Options of torch; a bare ReduceOp or root counts as well, as in torch's overloads."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if opts is None:
+        return made
+    if isinstance(opts, int):
+        made.rootRank = opts
+    elif hasattr(opts, "asyncOp"):
+        return opts
+    else:
+        made.reduceOp = opts
+    return made
+
+
+def _lists(lists: Any) -> list[list[torch.Tensor]]:
+    """A list of lists of tensors, also of a single list."""
+    lists = list(lists)
+    return [lists] if lists and isinstance(lists[0], torch.Tensor) else [list(x) for x in lists]
+
+
+def _flat(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """An input in the shape that `rows` gives its output."""
+    return x.detach().reshape(-1) if out.is_contiguous() else x.detach()
+
+
+def _ended(work: Any, background: bool) -> Any:
+    """A batch's work; waited for unless it goes on in the background."""
+    if not background:
+        work.wait()
+    return work
+
+
+def _each(started: list[Any], background: bool) -> Any:
+    """Several works as one, or the results of calls that have ended."""
+    return together(started) if background else None
+
+
+def _call_either(group: Any, name: str, *args: Any) -> Any:
+    """Call torch's own method by the name that this torch has for it."""
+    older = {
+        "all_gather_single": "_allgather_base",
+        "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+        "reduce_scatter_single": "_reduce_scatter_base",
+        "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+        "all_to_all_single": "alltoall_base",
+    }
+    if not name.endswith("_coalesced") and name != "all_to_all_single":
+        args = (args[0][0], args[1][0], *args[2:])
+    return getattr(group, name if hasattr(group, name) else older[name])(*args)

@@ -1,0 +1,130 @@
+"""torch's own backends, for what shared memory does not carry: GPUs and sparse tensors.
+
+A creator of a Python process group is asked once, for all devices; torch then makes no other backend ("cpu:braid,cuda:nccl"
+would lose NCCL). So each group of ours has an ordinary `ProcessGroup` inside, which gets NCCL, Gloo or whatever
+belongs to a device when its first tensor comes. All members meet that tensor at the same point of the program, which makes
+this late start a collective like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from braid.errors import ConfigError
+
+__all__ = ["Foreign"]
+
+_KINDS = dist.ProcessGroup.BackendType
+
+
+class Foreign:
+    """The ordinary process group inside of one of ours.
+
+    Args:
+        options: What torch told the creator.
+        ranks: Global ranks of the members.
+    """
+
+    def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
+        self.timeout: timedelta = options.timeout
+        self._options = options
+        self._ranks = list(ranks)
+        self._backends: dict[str, Any] = {}
+        self._group: Any = None
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Devices that have a backend by now."""
+        return [torch.device(device) for device in self._backends]
+
+    def group(self, device: torch.device) -> Any:
+        """The process group for tensors on `device`.
+
+        Raises:
+            ConfigError: torch has no backend for it.
+        """
+        if device.type not in self._backends:
+            self._open(device.type)
+        return self._group
+
+    def backend(self, device: torch.device) -> Any:
+        """The backend for tensors on `device`."""
+        return self.group(device)._get_backend(device)  # noqa: SLF001 - torch asks ours in the same way
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Deadline of later operations."""
+        self.timeout = timeout
+        for backend in self._backends.values():
+            backend._set_default_timeout(timeout)  # noqa: SLF001 - as `dist._set_pg_timeout` does
+
+    def shutdown(self) -> None:
+        """Give all backends back."""
+        for backend in self._backends.values():
+            backend.shutdown()
+        self._backends.clear()
+        self._group = None
+
+    def abort(self) -> None:
+        """End what is under way."""
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):  # not all can
+                backend.abort()
+        self._backends.clear()
+        self._group = None
+
+    def _open(self, device_type: str) -> None:
+        options = self._options
+        if self._group is None:
+            store = dist.PrefixStore("inside/", options.store)
+            self._group = dist.ProcessGroup(store, options.group_rank, options.group_size)
+        store = dist.PrefixStore(f"inside/{device_type}/", options.store)
+        kind, backend = self._new(device_type, store)
+        if not self._backends:
+            self._group._set_default_backend(kind)  # noqa: SLF001 - as torch does
+        self._group._register_backend(torch.device(device_type), kind, backend)  # noqa: SLF001
+        self._group._set_group_name(options.group_id)  # noqa: SLF001
+        backend._set_sequence_number_for_group()  # noqa: SLF001
+        self._backends[device_type] = backend
+
+    def _new(self, device_type: str, store: Any) -> tuple[Any, Any]:
+        """As torch's `_new_process_group_helper` makes them."""
+        rank, size = self._options.group_rank, self._options.group_size
+        name = dist.Backend.default_device_backend_map.get(device_type, "")
+        if name == "nccl" and dist.is_nccl_available():
+            nccl = c10d.ProcessGroupNCCL.Options()
+            return _KINDS.NCCL, c10d.ProcessGroupNCCL(store, rank, size, self._described(nccl))
+        if name == "xccl" and dist.is_xccl_available():
+            xccl = c10d.ProcessGroupXCCL.Options()
+            return _KINDS.XCCL, c10d.ProcessGroupXCCL(store, rank, size, self._described(xccl))
+        if name.upper() in dist.Backend._plugins and name != "braid":  # noqa: SLF001 - no public way
+            return _KINDS.CUSTOM, self._from_plugin(name, store)
+        if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
+            return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
+        msg = (
+            f"expected tensors on the CPU or a device for which torch has a backend, found one on {device_type!r}: move "
+            "it, or install the package that brings the backend"
+        )
+        raise ConfigError(msg)
+
+    def _described(self, options: Any) -> Any:
+        options._timeout = self.timeout  # noqa: SLF001 - torch's name
+        options.global_ranks_in_group = self._ranks
+        options.group_name = self._options.group_id
+        return options
+
+    def _from_plugin(self, name: str, store: Any) -> Any:
+        plugin = dist.Backend._plugins[name.upper()]  # noqa: SLF001 - no public way
+        rank, size = self._options.group_rank, self._options.group_size
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, rank, size, self.timeout)
+        options = c10d._DistributedBackendOptions()  # noqa: SLF001 - no public way
+        options.store, options.group_rank, options.group_size = store, rank, size
+        options.timeout, options.group_id = self.timeout, self._options.group_id
+        options.global_ranks_in_group = self._options.global_ranks_in_group
+        return plugin.creator_fn(options, None)

@@ -1,0 +1,289 @@
+"""Where a process becomes a rank for torch.distributed: shared memory, met through the store that torch hands over.
+
+Problem: `init_process_group` may be the first thing that a program does, under any launcher or none, with a rendezvous of its
+own choice; or the program has said `braid.init()` before; and then it makes hundreds of groups. Each must end in the
+same shared memory.
+
+Idea: the first group of a process opens a `Home`; every group whose ranks are all at home there is selected from the
+world of that home, which costs a few words of memory. A home comes about in one of three ways:
+
+    braid.init() was called          its world is shared, and stays open when the last process group is destroyed
+    `braid run` started this rank    the job is joined: black box, launcher's word on deaths, error block
+    otherwise                        ranks meet through torch's store
+
+A home is closed with its last group, or at exit, where a comm thread that still runs would abort the interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import weakref
+from typing import Any, NamedTuple, Protocol
+
+from braid.clock import MonotonicClock
+from braid.comm import Group
+from braid.errors import ConfigError, RendezvousError, StaleError
+from braid.events import EventRing, Recorder
+from braid.rendezvous import JobEnvironment
+from braid.rendezvous.membership import join
+from braid.store import PrefixStore, Store
+from braid.store.torch_store import TorchStore
+from braid.torch_backend.backward import Backward, has_spare_cores
+from braid.torch_backend.futures import Settler
+from braid.transport import Health, MemoryTransport, RankContext, connect
+
+__all__ = ["Home", "Homes"]
+
+PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
+
+
+class _Owner(Protocol):
+    """What is closed after the groups."""
+
+    def close(self) -> None:
+        """Leave the job and give everything back."""
+        ...
+
+
+class Meeting(NamedTuple):
+    """How the members of a group find each other.
+
+    Attributes:
+        store: torch's, with this group's prefix.
+        name: torch's name of the group.
+        ranks: Global ranks of the members.
+        rank: This rank's index among them.
+        timeout_s: Seconds to wait for the others.
+    """
+
+    store: Any
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    timeout_s: float
+
+
+class Home:
+    """Shared memory of some ranks, and the groups that were made there.
+
+    Attributes:
+        ranks: Their global ranks, as torch counts them.
+        world: The group of all of them.
+        backward: What this rank has asked for inside backward.
+
+    Args:
+        ranks: See above.
+        world: See above; belongs to `owner`.
+        owner: Closed last; None if the world is not ours to close.
+        joining: How often this process has met others here; keeps the keys of an earlier time apart.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], world: Group, owner: _Owner | None, joining: int
+    ) -> None:
+        self.ranks = ranks
+        self.world = world
+        rank = world.context.rank
+        self._settler = Settler(f"braid-torch_backend-{rank}")
+        self.backward = Backward(self._settler, holds=not has_spare_cores(len(ranks)))
+        self._owner = owner
+        self._joining = joining
+        self._groups: list[Group] = []
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups that are in use."""
+        return self._groups
+
+    def select(self, meeting: Meeting) -> Group:
+        """A new group of ranks that are at home here; called by its members only."""
+        store = PrefixStore(f"braid/join-{self._joining}", _store(meeting))
+        ranks = [self.ranks.index(rank) for rank in meeting.ranks]
+        group = self.world.select(ranks, store, name=f"{meeting.name} of torch")
+        self._groups.append(group)
+        return group
+
+    def leave(self, group: Group) -> bool:
+        """Give a group back; True if it was the last, with which the home is closed."""
+        if group in self._groups:
+            self._groups.remove(group)
+            if os.getpid() == self._pid:
+                group.close()
+        if self._groups:
+            return False
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """Give everything back. Idempotent; nothing happens in a forked child."""
+        atexit.unregister(self.close)
+        owner, self._owner = self._owner, None
+        if os.getpid() != self._pid:
+            return
+        for group in self._groups:
+            group.close()
+        self._groups.clear()
+        self._settler.close()
+        if owner is not None:
+            owner.close()
+
+
+class Homes:
+    """The homes of this process, by the global ranks that live there."""
+
+    def __init__(self) -> None:
+        self._homes: dict[tuple[int, ...], Home] = {}
+
+    def open(self, meeting: Meeting) -> tuple[Home, Group]:
+        """A group of the ranks in `meeting`; collective among them.
+
+        Raises:
+            RendezvousError: Some did not come, or one came twice.
+            ConfigError: They are not on one host.
+        """
+        home = next((h for h in self._homes.values() if set(meeting.ranks) <= set(h.ranks)), None)
+        if home is None:
+            home = self._homes[meeting.ranks] = _new_home(meeting)
+        try:
+            return home, home.select(meeting)
+        except BaseException:
+            self._drop(home)
+            raise
+
+    def leave(self, home: Home, group: Group) -> None:
+        """Give a group back, and its home if it was the last there."""
+        if home.leave(group):
+            self._homes.pop(home.ranks, None)
+
+    def _drop(self, home: Home) -> None:
+        if not home.groups:
+            home.close()
+            self._homes.pop(home.ranks, None)
+
+
+class _Joined:
+    """The job that `braid run` made us a rank of."""
+
+    def __init__(self, environment: JobEnvironment, timeout_s: float) -> None:
+        self._member = join(environment, timeout_s=timeout_s)
+        self.world = Group.world(self._member.context, self._member.transport)
+
+    def close(self) -> None:
+        if self._member.failed:
+            self.world.abort(self._member.failure)
+        self.world.close()
+        self._member.close()
+
+
+class _Met:
+    """Ranks that met through torch's store, without a launcher of ours."""
+
+    def __init__(self, meeting: Meeting, store: Store) -> None:
+        clock = MonotonicClock()
+        health = Health(meeting.rank, clock)
+        memory = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
+        recorder = Recorder(EventRing(memory, PRIVATE_RECORDS, names_lock=threading.Lock()))
+        size = len(meeting.ranks)
+        self._transport = connect(
+            meeting.rank, size, store, clock, health, timeout_s=meeting.timeout_s
+        )
+        context = RankContext(meeting.rank, size, clock, recorder, health, store)
+        try:
+            self.world = Group.world(context, self._transport)
+        except BaseException:
+            self._transport.close()
+            raise
+        reference = weakref.ref(self._transport)
+        os.register_at_fork(after_in_child=lambda: _forget(reference))
+
+    def close(self) -> None:
+        failure = getattr(sys, "last_value", None)  # set when an exception ends the program
+        if failure is None:
+            self.world.close()
+            self._transport.leave()
+        else:
+            self.world.abort(f"{type(failure).__name__}: {failure}")
+            self.world.close()
+        self._transport.close()
+
+
+def _new_home(meeting: Meeting) -> Home:
+    size = len(meeting.ranks)
+    store = _store(meeting)
+    joining = _join(meeting, store)
+    world = _world_of_program()
+    if world is not None and (world.rank, world.size) == (meeting.rank, size):
+        return Home(meeting.ranks, world, None, joining)
+    environment = _environment()
+    if environment is not None and (environment.rank, environment.world_size) == (
+        meeting.rank,
+        size,
+    ):
+        joined = _Joined(environment, meeting.timeout_s)
+        return Home(meeting.ranks, joined.world, joined, joining)
+    met = _Met(meeting, PrefixStore(f"braid/join-{joining}", store))
+    return Home(meeting.ranks, met.world, met, joining)
+
+
+def _world_of_program() -> Group | None:
+    """What `braid.init()` returned, if the program has called it.
+
+    The default context stands above this room, which must not import it; a program that has called `init` has.
+    """
+    context = sys.modules.get("braid.context")
+    if context is None:
+        return None
+    try:
+        world: Group = context.world()
+    except StaleError:
+        return None
+    return world
+
+
+def _environment() -> JobEnvironment | None:
+    """What braid's launcher said, None without it."""
+    try:
+        environment = JobEnvironment.from_os()
+    except ConfigError:  # torch needs none of it when rank and size are passed
+        return None
+    return environment if environment.launched_by == "braid" else None
+
+
+def _store(meeting: Meeting) -> Store:
+    return TorchStore(meeting.store, meeting.timeout_s)
+
+
+def _join(meeting: Meeting, store: Store) -> int:
+    """How often this process has met others here: a store may outlive a process group.
+
+    Raises:
+        RendezvousError: Another process has this rank.
+    """
+    me = f"{socket.gethostname()}:{os.getpid()}".encode()
+    owner = store.compare_set(f"braid/owner/{meeting.rank}", b"", me)
+    if owner != me:
+        msg = (
+            f"expected one process with rank {meeting.rank}, found {owner.decode()} and {me.decode()}: give every process "
+            "its own rank, or a new job a new address or file to meet at"
+        )
+        raise RendezvousError(msg)
+    return store.add(f"braid/joins/{meeting.rank}", 1)
+
+
+def _forget(reference: weakref.ref[MemoryTransport]) -> None:
+    """In a forked child: point every descriptor of the parent's memory at nothing."""
+    transport = reference()
+    if transport is None:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in transport.fds():
+        with contextlib.suppress(OSError):
+            os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)

@@ -1,0 +1,41 @@
+"""How torch comes to know the backend "braid"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from braid.torch_backend.foreign import Foreign
+from braid.torch_backend.home import Homes, Meeting
+from braid.torch_backend.process_group import BraidProcessGroup
+from braid.torch_backend.work import seconds
+
+__all__ = ["create", "register"]
+
+# The one state of this room: where this process is a rank. Nothing below reads it.
+_HOMES = Homes()
+
+
+def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
+    """Make a process group; torch calls this on the members of each new one.
+
+    Args:
+        options: torch's `_DistributedBackendOptions`.
+
+    Raises:
+        RendezvousError: Some members did not come.
+        ConfigError: They are not on one host.
+    """
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    # braid needs a deadline; torch's unset one means its own default
+    timeout_s = seconds(options.timeout) or dist.distributed_c10d.default_pg_timeout.total_seconds()
+    meeting = Meeting(options.store, options.group_id, ranks, options.group_rank, timeout_s)
+    home, group = _HOMES.open(meeting)
+    foreign = Foreign(options, ranks)
+    return BraidProcessGroup(home, group, foreign, options.store, _HOMES)
+
+
+def register() -> None:
+    """Make `init_process_group("braid")` and `new_group(backend="braid")` work. Idempotent."""
+    dist.Backend.register_backend("braid", create, extended_api=True, devices=["cpu", "cuda"])

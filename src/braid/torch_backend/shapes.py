@@ -1,0 +1,102 @@
+"""torch's ways of passing tensors -> those of a Group.
+
+torch accepts one tensor or a list of one, results that are concatenated or stacked, and lists of lists. A `Group` wants tensors
+whose dim 0 is divided equally, or one tensor per rank. Everything here is a view unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = [
+    "cut",
+    "divided",
+    "flat_outputs",
+    "in_shared_memory",
+    "premultiplied",
+    "rows",
+    "tensors_of",
+]
+
+Parts = torch.Tensor | list[torch.Tensor]
+
+
+def in_shared_memory(x: torch.Tensor) -> bool:
+    """Whether a Group carries such tensors."""
+    return x.is_cpu and x.layout is torch.strided
+
+
+def tensors_of(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A list, also of a single tensor."""
+    return [x] if isinstance(x, torch.Tensor) else list(x)
+
+
+def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
+    """`x`, which has room for `size` times `like`, as a Group takes it.
+
+    Args:
+        x: Concatenated (size * d0, ...) or stacked (size, d0, ...); flat if it is contiguous.
+        like: One rank's part.
+        size: Number of ranks.
+
+    Raises:
+        ConfigError: It has another number of elements, or is neither and not contiguous.
+    """
+    if x.numel() != size * like.numel():
+        msg = (
+            f"expected a tensor of {size} x {like.numel()} elements (one part of shape {list(like.shape)} per rank), found "
+            f"shape {list(x.shape)}: make it {size} times as large as a part"
+        )
+        raise ConfigError(msg)
+    x = x.detach()
+    if x.is_contiguous():
+        return x.view(-1)
+    if x.dim() == like.dim() + 1 and x.shape[0] == size:
+        return list(x.unbind(0))
+    if x.shape[1:] == like.shape[1:]:
+        return list(x.chunk(size))
+    msg = (
+        f"expected a contiguous tensor, or one of shape {[size, *like.shape]}, found shape {list(x.shape)} with strides "
+        f"{x.stride()}: pass a contiguous one"
+    )
+    raise ConfigError(msg)
+
+
+def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An input of `size` parts and the result for one of them, both flat where the result can be.
+
+    The input is copied if it is not contiguous.
+    """
+    if x.numel() != size * like.numel():
+        msg = (
+            f"expected an input of {size} x {like.numel()} elements for a result of shape {list(like.shape)}, found shape "
+            f"{list(x.shape)}: make it {size} times as large"
+        )
+        raise ConfigError(msg)
+    like = like.detach()
+    if like.is_contiguous():
+        return x.detach().reshape(-1), like.view(-1)
+    return x.detach().reshape(size * like.shape[0], *like.shape[1:]), like
+
+
+def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
+    """One piece of dim 0 per rank, of the lengths in `splits`; equal ones if it is empty."""
+    x = x.detach()
+    if len(splits):
+        return list(x.split(list(splits)))
+    return x if x.dim() and x.shape[0] % size == 0 and x.is_contiguous() else list(x.chunk(size))
+
+
+def premultiplied(x: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
+    """`x` times this rank's factor, a new tensor unless there is none."""
+    return x if factor is None else x.detach() * factor
+
+
+def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors in lists of lists, in order."""
+    return [x for item in outputs for x in tensors_of(item)]

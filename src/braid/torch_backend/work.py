@@ -1,0 +1,204 @@
+"""braid's Work with the face of torch's.
+
+Two kinds: what a synchronous call returns has ended (`FinishedWork`); anything else wraps something that is under way
+(`PendingWork`). torch's own `_create_work_from_future` will not do: its `wait()` swallows the exception.
+
+torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python sees all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch.distributed.distributed_c10d import Work as TorchWork
+from torch.futures import Future
+
+from braid.torch_backend.futures import WorkFuture
+
+__all__ = ["FinishedWork", "PendingWork", "Started", "seconds", "together"]
+
+_SUCCESS = 0  # c10d::WorkResult::SUCCESS
+_COMM_ERROR = 2  # c10d::WorkResult::COMM_ERROR
+
+
+class Started(Protocol):
+    """What a `PendingWork` stands for: a Work of a group, several of them, or a reduction held back."""
+
+    def wait(self, timeout_s: float | None = None) -> object:
+        """Return when it has ended; raises what stopped it."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        ...
+
+    def exception(self) -> BaseException | None:
+        """What stopped it."""
+        ...
+
+
+def seconds(timeout: timedelta | None) -> float | None:
+    """torch's time-outs: unset is negative, none is zero."""
+    if timeout is None:
+        return None
+    value = timeout.total_seconds()
+    return value if value > 0 else None
+
+
+class FinishedWork(TorchWork):
+    """A collective that has ended well.
+
+    Args:
+        outputs: The tensors that hold the result, as torch's futures want them.
+    """
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - torch's signature
+        """Return at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def block_current_stream(self) -> None:
+        """Nothing to do: results are in CPU memory."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> BaseException | None:
+        """None."""
+        return None
+
+    def result(self) -> list[Any]:
+        """The tensors that hold the result."""
+        return self._outputs
+
+    def get_future(self) -> Future[Any]:
+        """A future that has been set."""
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
+
+    def get_future_result(self) -> Future[Any]:
+        """A future of torch's `WorkResult`, as a number."""
+        future: Future[Any] = Future()
+        future.set_result(_SUCCESS)
+        return future
+
+
+class PendingWork(TorchWork):
+    """A collective that may be under way.
+
+    Args:
+        started: What it stands for.
+        outputs: The tensors that will hold the result.
+        watch: Sees to it that a future is set when `started` has ended, whoever waits.
+        source: Group rank that a message came from, once it has come.
+    """
+
+    def __init__(
+        self,
+        started: Started,
+        outputs: list[Any],
+        watch: Callable[[WorkFuture], None],
+        source: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._started = started
+        self._outputs = outputs
+        self._watch = watch
+        self._source = source
+        self._future: WorkFuture | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the tensors hold the result.
+
+        Raises:
+            CommTimeout: `timeout` passed; the collective goes on.
+            CommError: What stopped it.
+        """
+        self._started.wait(seconds(timeout))
+        return True
+
+    def synchronize(self) -> None:
+        """Same as `wait`."""
+        self._started.wait()
+
+    def block_current_stream(self) -> None:
+        """Same as `wait`: results are in CPU memory."""
+        self._started.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._started.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._started.done() and self._started.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What stopped it."""
+        return self._started.exception()
+
+    def result(self) -> list[Any]:
+        """The tensors that hold the result; waits for it."""
+        self._started.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Group rank that the message came from."""
+        if self._source is None:
+            msg = "expected the work of a recv to ask for its source, found another one"
+            raise RuntimeError(msg)
+        return self._source()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """A future of the list of tensors; the same at every call."""
+        if self._future is None:
+            self._future = WorkFuture(self._started.wait, self._outputs)
+            self._watch(self._future)
+        return self._future
+
+    def get_future_result(self) -> Future[Any]:
+        """A future of torch's `WorkResult`, as a number."""
+        started = self._started
+
+        def outcome(_future: Future[Any]) -> int:
+            return _SUCCESS if started.exception() is None else _COMM_ERROR
+
+        return self.get_future().then(outcome)
+
+
+class _All:
+    """Several started things as one."""
+
+    def __init__(self, parts: list[Started]) -> None:
+        self._parts = parts
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        for part in self._parts:
+            part.wait(timeout_s)
+
+    def done(self) -> bool:
+        return all([part.done() for part in self._parts])
+
+    def exception(self) -> BaseException | None:
+        return next((e for e in (part.exception() for part in self._parts) if e is not None), None)
+
+
+def together(parts: list[Started]) -> Started:
+    """Several started things as one; waiting goes through them in order."""
+    return parts[0] if len(parts) == 1 else _All(parts)
