@@ -82,7 +82,10 @@ class HangReport:
         at = f" at step {self.step}" if self.step is not None else ""
         rows = [("braid:", f"no progress for {of_seconds(self.age_ns)}{at}")]
         rows += _labelled("waiting", [f"{rank_list(who)}  {text}" for who, text in self.waiting])
-        rows += _labelled("missing", [text for _, text in self.missing])
+        shown = [text for _, text in self.missing[:MAX_ROWS]]
+        if len(self.missing) > MAX_ROWS:
+            shown.append(f"and {rank_list(self.missing_ranks[MAX_ROWS:])}")
+        rows += _labelled("missing", shown)
         if self.missing and not self.certain:
             rows.append(("", "perhaps: who else takes part in that operation is not on record"))
         rows += _labelled("likely", [str(cause) for cause in self.causes])
@@ -124,7 +127,7 @@ def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangR
         age_ns=now_ns - involved[0].operation.t_ns,
         step=max(steps, default=None),
         waiting=_waiting_rows(involved, views),
-        missing=tuple((case.view.rank, _missing_row(case)) for case in cases[:MAX_ROWS]),
+        missing=tuple((case.view.rank, _missing_row(case)) for case in cases),
         causes=_causes(cases) if cases else (_without_missing(involved),),
         certain=certain,
     )

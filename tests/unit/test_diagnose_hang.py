@@ -1,0 +1,314 @@
+"""Claims of braid.diagnose.hang: who waits, who is missing, and why, from what is seen of the ranks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.diagnose import Process, RankView, SpanView, find_hang
+from braid.diagnose.hang_causes import ADVICE
+from braid.diagnose.hang_stack import parse_threads, waits_for_others
+from braid.diagnose.tracebacks import BRAID_ROOT
+from braid.events import OPEN
+
+S = 1_000_000_000
+NOW, LIMIT = 100 * S, 10 * S
+WORLD, OTHER = 0xA, 0xB
+REDUCE = "all_reduce(float32[4096], sum)"
+SLEEPS, RUNS = Process("S", 0.0), Process("R", 0.98)
+TORCH = "/opt/python/lib/python3.11/site-packages/torch/utils/data/dataloader.py"
+
+
+def dump(*frames: str) -> str:
+    """What faulthandler writes, for the innermost frame first: `file:line in function`."""
+    lines = ["Current thread 0x00007f1 (most recent call first):"]
+    for frame in frames:
+        place, _, function = frame.partition(" in ")
+        file, _, line = place.rpartition(":")
+        lines.append(f'  File "{file}", line {line} in {function}')
+    return "\n".join(lines)
+
+
+WAITS = dump(
+    f"{BRAID_ROOT}/transport/wait.py:180 in until",
+    f"{BRAID_ROOT}/comm/progress.py:90 in _wait",
+    "/home/me/train.py:41 in step",
+)
+IN_USERS_CODE = dump("/home/me/train.py:60 in finish", "/home/me/train.py:70 in <module>")
+IN_LOADER = dump(
+    "/opt/python/lib/python3.11/threading.py:320 in wait",
+    f"{TORCH}:708 in __next__",
+    "/home/me/train.py:38 in main",
+)
+
+
+def operation(
+    seq: int, t_s: float, dur_s: float | None = None, *, group: int = WORLD, **more: object
+) -> SpanView:
+    facts = {"name": REDUCE, "channel": 0, "site": "/home/me/train.py:41 in step", **more}
+    return SpanView(
+        t_ns=round(t_s * S),
+        dur_ns=OPEN if dur_s is None else round(dur_s * S),
+        group=group,
+        seq=seq,
+        **facts,
+    )
+
+
+def span(name: str, t_s: float, dur_s: float | None = None, seq: int = 0) -> SpanView:
+    return SpanView(name, round(t_s * S), OPEN if dur_s is None else round(dur_s * S), seq=seq)
+
+
+def waiting(rank: int, *before: SpanView, t_s: float = 89.8, **more: object) -> RankView:
+    """A rank that waits in all_reduce#176."""
+    last = operation(176, t_s, **more)
+    return RankView(rank, 810 + rank, (operation(175, 80, 1), *before, last), SLEEPS, WAITS)
+
+
+def late(
+    *after: SpanView, process: Process = SLEEPS, stack: str = IN_USERS_CODE, ended: str = ""
+) -> RankView:
+    """Rank 1, which has ended all_reduce#175."""
+    return RankView(1, 811, (operation(175, 80, 1), *after), process, stack, ended)
+
+
+def report(*views: RankView, now_ns: int = NOW):
+    return find_hang(views, now_ns=now_ns, limit_ns=LIMIT)
+
+
+def test_the_block_says_who_waits_who_is_missing_and_why():
+    steps = [span("step", 70, 11.5, 87), span("step", 85, None, 88)]
+    late_one = late(span("step", 70, 19.9, 87), stack=IN_LOADER)
+    found = report(waiting(0, *steps), late_one, waiting(2, *steps), waiting(3, *steps))
+    assert str(found) == (
+        "braid: no progress for 10.2 s at step 88\n"
+        "  waiting  ranks 0,2,3  all_reduce#176  float32[4096], sum   train.py:41 in step\n"
+        "  missing  rank 1 (pid 811)   in DataLoader.__next__  train.py:38 in main   cpu 0 %, sleeping\n"
+        "           last seen 10.1 s ago, as it ended step 87\n"
+        "  likely   rank 1 waits for its data, its last step was 87, rank 0 is in step 88\n"
+        f"           -> {ADVICE['data']}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("view", "kind", "text"),
+    [
+        (late(ended="exited with code 0"), "left", "is gone: it exited with code 0"),
+        (late(process=Process("T"), stack=""), "stopped", "is stopped (state T)"),
+        (
+            late(process=Process("D", 0.0, 900 << 20, 100 << 20, 300.0), stack=""),
+            "swapped",
+            "is swapped out: 944 MB of it, 300 major faults/s",
+        ),
+        (late(process=Process("D")), "io", "is blocked in the kernel (state D) at train.py:60 in finish"),
+        (late(stack=IN_LOADER), "data", "waits for its data"),
+        (late(span("data", 81)), "data", "waits for its data"),
+        (
+            late(span("step", 79.5, 2, 43)),
+            "batches",
+            "has run out of batches: its last step was 43, rank 0 is in step 44",
+        ),
+        (
+            late(stack=dump(f"{BRAID_ROOT}/context.py:70 in shutdown")),
+            "batches",
+            "is at the end of its program",
+        ),
+        (late(process=RUNS), "busy", "computes at train.py:60 in finish (cpu 98 %) and has not come back"),
+        (late(span("checkpoint", 82)), "phase", "is still in checkpoint"),
+        (
+            late(),
+            "elsewhere",
+            "is at train.py:60 in finish: in a call that has not returned (it may hold the interpreter's lock)",
+        ),
+        (
+            late(stack=dump("/opt/python/lib/python3.11/queue.py:171 in get", "/home/me/a.py:3 in f")),
+            "elsewhere",
+            "is in queue.get, called at a.py:3 in f, not on its way",
+        ),
+        (late(stack=""), "elsewhere", "does not come, and gives no stack"),
+    ],
+)  # fmt: skip
+def test_each_cause_is_told_from_the_others(view, kind, text):
+    found = report(waiting(0, span("step", 85, None, 44)), view)
+    assert found is not None
+    (cause,) = found.causes
+    assert (found.missing_ranks, cause.kind, cause.ranks, cause.text) == ((1,), kind, (1,), text)
+    assert str(cause).endswith(f"\n-> {ADVICE[kind].format(pid=811)}")
+
+
+def test_a_stopped_rank_is_let_go_on_by_its_pid():
+    (cause,) = report(waiting(0), late(process=Process("T"))).causes
+    assert "`kill -CONT 811` lets it go on" in cause.advice
+
+
+def test_a_rank_that_always_comes_late_is_slow():
+    own = [operation(seq, 10 + 12 * seq, 1) for seq in range(5)]  # 11 s of its own each
+    quick = [operation(seq, 10 + 12 * seq - 10, 11) for seq in range(5)]  # 1 s, then they wait
+    first = RankView(0, 810, (*quick, operation(5, 60)), SLEEPS, WAITS)
+    found = report(first, RankView(1, 811, tuple(own), SLEEPS, IN_USERS_CODE), now_ns=71 * S)
+    (cause,) = found.causes
+    told = "is slow: 11.0 s of its own before each such operation, 11.0 x the others"
+    assert (cause.kind, cause.text) == ("slow", told)
+
+
+def test_ranks_in_other_groups_wait_for_each_other():
+    known = [operation(3, 70, 1, group=group) for group in (WORLD, OTHER)]
+    a = RankView(0, 0, (*known, operation(176, 80)), SLEEPS, WAITS)
+    b = RankView(1, 1, (*known, operation(9, 81, group=OTHER)), SLEEPS, WAITS)
+    found = report(a, b)
+    (cause,) = found.causes
+    assert (found.missing, cause.kind, cause.ranks, cause.text) == (
+        (),
+        "groups",
+        (0, 1),
+        "wait for each other in different groups: rank 0 in all_reduce#176 for rank 1; rank 1 in all_reduce#9 for rank 0",
+    )
+    assert [text.rpartition("   ")[2] for _, text in found.waiting] == ["group of ranks 0,1"] * 2
+
+
+def test_ranks_in_other_operations_of_one_group_have_taken_another_branch():
+    odd = RankView(1, 1, (operation(2, 85, channel=7, name="barrier()"),), SLEEPS, WAITS)
+    found = report(waiting(0, operation(1, 70, 1, channel=7)), odd)
+    assert (found.missing, [cause.kind for cause in found.causes]) == ((), ["order"])
+
+
+def test_a_rank_that_waits_after_its_last_step_has_run_out_of_batches():
+    ended = [span("step", 80, 5, 43), operation(2, 86, channel=7, name="barrier()")]
+    found = report(
+        waiting(0, operation(1, 70, 1, channel=7), span("step", 85, None, 44)),
+        RankView(1, 1, tuple(ended), SLEEPS, WAITS),
+    )
+    (cause,) = found.causes
+    assert (found.missing, cause.kind, cause.ranks) == ((), "batches", (1,))
+
+
+def test_receivers_that_face_each_other_are_told_to_let_one_send():
+    first, second = (
+        RankView(
+            rank,
+            rank,
+            (operation(1, 80, channel=1 + rank, name="message(float32[4])"),),
+            SLEEPS,
+            WAITS,
+        )
+        for rank in range(2)
+    )
+    assert [cause.kind for cause in report(first, second).causes] == ["messages"]
+
+
+def test_a_sender_waits_for_its_receiver_only():
+    sender = RankView(
+        0, 0, (operation(5, 80, channel=3, name="message(float32[4])"),), SLEEPS, WAITS
+    )
+    others = [RankView(r, r, (operation(1, 1, 1),), SLEEPS, IN_USERS_CODE) for r in (1, 2)]
+    assert report(sender, *others).missing_ranks == (2,)
+
+
+def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
+    middle = (operation(1, 1, 1), operation(2, 85, group=OTHER))
+    chain = [
+        waiting(0),
+        RankView(1, 1, middle, SLEEPS, WAITS),
+        RankView(2, 2, (operation(176, 70, 1), operation(1, 71, 1, group=OTHER)), RUNS),
+    ]
+    found = report(*chain)
+    assert (found.missing_ranks, found.waiting_ranks) == ((2,), (0, 1))
+
+
+def test_a_rank_that_began_the_operation_and_went_on_is_missing():
+    went_on = RankView(1, 1, (operation(176, 80), span("optimizer", 81)), RUNS, IN_USERS_CODE)
+    found = report(waiting(0), went_on)
+    assert (found.missing_ranks, found.causes[0].kind) == ((1,), "busy")
+
+
+def test_who_is_not_known_to_belong_to_the_group_is_missing_perhaps():
+    alone = RankView(0, 0, (operation(1, 80, group=OTHER),), SLEEPS, WAITS)
+    found = report(alone, late())
+    assert (found.missing_ranks, found.certain) == ((1,), False)
+    assert "perhaps: who else takes part" in str(found)
+
+
+def test_when_all_have_come_nobody_is_blamed():
+    found = report(waiting(0), waiting(1))
+    assert (found.missing, [cause.kind for cause in found.causes]) == ((), ["inside"])
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        (waiting(0, t_s=95), late()),  # not long enough
+        (late(), late()._replace(rank=0)),  # nobody waits
+        (  # operations are under way in the background while all compute
+            RankView(0, 0, (operation(176, 80),), RUNS, IN_USERS_CODE),
+            RankView(1, 1, (operation(176, 80),), RUNS, IN_USERS_CODE),
+        ),
+        (  # the same without stacks: what was recorded later tells
+            RankView(0, 0, (operation(176, 80), span("optimizer", 81)), RUNS),
+            RankView(1, 1, (operation(176, 80), span("optimizer", 81)), RUNS),
+        ),
+        (waiting(0)._replace(process=RUNS), waiting(1)),  # a large transfer moves
+        (),
+    ],
+)
+def test_no_alarm_is_raised(views):
+    assert report(*views) is None
+
+
+def test_many_missing_ranks_of_one_cause_are_one_line():
+    others = [late(process=RUNS)._replace(rank=rank, pid=900 + rank) for rank in range(1, 20)]
+    found = report(waiting(0), *others)
+    assert [(cause.kind, cause.ranks) for cause in found.causes] == [("busy", tuple(range(1, 20)))]
+    assert str(found).count("(pid ") == 6
+    assert "           and ranks 7-19\n" in str(found)
+
+
+def test_the_progress_thread_does_not_make_its_rank_wait():
+    background = dump(
+        f"{BRAID_ROOT}/transport/wait.py:180 in until",
+        f"{BRAID_ROOT}/comm/progress.py:240 in _sleep",
+        f"{BRAID_ROOT}/comm/progress.py:210 in _run",
+    ).replace("Current thread", "Thread")
+    text = f"{background}\n\n{IN_USERS_CODE}"
+    assert [waits_for_others(parse_threads(t)) for t in (text, f"{background}\n\n{WAITS}")] == [
+        False,
+        True,
+    ]
+
+
+SPANS = st.builds(
+    SpanView,
+    st.sampled_from([REDUCE, "message(int64[2])", "barrier()", "step", "wait", "data"]),
+    st.integers(1, 100).map(lambda t: t * S),
+    st.sampled_from([OPEN, 0, S]),
+    st.sampled_from([0, WORLD, OTHER]),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+VIEWS = st.builds(
+    RankView,
+    st.just(0),
+    st.just(7),
+    st.lists(SPANS, max_size=8).map(lambda spans: tuple(sorted(spans, key=lambda s: s.t_ns))),
+    st.builds(Process, st.sampled_from("RSDTtZ"), st.sampled_from([None, 0.0, 1.0])),
+    st.sampled_from(["", WAITS, IN_USERS_CODE, IN_LOADER]),
+    st.sampled_from(["", "", "exited with code 0"]),
+)
+
+
+@given(st.lists(VIEWS, max_size=5))
+def test_a_rank_that_waits_is_never_missing_and_one_that_does_not_never_waits(views):
+    views = [view._replace(rank=rank) for rank, view in enumerate(views)]
+    found = report(*views)
+    waits = {view.rank for view in views if view.waits}
+    if found is not None:
+        assert not waits & set(found.missing_ranks)
+        assert set(found.waiting_ranks) <= waits
+        assert str(found).startswith("braid: no progress for ")
+        assert found.causes
+
+
+@given(st.text())
+def test_any_text_is_parsed_as_a_stack(text):
+    threads = parse_threads(f"Current thread 0x1 (most recent call first):\n{text}\n{WAITS[5:]}")
+    assert waits_for_others(threads) in {True, False}
