@@ -396,12 +396,39 @@ def report(
     return 1 if found.story.run.notices else 0
 
 
+def doctor(
+    *,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Say whether braid can work on this machine, and what would make it work better.
+
+    Exit code 1 means that something is in the way of any run.
+
+    Args:
+        as_json: Print the findings as JSON.
+    """
+    import msgspec
+    from rich.console import Console
+
+    from braid.doctor import examine, show
+
+    found = examine()
+    if as_json:
+        rows = [finding._asdict() for finding in found.findings]
+        text = msgspec.json.encode({"usable": found.usable, "findings": rows})
+        print(msgspec.json.format(text, indent=2).decode())
+    else:
+        show(found, Console())
+    return 0 if found.usable else 1
+
+
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
     "bench comm": bench_comm,
     "train": train,
     "demo": demo,
     "report": report,
+    "doctor": doctor,
     "checkpoint ls": checkpoint_ls,
     "checkpoint verify": checkpoint_verify,
 }

@@ -1,0 +1,9 @@
+"""doctor: whether braid can work on this machine, and what would make it work better; see README.md."""
+
+from __future__ import annotations
+
+from braid.doctor.examination import Examination, examine
+from braid.doctor.finding import Finding
+from braid.doctor.show import show
+
+__all__ = ["Examination", "Finding", "examine", "show"]

@@ -1,0 +1,77 @@
+"""Carries out the checks, one after the other; one that fails is a finding and stops nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from braid.doctor import checks, gather
+from braid.doctor.finding import Finding, note
+from braid.doctor.probes import probe_permissions
+
+__all__ = ["CHECKS", "Examination", "examine"]
+
+Check: TypeAlias = Callable[[], "Finding | list[Finding]"]
+
+# in the order of the report: what everything stands on first
+CHECKS: Mapping[str, Check] = {
+    "versions": lambda: checks.check_versions(gather.versions()),
+    "system": lambda: checks.check_system(gather.system()),
+    "container": lambda: checks.check_container(gather.container()),
+    "cores": lambda: checks.check_cores(gather.cores()),
+    "threads": lambda: checks.check_threads(gather.threads()),
+    "NUMA": lambda: checks.check_nodes(gather.nodes()),
+    "memory": lambda: checks.check_memory(gather.memory()),
+    "shared memory": lambda: checks.check_shared_memory(gather.shared_memory()),
+    "permissions": lambda: checks.check_kernel_permissions(probe_permissions()),
+    "limits": lambda: checks.check_limits(gather.limits()),
+    "ports": lambda: checks.check_ports(gather.ports()),
+    "names": lambda: checks.check_names(gather.names()),
+    "time": lambda: checks.check_clock(gather.clocks()),
+    "GPUs": lambda: checks.check_gpus(gather.accelerators()),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examination:
+    """All findings.
+
+    Attributes:
+        findings: In the order of the report.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing is in the way of a run."""
+        return not any(finding.verdict == "problem" for finding in self.findings)
+
+    def count(self, verdict: str) -> int:
+        """How many findings have this verdict."""
+        return sum(finding.verdict == verdict for finding in self.findings)
+
+
+def examine(to_do: Mapping[str, Check] = CHECKS) -> Examination:
+    """Look at this machine.
+
+    Args:
+        to_do: The checks, by name.
+
+    Cost: as much as importing torch; two child processes live for some 50 ms.
+    """
+    findings: list[Finding] = []
+    for name, check in to_do.items():
+        findings += _carried_out(name, check)
+    return Examination(findings=tuple(findings))
+
+
+def _carried_out(name: str, check: Check) -> Iterable[Finding]:
+    try:
+        found = check()
+    except Exception as exc:  # noqa: BLE001 - a check that fails says so; the others go on
+        what = str(exc).split("\n")[0]
+        text = f"could not be checked: {type(exc).__name__}: {what}".rstrip(": ")
+        return [note(name, text, "please report this: braid.doctor does not know such a machine")]
+    return [found] if isinstance(found, Finding) else found

@@ -1,0 +1,273 @@
+"""Collects the facts of this machine: the only file of this room that asks the system, besides the probes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import resource
+import socket
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+from braid._version import __version__
+from braid.doctor.checks import DEFAULT_PORT
+from braid.doctor.facts import (
+    Accelerators,
+    Clocks,
+    Container,
+    Cores,
+    Limits,
+    Memory,
+    Names,
+    Nodes,
+    Ports,
+    SharedMemory,
+    System,
+    Threads,
+    Versions,
+)
+from braid.launch.memory import cgroup_paths, parse_limit
+
+__all__ = [
+    "accelerators",
+    "clocks",
+    "container",
+    "cores",
+    "limits",
+    "memory",
+    "names",
+    "nodes",
+    "ports",
+    "shared_memory",
+    "system",
+    "threads",
+    "versions",
+]
+
+CGROUPS = Path("/sys/fs/cgroup")
+USAGE = {"memory.limit_in_bytes": "memory.usage_in_bytes", "memory.max": "memory.current"}
+CLOCK_READS = 2000
+
+
+def versions() -> Versions:
+    """Versions of what braid stands on; torch is imported here and nowhere above."""
+    error = ""
+    try:
+        importlib.import_module("torch")
+    except ModuleNotFoundError as exc:
+        error = "" if exc.name == "torch" else str(exc)
+    except Exception as exc:  # noqa: BLE001 - whatever a broken installation raises is the finding
+        error = str(exc).split("\n")[0] or type(exc).__name__
+    return Versions(
+        python=platform.python_version(),
+        torch=_installed("torch"),
+        numpy=_installed("numpy"),
+        braid=__version__,
+        braid_path=str(Path(__file__).parents[1]),
+        torch_error=error,
+    )
+
+
+def system() -> System:
+    """Platform, kernel, C library."""
+    library, version = platform.libc_ver()
+    glibc = version if library == "glibc" else ""
+    return System(sys.platform, platform.machine(), platform.release(), glibc)
+
+
+def cores() -> Cores:
+    """Cores and what this process may use of them."""
+    return Cores(
+        physical=psutil.cpu_count(logical=False) or 0,
+        logical=psutil.cpu_count() or 1,
+        usable=_usable(),
+        quota=_quota(),
+        load=os.getloadavg()[0],
+    )
+
+
+def threads() -> Threads:
+    """Threads of a rank."""
+    torch = _torch()
+    return Threads(
+        omp=os.environ.get("OMP_NUM_THREADS", ""),
+        torch=torch.get_num_threads() if torch is not None else 0,
+        usable=_usable(),
+    )
+
+
+def memory() -> Memory:
+    """Memory of the host and of the control group that is fullest."""
+    main, swap = psutil.virtual_memory(), psutil.swap_memory()
+    found = [
+        (parse_limit(_text(path / files.limit)), _number(path / USAGE[files.limit]))
+        for path, files in cgroup_paths(_text(Path("/proc/self/cgroup")), CGROUPS)
+    ]
+    limited = [(limit, used) for limit, used in found if limit and limit < main.total]
+    limit, used = min(limited, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+    return Memory(main.total, main.available, swap.total, swap.free, limit, used)
+
+
+def shared_memory() -> SharedMemory:
+    """`/dev/shm`."""
+    path = Path("/dev/shm")  # noqa: S108 - it is looked at only
+    if not path.is_dir():
+        return SharedMemory(0, 0)
+    usage = psutil.disk_usage(str(path))
+    return SharedMemory(usage.total, usage.free)
+
+
+def ports() -> Ports:
+    """Loopback ports; nothing is left bound."""
+    error = ""
+    try:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            one.listen(1)
+    except OSError as exc:
+        error = exc.strerror or str(exc)
+    words = _text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    first, last = map(int, words) if len(words) == 2 else (0, 65535)
+    with socket.socket() as other:
+        other.settimeout(1.0)
+        used = not error and other.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
+    return Ports(error, first, last, used)
+
+
+def names() -> Names:
+    """What the own name and `localhost` mean here."""
+    hostname = socket.gethostname()
+    start_s = time.monotonic()
+    addresses, error = _addresses(hostname)
+    seconds = time.monotonic() - start_s
+    lines = (line.partition("#")[0].split() for line in _text(Path("/etc/hosts")).splitlines())
+    in_hosts = any(hostname in words[1:] for words in lines)
+    return Names(hostname, addresses, error, seconds, _addresses("localhost")[0], in_hosts)
+
+
+def limits() -> Limits:
+    """Soft limits of this process."""
+    kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    pairs = [resource.getrlimit(kind) for kind in kinds]
+    (files, hard_files), (processes, _), (locked, _) = (
+        tuple(None if limit == resource.RLIM_INFINITY else limit for limit in pair)
+        for pair in pairs
+    )
+    return Limits(files, hard_files, processes, locked)
+
+
+def clocks() -> Clocks:
+    """The kernel's time source, and what one reading costs."""
+    start_ns = time.monotonic_ns()
+    for _ in range(CLOCK_READS):
+        time.monotonic_ns()
+    read_ns = (time.monotonic_ns() - start_ns) / CLOCK_READS
+    folder = Path("/sys/devices/system/clocksource/clocksource0")
+    return Clocks(_text(folder / "current_clocksource"), read_ns)
+
+
+def accelerators() -> Accelerators:
+    """GPUs as torch sees them."""
+    torch = _torch()
+    driver = _text(Path("/sys/module/nvidia/version"))
+    if torch is None:
+        return Accelerators((), "", "", driver)
+    cuda = torch.version.cuda or ""
+    try:
+        seen = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        gpus = tuple(torch.cuda.get_device_name(index) for index in seen)
+        nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpus else ""
+    except (RuntimeError, AssertionError, AttributeError) as exc:
+        return Accelerators((), cuda, "", driver, str(exc).split("\n")[0])
+    return Accelerators(gpus, cuda, nccl, driver)
+
+
+def nodes() -> Nodes:
+    """NUMA nodes that have processors."""
+    found = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    lists = [_text(path) for path in found]
+    return Nodes(tuple(cpus for cpus in lists if cpus))
+
+
+def container() -> Container:
+    """What contains this process, by the marks that the usual ones leave."""
+    marks = {
+        "docker": Path("/.dockerenv").exists(),
+        "podman": Path("/run/.containerenv").exists(),
+        "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
+        "apptainer": "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ,
+        "systemd-nspawn": os.environ.get("container") == "systemd-nspawn",  # noqa: SIM112 - its name
+        "lxc": os.environ.get("container") == "lxc",  # noqa: SIM112 - its name
+    }
+    kinds = [kind for kind, present in marks.items() if present]
+    groups = _text(Path("/proc/1/cgroup"))
+    if not kinds and any(word in groups for word in ("docker", "kubepods", "containerd")):
+        kinds = ["a container"]
+    return Container(", ".join(kinds), _text(Path("/proc/1/comm")) or "unknown")
+
+
+def _torch() -> ModuleType | None:
+    """Torch, if it can be imported; what else happens then, `versions` tells."""
+    try:
+        return importlib.import_module("torch")
+    except Exception:  # noqa: BLE001 - likewise
+        return None
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _usable() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _quota() -> float | None:
+    """Cores' worth of time that the control group allows; v2, then v1."""
+    for line in _text(Path("/proc/self/cgroup")).splitlines():
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
+        relative = path.strip("/")
+        for folder in (CGROUPS / relative, CGROUPS):
+            words = _text(folder / "cpu.max").split()
+            if hierarchy == "0" and len(words) == 2 and words[0].isdecimal():
+                return int(words[0]) / int(words[1])
+        if "cpu" in controllers.split(","):
+            for folder in (CGROUPS / "cpu" / relative, CGROUPS / "cpu"):
+                quota, period = (
+                    _number(folder / "cpu.cfs_quota_us"),
+                    _number(folder / "cpu.cfs_period_us"),
+                )
+                if quota > 0 and period > 0:
+                    return quota / period
+    return None
+
+
+def _addresses(name: str) -> tuple[tuple[str, ...], str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        return (), exc.strerror or str(exc)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,188 @@
+"""Claims of braid.doctor: every verdict from made-up facts, one line of advice for each that is not ok."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from braid.cli import main
+from braid.doctor import Examination, Finding, checks, examine, show
+from braid.doctor.examination import CHECKS
+from braid.doctor.facts import (
+    Accelerators,
+    Clocks,
+    Container,
+    Cores,
+    Limits,
+    Memory,
+    Names,
+    Nodes,
+    Permissions,
+    Ports,
+    SharedMemory,
+    System,
+    Threads,
+    Versions,
+)
+
+GIB = 1 << 30
+VERSIONS = Versions("3.11.7", "2.13.0+cpu", "2.4.6", "0.1.0", "/venv/braid")
+SYSTEM = System("linux", "x86_64", "6.1.0-13-amd64", "2.36")
+CORES = Cores(physical=4, logical=8, usable=8, quota=None, load=0.5)
+MEMORY = Memory(64 * GIB, 32 * GIB, 0, 0)
+PERMITTED = Permissions("", "", "", "", "", 1, 2, "|/usr/bin/handler %p")
+PORTS = Ports("", 32768, 60999, default_port_used=False)
+NAMES = Names("here", ("10.0.0.7",), "", 0.001, ("127.0.0.1",), in_hosts=True)
+LIMITS = Limits(4096, 1 << 20, None, 8 << 20)
+GPU = Accelerators(("NVIDIA H200", "NVIDIA H200"), "12.8", "2.27.5", "570.1")
+
+
+def listed(found: Finding | list[Finding]) -> list[Finding]:
+    return [found] if isinstance(found, Finding) else found
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "word"),
+    [
+        (checks.check_versions(VERSIONS)[0], "ok", "3.11.7"),
+        (checks.check_versions(VERSIONS._replace(python="3.9.18"))[0], "problem", "expected 3.10 or newer"),
+        (checks.check_versions(VERSIONS._replace(torch=""))[1], "problem", "not installed"),
+        (checks.check_versions(VERSIONS._replace(torch="2.9.1"))[1], "problem", "expected 2.10 or newer"),
+        (checks.check_versions(VERSIONS._replace(torch_error="no libgomp"))[1], "problem", "no libgomp"),
+        (checks.check_versions(VERSIONS._replace(numpy="1.24.0"))[2], "problem", "expected 1.26 or newer"),
+        (checks.check_versions(VERSIONS)[3], "ok", "0.1.0 in /venv/braid"),
+        (checks.check_system(SYSTEM), "ok", "glibc 2.36"),
+        (checks.check_system(SYSTEM._replace(kernel="4.18.0-553.el8")), "note", "4.18.0"),
+        (checks.check_system(SYSTEM._replace(machine="aarch64")), "problem", "aarch64"),
+        (checks.check_system(System("darwin", "arm64", "24.1.0", "")), "problem", "darwin"),
+        (checks.check_cores(CORES), "ok", "4 physical, 8 logical, 8 usable"),
+        (checks.check_cores(CORES._replace(quota=1.5)), "note", "quota 1.5"),
+        (checks.check_cores(CORES._replace(quota=8.0)), "ok", "quota 8"),
+        (checks.check_cores(CORES._replace(usable=1)), "note", "1 usable"),
+        (checks.check_cores(CORES._replace(load=12.0)), "note", "load 12.0"),
+        (checks.check_threads(Threads("", 4, 8)), "ok", "not set"),
+        (checks.check_threads(Threads("4", 4, 8)), "ok", "OMP_NUM_THREADS=4"),
+        (checks.check_threads(Threads("16", 16, 8)), "note", "OMP_NUM_THREADS=16"),
+        (checks.check_threads(Threads("many", 0, 8)), "note", "OMP_NUM_THREADS=many"),
+        (checks.check_nodes(Nodes(("0-7",))), "ok", "one node"),
+        (checks.check_nodes(Nodes(("0-7", "8-15"))), "note", "node 1: 8-15"),
+        (checks.check_memory(MEMORY), "ok", "no swap"),
+        (checks.check_memory(MEMORY._replace(available=GIB)), "note", "1.0 GiB available"),
+        (checks.check_memory(MEMORY._replace(limit=2 * GIB, used=GIB)), "note", "control group 1.0 GiB of 2.0 GiB"),
+        (checks.check_memory(MEMORY._replace(limit=GIB, used=GIB)), "problem", "control group"),
+        (checks.check_memory(MEMORY._replace(swap_total=4 * GIB, swap_free=GIB)), "ok", "swap 1.0 GiB free of 4.0 GiB"),
+        (checks.check_shared_memory(SharedMemory(8 * GIB, 8 * GIB)), "ok", "8.0 GiB free"),
+        (checks.check_shared_memory(SharedMemory(64 << 20, 60 << 20)), "note", "60 MiB free of 64 MiB"),
+        (checks.check_shared_memory(SharedMemory(0, 0)), "note", "no /dev/shm"),
+        (checks.check_limits(LIMITS), "ok", "open files 4096, processes without limit, locked memory 8 MiB"),
+        (checks.check_limits(LIMITS._replace(files=256)), "note", "open files 256"),
+        (checks.check_limits(LIMITS._replace(processes=100)), "note", "processes 100"),
+        (checks.check_ports(PORTS), "ok", "29500 free"),
+        (checks.check_ports(PORTS._replace(bind_error="Cannot assign")), "problem", "Cannot assign"),
+        (checks.check_ports(PORTS._replace(default_port_used=True)), "note", "29500 in use"),
+        (checks.check_ports(PORTS._replace(first=60000, last=60100)), "note", "60000 to 60100"),
+        (checks.check_names(NAMES), "ok", "here is 10.0.0.7, in /etc/hosts"),
+        (checks.check_names(NAMES._replace(error="unknown", addresses=())), "note", "here has no address (unknown)"),
+        (checks.check_names(NAMES._replace(seconds=5.0)), "note", "after 5.0 s"),
+        (checks.check_names(NAMES._replace(localhost=("10.0.0.7",))), "note", "localhost is 10.0.0.7"),
+        (checks.check_clock(Clocks("tsc", 40.0)), "ok", "tsc, 40 ns"),
+        (checks.check_clock(Clocks("hpet", 1400.0)), "note", "hpet, 1400 ns"),
+        (checks.check_gpus(Accelerators((), "", "", "")), "ok", "none"),
+        (checks.check_gpus(GPU), "ok", "2 x NVIDIA H200, CUDA 12.8, NCCL 2.27.5, driver 570.1"),
+        (checks.check_gpus(Accelerators((), "", "", "570.1")), "note", "a CPU build"),
+        (checks.check_gpus(GPU._replace(error="no device")), "note", "torch.cuda fails: no device"),
+        (checks.check_container(Container("docker", "bash")), "ok", "docker, process 1 is bash"),
+        (checks.check_container(Container("", "systemd")), "ok", "none"),
+    ],
+)  # fmt: skip
+def test_each_verdict_has_its_facts_and_its_advice(finding, verdict, word):
+    assert (finding.verdict, word in finding.found) == (verdict, True)
+    assert (finding.advice == "") == (verdict == "ok")
+    assert "\n" not in finding.found + finding.advice
+
+
+def test_what_the_kernel_permits_is_all_right():
+    found = checks.check_kernel_permissions(PERMITTED)
+    assert [finding.verdict for finding in found] == ["ok"] * 6
+    assert [finding.found for finding in found[3:]] == [
+        "ranks read each other's memory (Yama's ptrace_scope 1)",
+        "a filter",
+        "go to |/usr/bin/handler %p",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "check"),
+    [
+        ("memfd", "memfd_create"),
+        ("pidfd", "pidfd_open"),
+        ("descriptors", "/proc/<pid>/fd"),
+        ("read_child", "process_vm_readv"),
+        ("read_sibling", "process_vm_readv"),
+    ],
+)
+def test_what_the_kernel_refuses_is_noted_with_its_words(field, check):
+    found = checks.check_kernel_permissions(
+        PERMITTED._replace(**{field: "Operation not permitted"})
+    )
+    (odd,) = (finding for finding in found if finding.verdict != "ok")
+    assert (odd.check, odd.verdict) == (check, "note")
+    assert odd.found.startswith("Operation not permitted")
+    assert odd.advice
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_go_on():
+    def broken() -> Finding:
+        raise OSError(5, "Input/output error")
+
+    fine = Finding("b", "ok", "fine")
+    found = examine({"a": broken, "b": lambda: fine, "c": lambda: [fine, fine]})
+    assert [(f.check, f.verdict) for f in found.findings] == [("a", "note"), *[("b", "ok")] * 3]
+    told = "could not be checked: OSError: [Errno 5] Input/output error"
+    assert (found.findings[0].found, found.usable) == (told, True)
+
+
+@pytest.mark.parametrize(
+    ("findings", "last"),
+    [
+        ([Finding("a", "ok", "x")], "braid: works here"),
+        ([Finding("a", "note", "x", "y")], "braid: works here, 1 note"),
+        (
+            [Finding("a", "note", "x", "y"), Finding("a", "problem", "x", "y")],
+            "braid: does not work here: 1 note, 1 problem",
+        ),
+    ],
+)
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_last_line_says_whether_braid_works_here(findings, last, terminal):
+    out = io.StringIO()
+    show(
+        Examination(findings=tuple(findings)),
+        Console(file=out, force_terminal=terminal, no_color=True),
+    )
+    lines = out.getvalue().rstrip().split("\n")
+    assert (lines[-1], len(lines)) == (last, 1 + sum(1 + bool(f.advice) for f in findings))
+
+
+def test_markup_in_what_was_found_is_shown_as_it_is():
+    out = io.StringIO()
+    show(Examination(findings=(Finding("a", "ok", "[bold] x" * 40),)), Console(file=out, width=60))
+    assert out.getvalue().split("\n")[0] == f"ok      {'a':<16} {'[bold] x' * 40}"
+
+
+def test_this_machine_is_examined_whole(capsys):
+    class Report(msgspec.Struct):
+        usable: bool
+        findings: list[dict[str, str]]
+
+    code = main(["doctor", "--json"])
+    report = msgspec.json.decode(capsys.readouterr().out, type=Report)
+    assert code == (0 if report.usable else 1)
+    assert len(report.findings) == len(CHECKS) + 3 + 5  # versions are four lines, permissions six
+    for finding in report.findings:
+        assert finding["verdict"] in {"ok", "note", "problem"}
+        assert not finding["found"].startswith("could not be checked")
+        assert (finding["advice"] == "") == (finding["verdict"] == "ok")
