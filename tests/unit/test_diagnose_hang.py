@@ -263,11 +263,14 @@ def test_many_missing_ranks_of_one_cause_are_one_line():
     assert "           and ranks 7-19\n" in str(found)
 
 
-def test_the_progress_thread_does_not_make_its_rank_wait():
+@pytest.mark.parametrize("owner", ["comm/progress.py", "torch_backend/futures.py"])
+def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
     background = dump(
+        "/opt/python/lib/python3.11/threading.py:320 in wait",
         f"{BRAID_ROOT}/transport/wait.py:180 in until",
-        f"{BRAID_ROOT}/comm/progress.py:240 in _sleep",
-        f"{BRAID_ROOT}/comm/progress.py:210 in _run",
+        f"{BRAID_ROOT}/{owner}:240 in _turn",
+        f"{BRAID_ROOT}/{owner}:210 in _run",
+        "/opt/python/lib/python3.11/threading.py:982 in run",
     ).replace("Current thread", "Thread")
     text = f"{background}\n\n{IN_USERS_CODE}"
     assert [waits_for_others(parse_threads(t)) for t in (text, f"{background}\n\n{WAITS}")] == [

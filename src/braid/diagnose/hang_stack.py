@@ -21,8 +21,10 @@ from braid.diagnose.tracebacks import BRAID_ROOT, FRAME, INSTALLED, STACK_HEADER
 __all__ = ["Frame", "Thread", "main_thread", "parse_threads", "waits_for_others"]
 
 # os.sep, for a folder of the user's may begin with the same letters
-WAITING_ROOMS = tuple(f"{BRAID_ROOT}{os.sep}{room}{os.sep}" for room in ("comm", "transport"))
-PROGRESS = (f"{WAITING_ROOMS[0]}progress.py", "_run")  # the outermost frame of ours in that thread
+WAITING_ROOMS = tuple(
+    f"{BRAID_ROOT}{os.sep}{room}{os.sep}" for room in ("comm", "transport", "torch_backend")
+)
+BACKGROUND = "_run"  # what braid's own threads begin with: nobody waits when they do
 LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
 CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
@@ -70,10 +72,15 @@ class Thread(NamedTuple):
         """Whether it is inside of a collective; the interpreter's own frames may lie on top."""
         for frame in self.frames:
             if frame.file.startswith(WAITING_ROOMS):
-                return not any((f.file, f.function) == PROGRESS for f in self.frames)
+                return not self._is_in_background
             if not INSTALLED.search(frame.file):
                 return False
         return False
+
+    @property
+    def _is_in_background(self) -> bool:
+        ours = (f for f in self.frames if f.file.startswith(WAITING_ROOMS))
+        return any(frame.function == BACKGROUND for frame in ours)
 
     @property
     def place(self) -> str:
@@ -125,5 +132,5 @@ def main_thread(threads: Sequence[Thread]) -> Thread:
 
 
 def waits_for_others(threads: Sequence[Thread]) -> bool:
-    """Whether any thread but the one that works in the background is inside of a collective."""
+    """Whether any thread but those that work in the background is inside of a collective."""
     return any(thread.waits_for_others for thread in threads)
