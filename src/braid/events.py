@@ -121,8 +121,8 @@ class NameTable:
             NAME_HEAD.pack_into(self._memory, start, digest, len(raw))
             self._memory[start + NAME_HEAD.size : end] = raw
             self._used[0] = end - 8  # published last: a reader never sees half an entry
-        self._known[text] = digest
-        self._texts[digest] = text
+            self._known[text] = digest
+            self._texts[digest] = text
         return digest
 
     def lookup(self, digest: int) -> str:

@@ -5,40 +5,66 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm import move
+from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce, direct, two_phase
 from braid.comm.channel import Port
 from braid.testing.explorer import explore, record
 
 LARGE = 150_000  # floats: three chunks of the staging slots
+WAYS = ("staged", "registered", "pulled")
 
 
-def _ones(port: Port, numel: int, registered: bool) -> torch.Tensor:
-    x = port.transport.arena.empty((numel,)) if registered else torch.empty(numel)
-    return x.fill_(1.0)
+def _ones(port: Port, numel: int, way: str) -> torch.Tensor:
+    """Ordinary memory, memory of the arena, or such that can only be offered by its address, but is watched."""
+    if way == "staged":
+        return torch.ones(numel)
+    if way == "registered":
+        return port.transport.arena.empty((numel,)).fill_(1.0)
+    return port.transport.arena.empty((numel + 1,)).fill_(1.0)[1:]
 
 
-def _collective(name: str, port: Port, registered: bool):
+def _collective(name: str, port: Port, way: str):
     ch = port.channel(0)
     ch.digest = 1
-    n = port.size
-    small, large = _ones(port, 8 * n, registered), _ones(port, LARGE // n * n, registered)
+    n, me = port.size, port.rank
+    small, large = _ones(port, 8 * n, way), _ones(port, LARGE // n * n, way)
+    private = way == "pulled"
     for x in (small, large, small):
-        rows = x.view(n, -1)
+        width = x.numel() // n
+        parts = [torch.empty(width) for _ in range(n)]
+        uneven = [width + (1 if r == 0 else -1 if r == n - 1 else 0) for r in range(n)]
         if name == "all_reduce":
-            yield from all_reduce(ch, x, "sum")
+            choice = "pulled" if private else "direct"
+            yield from all_reduce(ch, x, "sum", algorithm=choice, forced=private)
         elif name == "direct":
             yield from direct(ch, x, "sum", None)
         elif name == "two_phase":
             yield from two_phase(ch, x, "sum", 0.5)
         elif name == "broadcast":
-            yield from move.broadcast(ch, x, n - 1)
+            yield from move.broadcast(ch, x, n - 1, private=private)
         elif name == "all_gather":
-            yield from move.all_gather(ch, torch.empty(n, x.numel()), x)
+            outs = [torch.empty(x.numel()) for _ in range(n)]
+            yield from move.all_gather(ch, outs, x, private=private)
+        elif name == "gather":
+            outs = [torch.empty(x.numel()) for _ in range(n)] if me == n - 1 else []
+            yield from move.gather(ch, outs, x, n - 1, private=private)
+        elif name == "scatter":
+            out = torch.empty(uneven[me])
+            given = x if me == n - 1 else x[:0]
+            yield from move.scatter(ch, out, given, uneven, n - 1, private=private)
+        elif name == "reduce":
+            yield from reduce_scatter.reduce(ch, x, x, "sum", n - 1, private=private)
+        elif name == "scan":
+            yield from reduce_scatter.scan(ch, torch.empty_like(x), x, "sum")
         elif name == "reduce_scatter":
-            yield from move.reduce_scatter(ch, torch.empty(rows.shape[1]), rows, "sum")
+            offsets = [width * r for r in range(n + 1)]
+            out = torch.empty(width)
+            yield from reduce_scatter.reduce_scatter(ch, out, x, offsets, "sum", private=private)
         elif name == "all_to_all":
-            yield from move.all_to_all(ch, torch.empty_like(rows), rows)
+            yield from move.all_to_all(ch, parts, x, None, private=private)
+        elif name == "uneven all_to_all":
+            outs = [torch.empty(uneven[me]) for _ in range(n)]
+            yield from move.all_to_all(ch, outs, x, uneven, private=private)
         elif name == "barrier":
             yield from move.barrier(ch)
 
@@ -49,53 +75,91 @@ NAMES = (
     "two_phase",
     "broadcast",
     "all_gather",
+    "gather",
+    "scatter",
+    "reduce",
+    "scan",
     "reduce_scatter",
     "all_to_all",
+    "uneven all_to_all",
     "barrier",
 )
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("registered", [False, True], ids=["staged", "registered"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_no_interleaving_deadlocks_or_races(name, registered, size):
-    found = explore(record(size, lambda port: _collective(name, port, registered)))
+def test_no_interleaving_deadlocks_or_races(name, way, size):
+    found = explore(record(size, lambda port: _collective(name, port, way)))
     assert (found.deadlocks, found.races) == ([], [])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_collectives_that_follow_each_other_do_not_race(size):
+def test_collectives_that_follow_each_other_do_not_race(size, way):
     def everything(port: Port):
         for _ in range(2):
             for name in NAMES:
-                yield from _collective(name, port, False)
+                yield from _collective(name, port, way)
 
     found = explore(record(size, everything))
     assert (found.deadlocks, found.races) == ([], [])
 
 
+def _inbox(port: Port, source: int) -> message.Inbox:
+    incoming = port.incoming()
+    incoming.digest = 1
+    acks = port.channel(port.acknowledging_index(source))
+    return message.Inbox(source, incoming, acks)
+
+
+def _send(port: Port, x: torch.Tensor, to: int, tag: int, way: str):
+    data = port.channel(port.sending_index(to))
+    data.digest = 1
+    acks = port.channel(port.acknowledging_index(port.rank))
+    return message.send(data, acks, x.view(torch.uint8), to, tag, private=way == "pulled")
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_messages_do_not_race(size):
+def test_messages_do_not_race(size, way):
     def ring(port: Port):
         n, me = port.size, port.rank
         after, before = (me + 1) % n, (me - 1) % n
+        inbox = _inbox(port, before)
         for numel in (8, LARGE, 8):
-            x = torch.ones(numel)
-            data = port.channel(port.sending_index(after))
-            acks = port.channel(port.acknowledging_index(me))
-            data.digest = 1
-            send = move.send(data, acks, x, after)
-            incoming, own = port.incoming(before), port.channel(port.acknowledging_index(before))
-            incoming.digest = 1
-            recv = move.recv(incoming, own, torch.empty(numel), before)
+            x, out = _ones(port, numel, way), torch.empty(numel)
+            send = _send(port, x, after, 7, way)
+            recv = message.recv(inbox, out.view(torch.uint8), 7)
             if me == 0:
                 yield from recv
                 yield from send
             else:
                 yield from send
                 yield from recv
+            x.fill_(2.0)  # the sender may, from here on
 
     found = explore(record(size, ring))
+    assert (found.deadlocks, found.races) == ([], [])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_with_other_tags_do_not_race(way):
+    def crossed(port: Port):
+        sizes = (8, LARGE, 8)
+        if port.rank == 0:
+            for tag, numel in enumerate(sizes):
+                x = _ones(port, numel, way)
+                yield from _send(port, x, 1, tag, way)
+                x.fill_(2.0)
+            return
+        inbox = _inbox(port, 0)
+        for tag in (2, 0, 1):
+            out = torch.empty(sizes[tag])
+            yield from message.recv(inbox, out.view(torch.uint8), tag)
+            assert out.eq(1.0).all()
+
+    found = explore(record(2, crossed))
     assert (found.deadlocks, found.races) == ([], [])
 
 
@@ -136,6 +200,20 @@ def test_a_result_that_is_used_before_the_others_have_written_it_is_found():
         yield from ch.exchange()
         ch.peek(1 - ch.rank, 1000, torch.float32).add_(1.0)
         x.sum()  # no step tells that the other has finished writing
+        yield from move.barrier(ch)
+
+    assert explore(record(2, careless)).races
+
+
+def test_private_memory_that_is_changed_while_it_is_read_is_found():
+    def careless(port: Port):
+        ch = port.channel(0)
+        ch.digest = 1
+        x = _ones(port, 1000, "pulled")
+        ch.offer(x, private=True)
+        yield from ch.exchange()
+        ch.remote(1 - ch.rank, 1000, torch.float32).read(0, torch.empty(1000))
+        x.fill_(2.0)  # no step tells that the other has read it
         yield from move.barrier(ch)
 
     assert explore(record(2, careless)).races

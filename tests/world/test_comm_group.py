@@ -366,7 +366,7 @@ def _kept_bytes(group: Group) -> list[int]:
             part.close()
         group.barrier()
         group.split(group.rank).close()  # gives back what the others have closed meanwhile, too
-        kept.append(group._memory.transport.arena.statistics()["used_bytes"])
+        kept.append(group.engine.transport.arena.statistics()["used_bytes"])
         group.barrier()
     return kept
 

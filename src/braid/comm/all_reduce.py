@@ -1,9 +1,11 @@
 """All-reduce: every rank ends with the sum of all ranks' tensors, the same bits everywhere.
 
-Three ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one synchronisation):
+Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one synchronisation):
 
     direct       copy in, wait, add everybody's slot                      a        + (n+1) l b
     two_phase    reduce-scatter and all-gather through the slots         2a        + (3 + 1/n) l b
+    pulled       rank r sums slice r of everybody, which the kernel copies out of the others' private memory,
+                 then fetches the other slices from their owners             3a        + (2 (n-1)/n + 1) l b
     registered   tensors already lie in the arena: no copy in, no copy out
                  rank r sums slice r of everybody, block by block, and writes each block into every rank's
                  tensor while it is hot                                   2a        + 2 l b
@@ -13,7 +15,9 @@ Three ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor,
                                                       ^ rank 0   ^ rank 1 sums and stores both
 
 Which one: `direct` has the fewest synchronisations and is best for little data or two ranks; `two_phase` lets each rank
-add only 1/n of the data; `registered` needs all ranks to have registered their tensors, which they see in the first step.
+add only 1/n of the data; `pulled` saves the copies into the slots, which are the most expensive ones as soon as the data
+does not fit into the cache; `registered` needs all ranks to have registered their tensors, which they see in the first
+step. `selection` holds the measured costs.
 
 Worked example: ranks hold (2, 4, 6), (1, 2, 3) and (4, 8, 12); all end with (7, 14, 21).
 
@@ -30,16 +34,23 @@ from braid.comm.reduction import combine
 from braid.errors import ConfigError
 from braid.transport import Steps
 
-__all__ = ["ALGORITHMS", "all_reduce", "direct", "registered", "two_phase"]
+__all__ = ["ALGORITHMS", "all_reduce", "direct", "pulled", "registered", "two_phase"]
 
 CHUNK_BYTES = 256 << 10  # a slot and its reader fit into the second-level cache
 BLOCK_BYTES = 256 << 10  # likewise, for the block that is summed and stored while hot
-LARGE_BYTES = 32 << 10  # from here a synchronisation costs less than a copy
-DIRECT_MANY_BYTES = 64 << 10  # more than two ranks: from here adding 1/n beats one synchronisation
+LARGE_BYTES = (
+    32 << 10
+)  # from here one synchronisation to learn what is registered costs less than a copy
 
 
 def all_reduce(
-    ch: Channel, x: torch.Tensor, op: str, scale: float | None = None, algorithm: str | None = None
+    ch: Channel,
+    x: torch.Tensor,
+    op: str,
+    scale: float | None = None,
+    *,
+    algorithm: str = "direct",
+    forced: bool = False,
 ) -> Steps:
     """Reduce the flat tensor `x` over all members, in place.
 
@@ -48,21 +59,18 @@ def all_reduce(
         x: Flat and contiguous.
         op: Reduction.
         scale: Factor for the result.
-        algorithm: Name in `ALGORITHMS`, None to choose by size and registration.
+        algorithm: Name in `ALGORITHMS`.
+        forced: Use `algorithm` even if all tensors turn out to be registered.
     """
-    nbytes = x.numel() * x.element_size()
-    if algorithm is None and nbytes >= LARGE_BYTES:
-        ch.offer(x)
+    private = algorithm == "pulled"
+    offered = algorithm in {"pulled", "registered"}
+    if offered or (not forced and x.numel() * x.element_size() >= LARGE_BYTES):
+        ch.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()):
-            yield from registered(ch, x, op, scale)
-            return
-    if algorithm is None:
-        algorithm = "direct" if ch.size <= 2 or nbytes <= DIRECT_MANY_BYTES else "two_phase"
-    if algorithm == "registered":
-        ch.offer(x)
-        yield from ch.exchange()
-        _require_offers(ch)
+        if algorithm == "registered":
+            _require_offers(ch)
+        if not (forced and private) and x.numel() and ch.all_registered():
+            algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
 
@@ -118,6 +126,28 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
     yield from ch.exchange()  # nobody may use its tensor before everybody has stored into it
 
 
+def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
+    """Sum a slice of what all members have just offered, wherever it lies, then fetch the other slices."""
+    numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
+    bounds = [numel * r // n for r in range(n + 1)]
+    remotes = {peer: ch.remote(peer, numel, dtype) for peer in ch.others} if numel else {}
+    step = max(1, BLOCK_BYTES // x.element_size() // max(1, n - 1))
+    scratch = ch.scratch(step * n, dtype).view(n, step)
+    for start in range(bounds[me], bounds[me + 1], step):
+        end = min(start + step, bounds[me + 1])
+        own = x[start:end]
+        blocks = [own if r == me else remotes[r].block(start, end, scratch[r]) for r in range(n)]
+        out = own if me < 2 else scratch[me, : end - start]  # `combine` may write to the first two
+        combine(blocks, out, op, scale)
+        if out is not own:
+            own.copy_(out)
+    yield from ch.exchange()  # every slice is summed, and nobody reads the others any more
+    for peer in ch.round():
+        if bounds[peer] < bounds[peer + 1]:
+            remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
+    yield from ch.exchange()
+
+
 def _require_offers(ch: Channel) -> None:
     missing = [rank for rank, block in enumerate(ch.offers()) if not block]
     if missing:
@@ -128,4 +158,9 @@ def _require_offers(ch: Channel) -> None:
         raise ConfigError(msg)
 
 
-ALGORITHMS = {"direct": direct, "two_phase": two_phase, "registered": registered}
+ALGORITHMS = {
+    "direct": direct,
+    "two_phase": two_phase,
+    "pulled": pulled,
+    "registered": registered,
+}

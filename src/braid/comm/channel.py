@@ -29,8 +29,9 @@ from typing import NamedTuple
 
 import torch
 
+from braid.comm.remote import PRIVATE, PrivateRemote, Remote, SharedRemote
 from braid.errors import StaleError
-from braid.transport import Block, MemoryTransport, Steps, Wait
+from braid.transport import Block, MemoryTransport, Steps, Wait, WaitAny
 from braid.types import text_digest
 
 __all__ = ["ABANDONED", "CLOSED", "DISAGREED", "Channel", "Disagreement", "Entry", "Port", "pieces"]
@@ -39,6 +40,7 @@ LINE_WORDS = 8
 PAGE_LINES = 64
 MAX_PAGES = 5  # 64 + 256 + ... = 21,824 channels a group
 MIN_SLOT_BYTES = 4096
+MAX_VIEWS = 256  # of staging slots that are kept for the next call of the same size
 
 # directory words
 _STATE, _VALUE, _REASON = 5, 6, 7
@@ -110,7 +112,6 @@ class Port:
         self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
-        self._incoming: dict[int, Channel] = {}
         arena = transport.arena
         self._directories = [
             arena.words(ranks[member], pages[member], LINE_WORDS) for member in range(self.size)
@@ -130,14 +131,9 @@ class Port:
             channel = self._channels[index] = self.channel_type(self, index)
         return channel
 
-    def incoming(self, source: int) -> Channel:
-        """The channel on which `source` sends to this rank; its steps are counted per source."""
-        channel = self._incoming.get(source)
-        if channel is None:
-            channel = self._incoming[source] = self.channel_type(
-                self, self.sending_index(self.rank)
-            )
-        return channel
+    def incoming(self) -> Channel:
+        """A new view of the lines on which members send to this rank, to count the steps of one of them."""
+        return self.channel_type(self, self.sending_index(self.rank))
 
     def sending_index(self, to: int) -> int:
         """Number of the channel on whose line a member publishes what it sends to member `to`."""
@@ -167,8 +163,10 @@ class Port:
         word = self._directories[member][page]
         return self._line(member, word, line) if word else None
 
-    def reached(self, wait: Wait) -> bool:
-        """Whether the value that `wait` names has been published."""
+    def reached(self, wait: Wait | WaitAny) -> bool:
+        """Whether the value that `wait` names, or one of them, has been published."""
+        if isinstance(wait, WaitAny):
+            return any(self.reached(one) for one in wait.waits)
         return self.channel(wait.channel).counter(wait.peer) >= wait.value
 
     def state(self, member: int) -> State:
@@ -176,6 +174,11 @@ class Port:
         words = self._directories[member]
         code = words[_STATE]
         return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
+
+    def gone(self, member: int) -> bool:
+        """Whether nothing more will come from a member: it closed the group, left or was lost."""
+        lost = self.transport.health.lost
+        return self.state(member).code == CLOSED or self.ranks[member] in lost
 
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
         """Tell the members that this rank takes no further part, and wake them. The first word stands."""
@@ -216,10 +219,9 @@ class Port:
 
     def reclaim(self) -> None:
         """Free staging slots and own pages."""
-        for channel in (*self._channels.values(), *self._incoming.values()):
+        for channel in self._channels.values():
             channel.close()
         self._channels.clear()
-        self._incoming.clear()
         for block in self._blocks:
             self.transport.arena.free(block)
         self._blocks.clear()
@@ -236,6 +238,7 @@ class Channel:
     Attributes:
         rank: Group rank of this member.
         size: Number of members.
+        ranks: Global ranks of the members.
         others: Group ranks of the others.
         value: Last step that this rank has published.
         digest: Digest of the operation under way; set by the group.
@@ -248,7 +251,7 @@ class Channel:
         "_lines",
         "_own",
         "_port",
-        "_ranks",
+        "_scratch",
         "_slots",
         "_transport",
         "_views",
@@ -257,6 +260,7 @@ class Channel:
         "index",
         "others",
         "rank",
+        "ranks",
         "site",
         "size",
         "value",
@@ -273,13 +277,14 @@ class Channel:
         self._port = port
         self._transport = port.transport
         self._arena = port.transport.arena
-        self._ranks = port.ranks
+        self.ranks = port.ranks
         self._own = port.own_line(index)
         self._lines: list[memoryview | None] = [None] * port.size
         self._lines[port.rank] = self._own
         self._audience = self._transport.sleeper_words([port.ranks[r] for r in self.others])
         self._slots: list[Block | None] = [None, None]
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._word = 0
 
     def counter(self, peer: int) -> int:
@@ -309,7 +314,9 @@ class Channel:
         self._word = block.word
         view = self._views.get((parity, numel, dtype))
         if view is None:
-            view = self._arena.view(self._ranks[self.rank], block.word, numel, dtype)
+            if len(self._views) > MAX_VIEWS:
+                self._views.clear()
+            view = self._arena.view(self.ranks[self.rank], block.word, numel, dtype)
             self._views[parity, numel, dtype] = view
         return view
 
@@ -317,9 +324,21 @@ class Channel:
         """Copy a flat tensor into the slot of the next step."""
         self.room(x.numel(), x.dtype).copy_(x)
 
-    def offer(self, x: torch.Tensor) -> None:
-        """Let the next step point at `x` itself, if it lies in the arena; else at nothing."""
-        self._word = self._arena.locate(x)
+    def offer(self, x: torch.Tensor, *, private: bool = False) -> None:
+        """Let the next step point at the flat tensor `x` itself.
+
+        Args:
+            x: Contiguous; stays as it is until a later step has told that everyone has read it.
+            private: Whether memory outside the arena is offered, too, by its address; it can be read only.
+        """
+        self._word = self.place(x, private=private)
+
+    def place(self, x: torch.Tensor, *, private: bool = False) -> int:
+        """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
+        word = self._arena.locate(x)
+        if not word and private and x.numel():
+            word = PRIVATE | x.data_ptr()
+        return word
 
     def post(self) -> int:
         """Publish the next step and return its value."""
@@ -378,15 +397,53 @@ class Channel:
             msg = f"step {self.value} of rank {peer} was read before it was published"
             raise StaleError(msg)
         word = line[2 + 3 * (self.value & 1) + 1]
-        return self._arena.view(self._ranks[peer], word, numel, dtype)
+        return self._arena.view(self.ranks[peer], word, numel, dtype)
+
+    def own_words(self, count: int) -> memoryview:
+        """First `count` words of the slot that `room` has just given."""
+        return self._arena.words(self.ranks[self.rank], self._word, count)
+
+    def words_of(self, peer: int, value: int, count: int) -> memoryview:
+        """First `count` words of what `peer` published in step `value`."""
+        return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
+
+    def text_of(self, member: int, digest: int) -> str:
+        """Text behind a digest that a member published."""
+        return self._port.text_of(member, digest)
 
     def offers(self) -> list[int]:
         """Places that the members published in the present step; 0 where there is none."""
         return [self.entry(member, self.value).block for member in range(self.size)]
 
+    def all_registered(self) -> bool:
+        """Whether all members offered tensors in shared memory in the present step."""
+        return all(word and not word & PRIVATE for word in self.offers())
+
+    def remote(self, peer: int, numel: int, dtype: torch.dtype) -> Remote:
+        """What `peer` offered in the present step, a flat tensor of `numel` elements."""
+        line = self._lines[peer]
+        if line is None:
+            msg = f"step {self.value} of rank {peer} was read before it was published"
+            raise StaleError(msg)
+        return self.remote_at(peer, line[2 + 3 * (self.value & 1) + 1], numel, dtype)
+
+    def remote_at(self, peer: int, word: int, numel: int, dtype: torch.dtype) -> Remote:
+        """A flat tensor of `peer` at a place that it has named."""
+        rank = self.ranks[peer]
+        if word & PRIVATE:
+            return PrivateRemote(self._transport, rank, word ^ PRIVATE, dtype)
+        return SharedRemote(self._arena.view(rank, word, numel, dtype))
+
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Private accumulator."""
-        return torch.empty(numel, dtype=dtype)
+        """Private room for intermediate results, the same one at every call."""
+        nbytes = numel * dtype.itemsize
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+    def round(self) -> list[int]:
+        """The others, each rank beginning with its successor, so that no source is read by all at once."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def close(self) -> None:
         """Free the staging slots."""

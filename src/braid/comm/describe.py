@@ -14,9 +14,12 @@ from braid.comm.all_reduce import ALGORITHMS
 from braid.comm.reduction import check_op
 from braid.errors import ConfigError
 from braid.events import NameTable, Recorder
-from braid.types import OpDesc, TensorSpec, text_digest
+from braid.types import TensorSpec, text_digest
 
 __all__ = ["Describer", "Key"]
+
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
+MAX_KNOWN = 8192  # descriptions that are kept; a job with more shapes than that describes some of them again
 
 
 class Key(NamedTuple):
@@ -24,19 +27,23 @@ class Key(NamedTuple):
 
     Attributes:
         kind: Name of the operation.
-        shape: Of the tensor that all ranks must agree on; None for a barrier.
-        dtype: Likewise.
+        shape: Of the tensor that all ranks must agree on; None where they need not.
+        dtype: Likewise; None for a barrier.
         op: Reduction.
-        peer: Root of a broadcast, partner of a message, else -1.
+        peer: Root, or partner of a message, else -1.
         algorithm: By name, None for the choice by size.
+        widths: Elements of each part, where they differ and all ranks know them.
+        exclusive: Of a scan.
     """
 
     kind: str
-    shape: torch.Size | None = None
+    shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     op: str = "sum"
     peer: int = -1
     algorithm: str | None = None
+    widths: tuple[int, ...] | None = None
+    exclusive: bool = False
 
 
 class Describer:
@@ -70,21 +77,38 @@ class Describer:
         return site
 
     def _new(self, key: Key) -> tuple[str, int]:
-        if key.algorithm is not None and key.algorithm not in ALGORITHMS:
-            msg = f"expected an algorithm out of {', '.join(ALGORITHMS)}, found {key.algorithm!r}"
-            raise ConfigError(msg)
-        if key.dtype is not None and "reduce" in key.kind:
+        _check_algorithm(key)
+        if key.dtype is not None and key.kind in REDUCTIONS:
             check_op(key.op, key.dtype)
         text = _text(key)
         self._names.add(text)
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
         return self._known.setdefault(key, (text, text_digest(text)))
 
 
+def _check_algorithm(key: Key) -> None:
+    possible = tuple(ALGORITHMS) if key.kind == "all_reduce" else ("staged", "pulled")
+    if key.algorithm is not None and key.algorithm not in possible:
+        msg = f"expected an algorithm out of {', '.join(possible)} for {key.kind}, found {key.algorithm!r}"
+        raise ConfigError(msg)
+
+
 def _text(key: Key) -> str:
-    if key.shape is None:
+    if key.dtype is None:
         return f"{key.kind}()"
-    spec = TensorSpec(tuple(key.shape), str(key.dtype).removeprefix("torch."))
+    dtype = str(key.dtype).removeprefix("torch.")
+    if key.widths is not None:
+        what = f"{dtype}[{' + '.join(map(str, key.widths))}]"
+    elif key.shape is None:
+        what = f"{dtype}[parts]"
+    else:
+        what = str(TensorSpec(key.shape, dtype))
     if key.kind in {"send", "recv"}:
-        return f"message({spec})"  # both ends must describe it in the same words
+        return f"message({what})"  # both ends must describe it in the same words
     name = f"{key.kind}[{key.algorithm}]" if key.algorithm else key.kind
-    return str(OpDesc(name, spec, key.op, key.peer if key.kind == "broadcast" else -1))
+    words = [what]
+    words += [key.op] if key.kind in REDUCTIONS else []
+    words += ["exclusive"] if key.exclusive else []
+    words += [f"root={key.peer}"] if key.peer >= 0 else []
+    return f"{name}({', '.join(words)})"

@@ -1,28 +1,43 @@
-"""Broadcast, all-gather, reduce-scatter, all-to-all, barrier: the collectives that move slices.
+"""Broadcast, all-gather, gather, scatter, all-to-all, barrier: the collectives that move parts.
 
 All follow one pattern. Small messages take one step: data is staged before the description is published, so the first
-look at a peer's line finds both. Large ones publish the description first together with the place of the tensor if it
-is registered; when all sources are registered, peers read them in place and one more step tells the owners that they
-may go on; otherwise the data goes through the slots in chunks.
+look at a peer's line finds both. Large ones publish the description first together with the place of the tensor, if peers
+can read it there (it is registered, or the kernel copies private memory and that is faster at this size); when all
+sources are readable, peers read them in place and one more step tells the owners that they may go on; otherwise the data
+goes through the slots in chunks.
 
 With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte moved by one rank:
 
     broadcast        ceil(l / chunk) a + l b        all_gather    ceil(l / (n chunk)) a + l b
-    reduce_scatter   ceil(l / chunk) a + 2 l b      all_to_all    ceil(l / chunk) a + 2 l b
-    registered       2 a, and without the copy into the slot
+    gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
+    read in place    2 a, and without the copy into the slot
 
-Sums are in the order of ranks, as in `all_reduce`.
+Parts may have different sizes. Where all members know all sizes (`all_gather`) they are part of the description; where
+only sender and receiver do, one step more makes them known (`sizes`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from braid.comm.channel import Channel, pieces
-from braid.comm.reduction import combine
+from braid.comm.sizes import Matrix, agree_on_sizes, offsets_of
 from braid.transport import Steps
 
-__all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "recv", "reduce_scatter", "send"]
+__all__ = [
+    "CHUNK_BYTES",
+    "all_gather",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "chunk_of",
+    "gather",
+    "scatter",
+    "stage_rows",
+    "staged_row",
+]
 
 CHUNK_BYTES = 256 << 10
 
@@ -32,12 +47,18 @@ def barrier(ch: Channel) -> Steps:
     yield from ch.exchange()
 
 
-def broadcast(ch: Channel, x: torch.Tensor, root: int) -> Steps:
-    """Copy `x` of `root` into `x` of everybody; `x` is flat."""
+def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
+    """Copy `x` of `root` into `x` of everybody; `x` is flat.
+
+    Args:
+        ch: Channel of the group.
+        x: Flat.
+        root: Group rank.
+        private: Let peers read private memory (all algorithms here take this).
+    """
     numel, dtype = x.numel(), x.dtype
-    chunk = _chunk(CHUNK_BYTES, x)
     sending = ch.rank == root
-    if numel <= chunk:
+    if numel <= chunk_of(CHUNK_BYTES, dtype):
         if sending:
             ch.stage(x)
         yield from ch.exchange()
@@ -45,11 +66,11 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int) -> Steps:
             x.copy_(ch.peek(root, numel, dtype))
         return
     if sending:
-        ch.offer(x)
+        ch.offer(x, private=private)
     yield from ch.exchange()
     if ch.offers()[root]:
         if not sending:
-            x.copy_(ch.peek(root, numel, dtype))
+            ch.remote(root, numel, dtype).read(0, x)
         yield from ch.exchange()
         return
     for part in pieces(x, CHUNK_BYTES):
@@ -64,119 +85,167 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int) -> Steps:
     yield from ch.settle()
 
 
-def all_gather(ch: Channel, out: torch.Tensor, x: torch.Tensor) -> Steps:
-    """Row r of `out` (n rows) becomes the flat tensor `x` of rank r."""
-    numel = x.numel()
-    chunk = _chunk(CHUNK_BYTES, x)
-    if numel > chunk:
-        ch.offer(x)
-        yield from ch.exchange()
-        if all(ch.offers()):
-            out[ch.rank].copy_(x)
-            for peer in _round(ch):
-                out[peer].copy_(ch.peek(peer, numel, x.dtype))
-            yield from ch.exchange()
-            return
-    out[ch.rank].copy_(x)
-    for start in range(0, max(numel, 1), chunk):
-        part = x[start : start + chunk]
-        ch.stage(part)
-        yield from ch.exchange()
-        for peer in _round(ch):
-            row = out[peer, start : start + chunk]
-            row.copy_(ch.peek(peer, part.numel(), x.dtype))
-
-
-def reduce_scatter(
-    ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, scale: float | None = None
+def all_gather(
+    ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, *, private: bool = False
 ) -> Steps:
-    """`out` becomes the reduction of row `rank` of everybody's `x` (n rows)."""
-    numel = out.numel()
-    chunk = _chunk(CHUNK_BYTES // ch.size, x)
-    if numel > chunk:
-        ch.offer(x)
+    """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
+    longest = max(out.numel() for out in outs)
+    chunk = chunk_of(CHUNK_BYTES, x.dtype)
+    outs[ch.rank].copy_(x)
+    if longest > chunk:
+        ch.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()):
-            rows = [
-                (x if r == ch.rank else ch.peek(r, x.numel(), x.dtype).view_as(x))[ch.rank]
-                for r in range(ch.size)
-            ]
-            for start in range(0, numel, CHUNK_BYTES // x.element_size()):
-                part = slice(start, start + CHUNK_BYTES // x.element_size())
-                combine([row[part] for row in rows], out[part], op, scale)
+        if all(offer or not out.numel() for offer, out in zip(ch.offers(), outs, strict=True)):
+            for peer in ch.round():
+                if outs[peer].numel():
+                    ch.remote(peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
             yield from ch.exchange()
             return
-    for start in range(0, max(numel, 1), chunk):
-        part = slice(start, start + chunk)
-        width = out[part].numel()
-        _stage_rows(ch, x, part, width)
+    for start in range(0, max(longest, 1), chunk):
+        ch.stage(x[start : start + chunk])
         yield from ch.exchange()
-        rows = _received(ch, x, part, width)
-        combine(rows, out[part], op, scale)
+        for peer in ch.round():
+            row = outs[peer][start : start + chunk]
+            row.copy_(ch.peek(peer, row.numel(), x.dtype))
 
 
-def all_to_all(ch: Channel, out: torch.Tensor, x: torch.Tensor) -> Steps:
-    """Row r of `out` becomes row `rank` of the `x` of rank r; both have n rows."""
-    numel = x.shape[1]
-    chunk = _chunk(CHUNK_BYTES // ch.size, x)
-    if numel > chunk:
-        ch.offer(x)
+def gather(
+    ch: Channel,
+    outs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    root: int,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`outs[r]` of `root` becomes the flat tensor `x` of rank r; other ranks pass no `outs`."""
+    receiving = ch.rank == root
+    sends = [x.numel() if r == root else 0 for r in range(ch.size)]
+    expects = [out.numel() for out in outs] if receiving else [0] * ch.size
+    sizes = yield from agree_on_sizes(ch, sends, expects)
+    if receiving:
+        outs[root].copy_(x)
+    lengths = [row[root] for row in sizes]
+    chunk = chunk_of(CHUNK_BYTES, x.dtype)
+    if max(lengths) > chunk:
+        ch.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()):
-            out[ch.rank].copy_(x[ch.rank])
-            for peer in _round(ch):
-                out[peer].copy_(ch.peek(peer, x.numel(), x.dtype).view_as(x)[ch.rank])
+        if all(ch.offers()[r] or not lengths[r] or r == root for r in range(ch.size)):
+            for peer in ch.round() if receiving else ():
+                if lengths[peer]:
+                    ch.remote(peer, lengths[peer], x.dtype).read(0, outs[peer])
             yield from ch.exchange()
             return
-    out[ch.rank].copy_(x[ch.rank])
-    for start in range(0, max(numel, 1), chunk):
-        part = slice(start, start + chunk)
-        width = x[ch.rank, part].numel()
-        _stage_rows(ch, x, part, width)
+    for start in range(0, max(*lengths, 1), chunk):
+        if not receiving:
+            ch.stage(x[start : start + chunk])
         yield from ch.exchange()
-        rows = _received(ch, x, part, width)
-        for peer in _round(ch):
-            out[peer, part].copy_(rows[peer])
+        for peer in ch.round() if receiving else ():
+            row = outs[peer][start : start + chunk]
+            row.copy_(ch.peek(peer, row.numel(), x.dtype))
 
 
-def send(ch: Channel, acks: Channel, x: torch.Tensor, to: int) -> Steps:
-    """Put `x` chunk by chunk into the slots; two may be under way. `acks` is the receiver's line."""
-    for part in pieces(x, CHUNK_BYTES):
-        yield from acks.await_step(to, ch.value - 1)
-        ch.stage(part)
-        ch.post()
+def scatter(
+    ch: Channel,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    widths: Sequence[int],
+    root: int,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`out` of rank r becomes part r of the flat tensor `x` of `root`; the others' `x` is empty."""
+    sending = ch.rank == root
+    sends = list(widths) if sending else [0] * ch.size
+    expects = [out.numel() if r == root else 0 for r in range(ch.size)]
+    sizes = yield from agree_on_sizes(ch, sends, expects)
+    offsets = offsets_of(sizes[root])
+    if sending:
+        out.copy_(x[offsets[root] : offsets[root + 1]])
+    chunk = chunk_of(CHUNK_BYTES // ch.size, out.dtype)
+    longest = max(sizes[root])
+    if longest > chunk:
+        if sending:
+            ch.offer(x, private=private)
+        yield from ch.exchange()
+        if ch.offers()[root]:
+            if not sending and out.numel():
+                ch.remote(root, offsets[-1], out.dtype).read(offsets[ch.rank], out)
+            yield from ch.exchange()
+            return
+    for start in range(0, max(longest, 1), chunk):
+        stride = min(chunk, longest - start)
+        if sending:
+            stage_rows(ch, x, offsets, start, stride)
+        yield from ch.exchange()
+        if not sending:
+            row = out[start : start + stride]
+            row.copy_(staged_row(ch, root, row.numel(), stride, out.dtype))
 
 
-def recv(ch: Channel, acks: Channel, x: torch.Tensor, source: int) -> Steps:
-    """Take what `source` put into its slots; `acks` is this rank's own line."""
-    for part in pieces(x, CHUNK_BYTES):
-        value = ch.value = ch.value + 1  # the sender's step: this rank publishes on `acks` only
-        yield from ch.await_step(source, value)
-        ch.compare(source, value)
-        part.copy_(ch.peek(source, part.numel(), x.dtype))
-        acks.post()
+def all_to_all(
+    ch: Channel,
+    outs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    widths: Sequence[int] | None,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`outs[r]` becomes part `rank` of the flat tensor `x` of rank r.
+
+    Args:
+        ch: Channel of the group.
+        outs: One flat tensor per member.
+        x: All parts, one after the other.
+        widths: Elements of each part; None if all parts of all members are equal.
+        private: Let peers read private memory.
+    """
+    sizes: Matrix
+    if widths is None:
+        sizes = [[x.numel() // ch.size] * ch.size] * ch.size
+    else:
+        sizes = yield from agree_on_sizes(ch, widths, [out.numel() for out in outs])
+    offsets = [offsets_of(row) for row in sizes]
+    me = ch.rank
+    chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
+    longest = max(max(row) for row in sizes)
+    if longest > chunk:
+        ch.offer(x, private=private)
+        yield from ch.exchange()
+        if all(offer or not ends[-1] for offer, ends in zip(ch.offers(), offsets, strict=True)):
+            outs[me].copy_(x[offsets[me][me] : offsets[me][me + 1]])
+            for peer in ch.round():
+                if outs[peer].numel():
+                    remote = ch.remote(peer, offsets[peer][-1], x.dtype)
+                    remote.read(offsets[peer][me], outs[peer])
+            yield from ch.exchange()
+            return
+    outs[me].copy_(x[offsets[me][me] : offsets[me][me + 1]])
+    for start in range(0, max(longest, 1), chunk):
+        stride = min(chunk, longest - start)
+        stage_rows(ch, x, offsets[me], start, stride)
+        yield from ch.exchange()
+        for peer in ch.round():
+            row = outs[peer][start : start + stride]
+            row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))
 
 
-def _chunk(nbytes: int, x: torch.Tensor) -> int:
-    return max(1, nbytes // x.element_size())
+def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
+    """Elements that fit into `nbytes`."""
+    return max(1, nbytes // dtype.itemsize)
 
 
-def _round(ch: Channel) -> list[int]:
-    """The others, each rank beginning with its successor, so that no source is read by all at once."""
-    return [(ch.rank + distance) % ch.size for distance in range(1, ch.size)]
-
-
-def _stage_rows(ch: Channel, x: torch.Tensor, part: slice, width: int) -> None:
-    slot = ch.room(width * ch.size, x.dtype).view(ch.size, width)
+def stage_rows(
+    ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
+) -> None:
+    """Stage elements `start` to `start + stride` of every part of `x`, one row per member, `stride` apart."""
+    slot = ch.room(stride * ch.size, x.dtype)
     for peer in ch.others:
-        slot[peer].copy_(x[peer, part])
+        low = offsets[peer] + start
+        numel = max(0, min(stride, offsets[peer + 1] - low))
+        slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])
 
 
-def _received(ch: Channel, x: torch.Tensor, part: slice, width: int) -> list[torch.Tensor]:
-    """What each rank staged for this one; the own row comes from `x` itself."""
-    return [
-        x[r, part]
-        if r == ch.rank
-        else ch.peek(r, width * ch.size, x.dtype)[ch.rank * width : (ch.rank + 1) * width]
-        for r in range(ch.size)
-    ]
+def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    """The `numel` elements that `stage_rows` of `peer` put there for this rank."""
+    low = ch.rank * stride
+    return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

@@ -46,21 +46,45 @@ class Progress:
         self._closing = False
 
     def start(self, operation: Operation) -> None:
-        """Take the steps that are possible now; later ones are taken by whoever waits."""
+        """Take the steps that are possible now; later ones are taken by whoever waits, in order on each channel."""
         self.advance_started()
-        if not operation.advance():
+        if self.pending(operation.channel) or not operation.advance():
             self._started.append(operation)
 
+    def pending(self, channel: Channel) -> bool:
+        """Whether something that was started on `channel` has not ended."""
+        return any(o.channel is channel and not o.done for o in self._started)
+
     def advance_started(self) -> bool:
-        """Advance every started operation that can move; whether any did."""
+        """Advance every started operation that can move and is the first of its channel; whether any did."""
         moved = False
-        for operation in tuple(self._started):
+        for operation in self._heads():
             if operation.ready():
                 moved = True
                 if operation.advance():
                     with contextlib.suppress(ValueError):  # another thread was faster
                         self._started.remove(operation)
         return moved
+
+    def _heads(self) -> list[Operation]:
+        """The first started operation of each channel."""
+        heads: dict[Channel, Operation] = {}
+        for operation in tuple(self._started):
+            if not operation.done:
+                heads.setdefault(operation.channel, operation)
+            else:
+                with contextlib.suppress(ValueError):
+                    self._started.remove(operation)
+        return list(heads.values())
+
+    def _behind(self, operation: Operation) -> bool:
+        """Whether something that was started earlier on its channel has not ended."""
+        for other in self._started:
+            if other is operation:
+                return False
+            if other.channel is operation.channel and not other.done:
+                return True
+        return False
 
     def run(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Take all steps of `operation` in this thread, and those of started ones in between.
@@ -74,8 +98,10 @@ class Progress:
             CommError: What stopped it.
         """
         late = self._late(timeout_s)
+        if self._started and self.pending(operation.channel) and operation not in self._started:
+            self._started.append(operation)
         try:
-            while not operation.advance():
+            while (self._started and self._behind(operation)) or not operation.advance():
                 if self._started and self.advance_started():
                     continue
                 if late is not None and late():
@@ -132,7 +158,7 @@ class Progress:
             ended.set()
             self._transport.bells.ring_own()
 
-        operation.on_done = end
+        operation.on_done(end)
         with self._lock:
             self._queues.setdefault(operation.channel, deque()).append(operation)
             self._fresh = True
@@ -190,8 +216,10 @@ class Progress:
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
         """`operation` can move (or `is_ready`), or a started one can, or it is late."""
-        looks = [is_ready or operation.ready]
-        looks += [o.ready for o in self._started if o is not operation]
+        heads = self._heads() if self._started else []
+        looks = [o.ready for o in heads if o is not operation]
+        if is_ready is not None or not self._behind(operation):
+            looks.append(is_ready or operation.ready)
         looks += [late] if late is not None else []
         return looks[0] if len(looks) == 1 else lambda: any(look() for look in looks)
 

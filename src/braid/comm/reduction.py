@@ -14,7 +14,7 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["OPS", "combine", "finish"]
+__all__ = ["OPS", "check_op", "combine", "finish", "identity"]
 
 Combine = Callable[..., torch.Tensor]
 
@@ -24,8 +24,21 @@ OPS: dict[str, Combine] = {
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 _WIDENED = (torch.float16, torch.bfloat16)
+_COUNTED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ORDERED = ("sum", "avg", "product", "min", "max")
+_BITS = ("band", "bor", "bxor")
+_OPS_OF: dict[torch.dtype, tuple[str, ...]] = {
+    **dict.fromkeys(_FLOATS, _ORDERED),
+    **dict.fromkeys(_COUNTED, (*_ORDERED, *_BITS)),
+    **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "avg", "product")),
+    torch.bool: ("sum", "product", "min", "max", *_BITS),  # logic: sum is or, product is and
+}
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
@@ -37,17 +50,25 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS:
         msg = f"expected a reduction out of {', '.join(OPS)}, found {op!r}"
         raise ConfigError(msg)
-    if dtype == torch.bool or (dtype.is_complex and op not in {"sum", "avg", "product"}):
-        msg = (
-            f"expected a dtype for which {op!r} is defined, found {dtype}: convert the tensor first"
-        )
+    possible = _OPS_OF.get(dtype, ())
+    if op not in possible:
+        what = f"{', '.join(possible)} are" if possible else "only moving them is"
+        msg = f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert the tensor first"
         raise ConfigError(msg)
-    one = torch.ones(1, device="cpu").to(dtype)
-    try:
-        combine([one, one], one.clone(), op, None)
-    except RuntimeError as exc:
-        msg = f"expected a dtype for which torch can compute {op!r}, found {dtype} ({exc}): convert the tensor first"
-        raise ConfigError(msg) from exc
+
+
+def identity(op: str, x: torch.Tensor) -> torch.Tensor:
+    """The result of reducing nothing, shaped like `x`.
+
+    Raises:
+        ConfigError: `op` has none that every dtype can hold.
+    """
+    if op in {"sum", "bor", "bxor"}:
+        return torch.zeros_like(x)
+    if op == "product":
+        return torch.ones_like(x)
+    msg = f"expected sum, product, bor or bxor for an exclusive scan, found {op!r}: rank 0 would have no result"
+    raise ConfigError(msg)
 
 
 def combine(

@@ -8,6 +8,7 @@ takes whatever steps are possible; nothing blocks until `Work.wait()`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from braid.comm.engine import Call, Engine
 from braid.comm.work import Work
@@ -24,11 +25,18 @@ class Request:
         call: What is done at every start.
         number: Number among the group's requests, equal on all members.
         call_site: Digest of the program's line that is running, for messages and traces.
+        result: Where the result of every start is found.
     """
 
     def __init__(
-        self, engine: Engine, call: Call, number: int, call_site: Callable[[], int]
+        self,
+        engine: Engine,
+        call: Call,
+        number: int,
+        call_site: Callable[[], int],
+        result: Any,
     ) -> None:
+        self.result = result
         self._engine = engine
         self._call_site = call_site
         self._call = call
@@ -51,7 +59,7 @@ class Request:
             )
             raise StaleError(msg)
         call = self._call._replace(site=self._call_site())
-        self._work = self._engine.begin(call, self._number, scale)
+        self._work = self._engine.begin(call, self._number, scale).returns(self.result)
         return self._work
 
     def __repr__(self) -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from braid.comm.channel import ABANDONED, CLOSED, DISAGREED, Channel, Disagreement, Port
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.events import Recorder, Span
-from braid.transport import Steps, Wait
+from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["Operation", "Work"]
 
@@ -43,6 +44,7 @@ class Operation:
     __slots__ = (
         "_deadline_ns",
         "_digest",
+        "_ended",
         "_epoch",
         "_events",
         "_lock",
@@ -55,7 +57,6 @@ class Operation:
         "channel",
         "done",
         "error",
-        "on_done",
         "port",
         "text",
         "waited_ns",
@@ -80,13 +81,13 @@ class Operation:
         self.text = text
         self.done = False
         self.error: BaseException | None = None
-        self.on_done: Callable[[], None] | None = None
         self.waited_ns = 0
+        self._ended: list[Callable[[], None]] = []
         self._events = events
         self._steps = steps
         self._timeout_s = timeout_s
         self._epoch = epoch
-        self._wait: Wait | None = None
+        self._wait: Wait | WaitAny | None = None
         self._lock = threading.RLock()
         self._digest = digest
         self._site = site
@@ -141,6 +142,8 @@ class Operation:
             msg = f"expected a group in use for {self.text}, found that it ended: {port.stopped}"
             raise StaleError(msg)
         health = port.transport.health
+        waits = wait.waits if isinstance(wait, WaitAny) else (wait,)
+        needed = [w.peer for w in waits if not port.gone(w.peer)] or [waits[0].peer]
         health.check(port.ranks, self._epoch)  # a death says more than what survivors say of it
         for member in self.channel.others:
             state = port.state(member)
@@ -151,12 +154,13 @@ class Operation:
                 msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
                 raise CommError(msg)
             # its state first: what it published before it closed the group still counts
-            if state.code == CLOSED and member == wait.peer and not port.reached(wait):
+            if state.code == CLOSED and needed == [member] and not port.reached(wait):
                 rank = port.ranks[member]
                 msg = f"rank {rank} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
         # after what the members say themselves: one that abandoned the group may have left since
-        health.check(port.ranks, self._epoch, needed=port.ranks[wait.peer])
+        if len(needed) == 1:
+            health.check(port.ranks, self._epoch, needed=port.ranks[needed[0]])
         if port.transport.clock.now_ns() > self._deadline_ns:
             raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s))
 
@@ -214,6 +218,14 @@ class Operation:
             answers.append(answer)
         return mismatch_table(answers, step=exc.value)
 
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called when this ends, well or badly, in the thread that ends it; at once if it has ended."""
+        with self._lock:
+            if not self.done:
+                self._ended.append(call)
+                return
+        call()
+
     def note_wait(self, waited_ns: int) -> None:
         """Record that a thread has waited for this operation."""
         if waited_ns:
@@ -232,14 +244,17 @@ class Operation:
         self.done = True
         if self._span is not None:
             self._span.end()
-        if self.on_done is not None:
-            self.on_done()
+        for call in self._ended:
+            call()
 
 
 class Work:
     """A collective that has been started and may not have ended.
 
     Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting twice is allowed.
+
+    Attributes:
+        result: What the synchronous call would have returned; complete when it has ended.
 
     Args:
         operation: What has been started.
@@ -257,6 +272,19 @@ class Work:
         self._operation = operation
         self._join = join
         self._background = background
+        self.result: Any = None
+        self._source: list[int] = []
+
+    @property
+    def source(self) -> int:
+        """Group rank of the sender of a receive from any member, when it has ended; else -1."""
+        return self._source[0] if self._source else -1
+
+    def returns(self, result: object, source: list[int] | None = None) -> Work:
+        """Set what the operation's result will be found in."""
+        self.result = result
+        self._source = [] if source is None else source
+        return self
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the tensors hold the result.
@@ -277,6 +305,10 @@ class Work:
     def exception(self) -> BaseException | None:
         """What stopped it; None while it is under way or when it succeeded."""
         return self._operation.error
+
+    def add_done_callback(self, call: Callable[[Work], None]) -> None:
+        """Have `call(self)` called once when it has ended, in the thread that ends it; at once if it has."""
+        self._operation.on_done(lambda: call(self))
 
     def __repr__(self) -> str:
         state = "failed" if self._operation.error else "done" if self._operation.done else "started"

@@ -29,7 +29,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm.channel import Channel, Port
-from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait
+from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]
 
@@ -191,8 +191,9 @@ def _run_in_turns(
     ports: Sequence[_RecordingPort], steps: Sequence[Steps], actions: Sequence[list[Action]]
 ) -> None:
     """Advance each rank as far as it gets, again and again, in one thread."""
-    pending: list[Wait | None] = [None] * len(ports)
+    pending: list[Wait | WaitAny | None] = [None] * len(ports)
     running = list(range(len(ports)))
+    arenas = [port.transport.arena for port in ports]
     while running:
         moved = False
         for rank in tuple(running):
@@ -200,7 +201,7 @@ def _run_in_turns(
             if wait is not None and not ports[rank].reached(wait):
                 continue
             moved = True
-            with _Watch(ports[rank].transport.arena, actions[rank]):
+            with _Watch(arenas, actions[rank]):
                 pending[rank] = next(steps[rank], None)
             if pending[rank] is None:
                 running.remove(rank)
@@ -252,9 +253,9 @@ class _RecordingPort(Port):
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook is untyped
     """Sees every torch operation and notes which shared bytes it touches."""
 
-    def __init__(self, arena: Arena, actions: list[Action]) -> None:
+    def __init__(self, arenas: list[Arena], actions: list[Action]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._arena = arena
+        self._arenas = arenas  # of all ranks: private memory is read at its owner's address
         self._actions = actions
 
     def __torch_dispatch__(
@@ -281,7 +282,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         spans = []
         for x in tensors:
             if isinstance(x, torch.Tensor) and x.numel():
-                place = self._arena.origin(x.data_ptr())
+                address = x.data_ptr()
+                places = (arena.origin(address) for arena in self._arenas)
+                place = next((found for found in places if found is not None), None)
                 if place is not None:
                     rank, extent, start = place
                     assert x.is_contiguous(), "algorithms touch shared memory in contiguous pieces"

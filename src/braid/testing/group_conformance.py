@@ -322,7 +322,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce([1.0]), "list"),  # type: ignore[call-overload]
         (lambda: group.all_reduce(torch.ones(2, device="meta")), "meta"),
         (lambda: group.all_reduce(torch.ones(2).to_sparse()), "sparse"),
-        (lambda: group.all_reduce(torch.ones(2, dtype=torch.bool)), "bool"),
+        (lambda: group.all_reduce(torch.ones(2, dtype=torch.bool), "avg"), "bool"),
         (lambda: group.all_reduce(torch.ones(1).expand(4)), "expanded"),
         (lambda: group.all_reduce(torch.ones(2).to(torch.uint16), "avg"), "uint16"),
         (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[arg-type]
@@ -333,7 +333,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_gather(x, out=torch.ones(1, 1)), "[1, 1]"),
         (lambda: group.send(x, group.rank), "oneself"),
         (lambda: group.split(-3), "-3"),
-        (lambda: group.persistent("broadcast", x), "broadcast"),
+        (lambda: group.persistent("barrier", x), "barrier"),
         (lambda: group.persistent("all_reduce", torch.ones(4, 4).t()), "contiguous"),
     ]
     for call, word in calls:

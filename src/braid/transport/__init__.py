@@ -1,6 +1,6 @@
 """Memory and sleep shared by the ranks of a host; what collectives are built from.
 
-Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read), `Wait`, `Steps` and
+Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read), `Wait`, `WaitAny`, `Steps` and
 `Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes).
 """
 
@@ -10,7 +10,7 @@ from braid.transport.context import RankContext
 from braid.transport.health import Health, Loss, Witness
 from braid.transport.inproc import Fabric
 from braid.transport.shm import connect
-from braid.transport.wait import Steps, Wait, Waiter
+from braid.transport.wait import Steps, Wait, WaitAny, Waiter
 
 __all__ = [
     "Arena",
@@ -22,6 +22,7 @@ __all__ = [
     "RankContext",
     "Steps",
     "Wait",
+    "WaitAny",
     "Waiter",
     "Witness",
     "connect",

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.errors import CommError
 from braid.transport.memory import MAX_EXTENTS, Extent, MemoryFile, PeerMemory, Root
@@ -29,6 +31,8 @@ __all__ = ["Arena", "Block"]
 EXTENT_BYTES = 4 << 20  # small allocations share extents of this size
 LINE_BYTES = 64  # a cache line: no two blocks share one
 PAGE_BYTES = 4096
+SHARED_FILES = "/dev/shm"  # noqa: S108 - where torch puts shared storages
+SPARE_BYTES = 1 << 20
 OFFSET_BITS = 40  # of 64-byte lines: 64 TiB an extent
 
 
@@ -52,14 +56,29 @@ class Block(NamedTuple):
 
 
 class _Extent:
-    """One memory file with its free list, `[(offset, nbytes)]` in order of offset."""
+    """One memory file with its free list, `[(offset, nbytes)]` in order of offset.
 
-    def __init__(self, number: int, file: MemoryFile) -> None:
+    `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it is mapped where torch mapped it, and gone
+    when the storage is.
+    """
+
+    def __init__(
+        self, number: int, file: MemoryFile, guest: torch.UntypedStorage | None = None
+    ) -> None:
         self.number = number
         self.file = file
-        self.free = [(0, file.nbytes)]
-        anchor = ctypes.c_char.from_buffer(file.map)
-        self.base = ctypes.addressof(anchor)
+        if guest is None:
+            self.free = [(0, file.nbytes)]
+            self.base = ctypes.addressof(ctypes.c_char.from_buffer(file.map))
+        else:
+            self.free = []
+            self.base = guest.data_ptr()
+        self._guest: Any = None if guest is None else StorageWeakRef(guest)  # type: ignore[no-untyped-call]
+
+    @property
+    def vacated(self) -> bool:
+        """Whether its guest has died: other memory may lie at the same address by now."""
+        return self._guest is not None and bool(self._guest.expired())
 
     def take(self, nbytes: int) -> int:
         """First fit; -1 when there is no room."""
@@ -137,6 +156,27 @@ class Arena:
             extent = self._grow(max(size, EXTENT_BYTES))
             return Block(extent.number, extent.take(size), size)
 
+    def adopt(self, x: torch.Tensor) -> None:
+        """Move the storage of `x` into shared memory, in place: every tensor on it follows.
+
+        For tensors that others allocate, such as the gradient buckets of torch's DDP. Torch keeps such storages in files of
+        /dev/shm without a name, so that is where the space must be. Cost: one copy.
+
+        Raises:
+            CommError: There is too little space.
+        """
+        if self.locate(x):
+            return
+        storage = x.untyped_storage()
+        if not storage.is_shared():
+            _require_space(storage.nbytes())
+        fd, nbytes = storage._share_fd_cpu_()
+        with self._lock:
+            self._collect()
+            number = self._next_number()
+            file = MemoryFile(os.dup(fd), nbytes, keep_fd=True)
+            self._enter(_Extent(number, file, storage))
+
     def free(self, block: Block) -> None:
         """Return a block."""
         self._dead.append(block)
@@ -150,7 +190,7 @@ class Arena:
             return 0
         extent = extents[index]
         offset = address - extent.base
-        if offset >= extent.file.nbytes or offset % LINE_BYTES:
+        if offset >= extent.file.nbytes or offset % LINE_BYTES or extent.vacated:
             return 0
         return extent.number << OFFSET_BITS | offset // LINE_BYTES
 
@@ -189,13 +229,13 @@ class Arena:
 
     def fds(self) -> list[int]:
         """Descriptors of the extents."""
-        return [extent.file.fd for extent in self._extents]
+        return [extent.file.fd for extent in self._extents if extent.file.fd >= 0]
 
     def statistics(self) -> dict[str, int]:
         """Bytes reserved and in use, number of extents, number of peers' extents mapped."""
         with self._lock:
             self._collect()
-            total = sum(e.file.nbytes for e in self._extents)
+            total = sum(e.file.nbytes for e in self._extents if not e.vacated)
             free = sum(room for e in self._extents for _, room in e.free)
         peers = sum(rank != self.rank for rank, _ in self._maps)
         return {
@@ -217,8 +257,17 @@ class Arena:
         while self._dead:
             block = self._dead.popleft()
             self._extents[block.extent - 1].give(block.offset, block.nbytes)
+        for extent in self._extents:
+            if extent.vacated and extent.file.fd >= 0:
+                self._root.publish(extent.number, Extent(0, 0))
+                extent.file.close()
 
     def _grow(self, nbytes: int) -> _Extent:
+        number = self._next_number()
+        file = MemoryFile.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, f"braid-arena-{self.rank}")
+        return self._enter(_Extent(number, file))
+
+    def _next_number(self) -> int:
         number = len(self._extents) + 1
         if number >= MAX_EXTENTS:
             msg = (
@@ -226,12 +275,13 @@ class Arena:
                 "tensor instead of many small ones"
             )
             raise CommError(msg)
-        file = MemoryFile.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, f"braid-arena-{self.rank}")
-        extent = _Extent(number, file)
+        return number
+
+    def _enter(self, extent: _Extent) -> _Extent:
         self._extents.append(extent)
-        in_order = sorted(self._extents, key=lambda e: e.base)
+        in_order = sorted((e for e in self._extents if not e.vacated), key=lambda e: e.base)
         self._by_base = ([e.base for e in in_order], in_order)
-        self._root.publish(number, Extent(file.fd, file.nbytes))
+        self._root.publish(extent.number, Extent(extent.file.fd, extent.file.nbytes))
         return extent
 
     def _map(self, rank: int, number: int) -> torch.Tensor:
@@ -244,3 +294,15 @@ class Arena:
             )
             tensor = self._maps[rank, number] = torch.frombuffer(memory, dtype=torch.uint8)
         return tensor
+
+
+def _require_space(nbytes: int) -> None:
+    """Torch would find out by a bus error in the middle of a step."""
+    space = os.statvfs(SHARED_FILES)
+    free = space.f_bavail * space.f_frsize
+    if free < nbytes + SPARE_BYTES:
+        msg = (
+            f"expected {nbytes:,} bytes free in {SHARED_FILES}, found {free:,} (of which {SPARE_BYTES:,} stay free): "
+            "enlarge it (docker run --shm-size), or allocate the tensor with Group.empty, which does not need it"
+        )
+        raise CommError(msg)

@@ -11,6 +11,8 @@ import os
 import threading
 from collections.abc import Callable
 
+import torch
+
 from braid.clock import Clock
 from braid.events import NameTable
 from braid.transport.arena import Arena
@@ -35,6 +37,7 @@ class MemoryTransport:
         clock: Time source of all waits.
         health: Where lost peers are reported.
         crowded: Whether there are more ranks than cores here.
+        may_pull: Whether all ranks may read each other's private memory.
         on_close: Called last by `close`, for what serves this transport.
     """
 
@@ -49,12 +52,15 @@ class MemoryTransport:
         clock: Clock,
         health: Health,
         crowded: bool,
+        may_pull: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.clock = clock
         self.health = health
+        self.crowded = crowded
+        self.may_pull = may_pull
         self.bells = bells
         self.arena = Arena(rank, root, peers)
         self.waiter = Waiter(bells, health, clock, crowded=crowded)
@@ -87,6 +93,13 @@ class MemoryTransport:
             slots = words[SLEEPERS]
             if slots:
                 self._peers.ring(rank, slots)
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
+        """Fill the contiguous tensor `out` from private memory of `rank`, which keeps it there meanwhile.
+
+        Only where `may_pull`. Cost: one copy by the kernel.
+        """
+        self._peers.pull(rank, address, out)
 
     @property
     def forked(self) -> bool:

@@ -6,8 +6,11 @@ to a peer's memory is a dictionary instead of the kernel.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+
+import torch
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError
@@ -45,6 +48,7 @@ class Fabric:
                     peers=view,
                     clock=clock,
                     health=Health(rank, clock),
+                    may_pull=True,
                     crowded=True,  # threads share the interpreter: a spin only keeps the others out
                 )
             )
@@ -91,6 +95,11 @@ class _FabricView:
     def ring(self, rank: int, slots: int) -> None:
         if slots:
             self._bells[rank].ring_own()
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - one process
+        nbytes = out.numel() * out.element_size()
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        out.copy_(torch.frombuffer(memory, dtype=out.dtype).view(out.shape))
 
     def close(self) -> None:
         for file in self._extents.values():

@@ -21,6 +21,7 @@ that sees a word sees what was written before it (`require_ordered_stores`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import platform
@@ -31,8 +32,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import torch
+
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.events import NameTable
+from braid.transport.pull import pull
 
 __all__ = [
     "Extent",
@@ -54,7 +58,7 @@ ROOT_BYTES = ROOT_WORDS_BYTES + DIRECTORY_BYTES + NAMES_BYTES
 MAGIC = int.from_bytes(b"BRAIDRT1", "little")
 
 # root words
-PID, STATE, SLEEPERS, MARK = 0, 1, 2, 3
+PID, STATE, SLEEPERS, MARK, BASE = 0, 1, 2, 3, 4
 # values of STATE: what a peer that finds the process gone may conclude
 RUNNING, LEFT = 0, 1
 
@@ -178,6 +182,7 @@ class Root:
         """Make the root of this process."""
         root = cls(MemoryFile.create(ROOT_BYTES, f"braid-root-{rank}"))
         root.words[PID] = os.getpid()
+        root.words[BASE] = ctypes.addressof(ctypes.c_char.from_buffer(root.file.map))
         root.words[MARK] = MAGIC
         return root
 
@@ -212,6 +217,10 @@ class PeerMemory(Protocol):
 
     def ring(self, rank: int, slots: int) -> None:
         """Wake the waiters of `rank` whose bits are set in `slots`."""
+        ...
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
+        """Fill `out` from private memory of `rank`; only where that is permitted."""
         ...
 
     def close(self) -> None:
@@ -267,6 +276,10 @@ class MappedMemory:
                 # full: it will wake anyway; broken or lost: it is gone, which its pidfd reports
                 with contextlib.suppress(BlockingIOError, BrokenPipeError, PeerLostError):
                     os.write(self._bell(rank, slot, number), b"!")
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
+        """Fill `out` from private memory of `rank`; only where that is permitted."""
+        pull(rank, self._addresses[rank].pid, address, out)
 
     def close(self) -> None:
         """Unmap everything."""

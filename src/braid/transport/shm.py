@@ -8,6 +8,7 @@ descriptors over a socket instead (`fd_service`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
 from collections.abc import Callable
@@ -15,18 +16,23 @@ from functools import partial
 from pathlib import Path
 
 from braid.clock import Clock
-from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError
+from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, RendezvousError
 from braid.store import Store
 from braid.transport.base import MemoryTransport
 from braid.transport.fd_service import FdService, open_through_services
 from braid.transport.health import Health
 from braid.transport.memory import (
+    BASE,
+    MAGIC,
+    MARK,
+    PID,
     MappedMemory,
     Root,
     RootAddress,
     open_through_proc,
     require_ordered_stores,
 )
+from braid.transport.pull import POSSIBLE, allow_siblings, read
 from braid.transport.wait import Doorbells
 
 __all__ = ["connect"]
@@ -75,6 +81,7 @@ def connect(
         undo.callback(root.close)
         bells = Doorbells(root)
         undo.callback(bells.close)
+        allow_siblings()  # before anyone can learn of this process and try
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
         store.set(f"shm/address/{rank}", f"{_host()}|{address.to_text()}".encode())
@@ -93,6 +100,7 @@ def connect(
             peers.close()
             peers = MappedMemory(addresses, open_through_services(addresses, names))
             undo.callback(peers.close)
+        may_pull = _may_pull(rank, store, wait, addresses, peers, forbid=pass_descriptors)
         undo.callback(health.close)
         for other, where in addresses.items():
             # a start time that does not fit: another pid namespace, where only the launcher can tell who died
@@ -109,6 +117,7 @@ def connect(
         clock=clock,
         health=health,
         crowded=world_size > (cores or 1),
+        may_pull=may_pull,
         on_close=service.close if service else None,
     )
 
@@ -190,7 +199,47 @@ def _refused(
                 peers.root(other)
     except PermissionError:
         refused = True
-    store.set(f"shm/probe/{rank}", b"refused" if refused else b"opened")
-    keys = [f"shm/probe/{r}" for r in range(world_size)]
+    word = "refused" if refused else "opened"
+    return "refused" in _all_say(store, wait, "shm/probe", rank, world_size, word)
+
+
+def _may_pull(
+    rank: int,
+    store: Store,
+    wait: Callable[[list[str]], None],
+    addresses: dict[int, RootAddress],
+    peers: MappedMemory,
+    *,
+    forbid: bool,
+) -> bool:
+    """Try to read every peer's private memory; True on every rank if all ranks may."""
+    others = [(r, where.pid) for r, where in addresses.items() if r != rank]
+    may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
+    answers = _all_say(store, wait, "shm/pull", rank, len(addresses), "yes" if may else "no")
+    return "no" not in answers
+
+
+def _all_say(
+    store: Store,
+    wait: Callable[[list[str]], None],
+    topic: str,
+    rank: int,
+    world_size: int,
+    word: str,
+) -> list[str]:
+    """Tell all ranks a word and hear theirs."""
+    store.set(f"{topic}/{rank}", word.encode())
+    keys = [f"{topic}/{r}" for r in range(world_size)]
     wait(keys)
-    return b"refused" in store.multi_get(keys)
+    return [value.decode() for value in store.multi_get(keys)]
+
+
+def _can_read(rank: int, pid: int, root: Root) -> bool:
+    """Whether the beginning of the root of `rank` can be read where its owner mapped it."""
+    words = (ctypes.c_uint64 * (MARK + 1))()
+    try:
+        read(rank, pid, root.words[BASE], ctypes.addressof(words), ctypes.sizeof(words))
+    except (CommError, PeerLostError):
+        return False
+    # in another pid namespace the number may be another process, which holds other bytes there
+    return words[MARK] == MAGIC and words[PID] == root.words[PID]

@@ -33,7 +33,7 @@ from braid.clock import Clock
 from braid.transport.health import Health
 from braid.transport.memory import SLEEPERS, Root
 
-__all__ = ["Doorbells", "Steps", "Wait", "Waiter"]
+__all__ = ["Doorbells", "Steps", "Wait", "WaitAny", "Waiter"]
 
 NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
@@ -58,7 +58,17 @@ class Wait(NamedTuple):
     value: int
 
 
-Steps = Generator[Wait, None, None]
+class WaitAny(NamedTuple):
+    """What a collective waits for: at least one of several values.
+
+    Attributes:
+        waits: The alternatives.
+    """
+
+    waits: tuple[Wait, ...]
+
+
+Steps = Generator[Wait | WaitAny, None, None]
 
 
 class Doorbells:

@@ -1,0 +1,186 @@
+"""Several operations launched as one: messages both ways without deadlock, many small tensors without many steps.
+
+    with group.coalesce() as batch:
+        batch.send(x, after)
+        batch.recv(y, before)
+    batch.work.wait()
+
+Inside the block operations are only written down. At its end they are all started, so it does not matter in which order
+messages are written down; neighbours that are the same all-reduce on different tensors are fused into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from braid.comm.calls import Order, nbytes_of
+from braid.comm.messaging import Messaging
+from braid.comm.moving import Moving
+from braid.comm.reducing import Reducing
+from braid.comm.work import Work
+from braid.errors import ConfigError, StaleError
+
+__all__ = ["Batch", "Works"]
+
+FUSED_BYTES = 256 << 10  # tensors up to this size are worth copying together
+
+
+class Works:
+    """Several Works as one.
+
+    Args:
+        works: In the order in which they were started.
+        results: What the calls returned.
+    """
+
+    def __init__(self, works: Sequence[Work], results: Sequence[Any]) -> None:
+        self._works = works
+        self.result = list(results)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all have ended; raises the error of the first that failed."""
+        for work in self._works:
+            work.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether all have ended."""
+        states = [work.done() for work in self._works]  # each takes the steps that it can
+        return all(states)
+
+    def exception(self) -> BaseException | None:
+        """What stopped the first that failed."""
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def add_done_callback(self, call: Callable[[Works], None]) -> None:
+        """Have `call(self)` called once when all have ended."""
+        left = [len(self._works)]
+        if not left[0]:
+            call(self)
+
+        def ended(_work: Work) -> None:
+            left[0] -= 1
+            if not left[0]:
+                call(self)
+
+        for work in self._works:
+            work.add_done_callback(ended)
+
+    def __repr__(self) -> str:
+        return f"Works({list(self._works)})"
+
+
+class Batch(Reducing, Moving, Messaging):
+    """Writes operations down and starts them together; made by `Group.coalesce`, a context manager.
+
+    Calls return what they will return when `work` has ended; `async_op` makes no sense here.
+
+    Attributes:
+        orders: What has been written down.
+
+    Args:
+        rank: Of the group.
+        size: Of the group.
+        device_types: The group's.
+        launch: Starts orders and returns their Works.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device_types: Callable[[torch.Tensor], frozenset[str]],
+        launch: Callable[[Sequence[Order]], list[Work]],
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._types = device_types
+        self._launch = launch
+        self.orders: list[Order] = []
+        self._work: Works | None = None
+
+    @property
+    def work(self) -> Works:
+        """Stands for all operations.
+
+        Raises:
+            StaleError: The block has not ended.
+        """
+        if self._work is None:
+            msg = "expected the coalesced block to have ended, found that its operations have not been started"
+            raise StaleError(msg)
+        return self._work
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._work = Works(self._launch(fuse(self.orders)), [o.returned for o in self.orders])
+
+    def _submit(self, order: Order) -> Any:
+        if order.async_op:
+            msg = "expected calls without async_op inside coalesce(), found one with it: wait for batch.work instead"
+            raise ConfigError(msg)
+        self.orders.append(order)
+        return order.returned
+
+    def _device_types(self, x: torch.Tensor) -> frozenset[str]:
+        return self._types(x)
+
+
+def fuse(orders: Sequence[Order]) -> list[Order]:
+    """Join neighbouring all-reduces of small tensors of one dtype and op into one each.
+
+    Ranks that write down the same calls fuse them alike, since it depends on their descriptions only.
+    """
+    fused: list[Order] = []
+    run: list[Order] = []
+    for order in orders:
+        if run and not _alike(run[-1], order):
+            fused.append(_joined(run))
+            run = []
+        if order.key.kind == "all_reduce" and 0 < order.nbytes <= FUSED_BYTES:
+            run.append(order)
+        else:
+            fused.append(order)
+    if run:
+        fused.append(_joined(run))
+    return fused
+
+
+def _alike(one: Order, other: Order) -> bool:
+    alike = one.key._replace(shape=None) == other.key._replace(shape=None)
+    return alike and 0 < other.nbytes <= FUSED_BYTES
+
+
+def _joined(run: Sequence[Order]) -> Order:
+    if len(run) == 1:
+        return run[0]
+    outs = [order.outs[0] for order in run]
+    flat = torch.cat(outs)
+    widths = [out.numel() for out in outs]
+
+    def back() -> None:
+        for out, part in zip(outs, flat.split(widths), strict=True):  # type: ignore[no-untyped-call]
+            out.copy_(part)
+
+    afters = (back, *(after for order in run for after in order.afters))
+    key = run[0].key._replace(shape=(flat.numel(),))
+    limits = [order.timeout_s for order in run if order.timeout_s is not None]
+    return run[0]._replace(
+        key=key,
+        ins=(flat,),
+        outs=(flat,),
+        afters=afters,
+        nbytes=nbytes_of(flat),
+        timeout_s=max(limits) if limits else None,
+    )

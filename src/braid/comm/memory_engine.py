@@ -1,0 +1,321 @@
+"""Collectives in shared memory: which channel a call takes, which algorithm, who takes its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from braid.comm import message, move, reduce_scatter
+from braid.comm.all_reduce import all_reduce
+from braid.comm.channel import ABANDONED, Channel, Port
+from braid.comm.engine import Call, Statistics
+from braid.comm.progress import Progress
+from braid.comm.selection import Costs, Selection, measure
+from braid.comm.work import Operation, Work
+from braid.errors import ConfigError
+from braid.events import Recorder
+from braid.transport import Block, MemoryTransport, Steps
+from braid.types import text_digest
+
+__all__ = ["MemoryEngine"]
+
+
+class MemoryEngine:
+    """Collectives in shared memory.
+
+    Args:
+        transport: This rank's end of it.
+        port: The group's control lines.
+        progress: The rank's progress thread.
+        events: Recorder of the rank.
+        selection: Which algorithm for which size.
+        owns_progress: Whether closing this engine ends the progress thread.
+    """
+
+    device_types = frozenset({"cpu"})
+
+    def __init__(
+        self,
+        transport: MemoryTransport,
+        port: Port,
+        progress: Progress,
+        events: Recorder,
+        selection: Selection,
+        *,
+        owns_progress: bool = False,
+    ) -> None:
+        self.transport = transport
+        self.port = port
+        self.progress = progress
+        self.selection = selection
+        self.statistics = Statistics()
+        self._events = events
+        self._owns_progress = owns_progress
+        self._collectives = port.channel(0)
+        self._inboxes: dict[int, message.Inbox] = {}
+        self._named = 0  # receives from a named source that have not ended
+        self._any = 0  # likewise, from any source
+        self._first_pages: dict[int, Block] = {}
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that made it."""
+        return self.transport.forked
+
+    def tune(self, timeout_s: float) -> None:
+        """Measure what the choice of algorithms depends on. All members call it; cost: some 20 ms, once a job."""
+        found: list[Costs] = []
+        may_pull = self.selection.may_pull
+        steps = measure(self._collectives, self.transport.clock, may_pull=may_pull, found=found)
+        text = "measure_costs()"
+        digest = self.transport.names.add(text)
+        self._timed(
+            self.progress.run,
+            Operation(
+                self.port,
+                self._collectives,
+                text,
+                digest,
+                steps,
+                events=self._events,
+                nbytes=0,
+                site=0,
+                timeout_s=timeout_s,
+                epoch=0,
+            ),
+        )
+        self.selection = Selection(found[0], self.port.size, may_pull=may_pull)
+
+    def run(self, call: Call) -> None:
+        """Carry `call` out in this thread, behind what is queued on the same channel."""
+        operation = self._operation(call, None)
+        if self.progress.busy(operation.channel):
+            self.progress.join(self.progress.submit(operation), operation)
+        else:
+            self._timed(self.progress.run, operation)
+        self._count(call, operation)
+
+    def start(self, call: Call) -> Work:
+        """Hand `call` to the progress thread, or put it behind what was started on its channel."""
+        operation = self._operation(call, None)
+        behind = self.progress.pending(operation.channel)
+        work = self._in_foreground(operation) if behind else self._in_background(operation)
+        self._count(call, operation)
+        return work
+
+    def launch(self, calls: Sequence[Call]) -> list[Work]:
+        """Take the steps of `calls` that are possible now; later ones are taken by whoever waits."""
+        works = []
+        for call in calls:
+            operation = self._operation(call, None)
+            if self.progress.busy(operation.channel):
+                works.append(self._in_background(operation))
+            else:
+                works.append(self._in_foreground(operation))
+            self._count(call, operation)
+        return works
+
+    def begin(self, call: Call, number: int, scale: float | None) -> Work:
+        """Publish this rank's part of a persistent request and take the steps that are possible now."""
+        channel = self.port.channel(self.port.request_index(number))
+        if scale is not None:  # ranks must agree on it, too
+            text = f"{call.text} scaled by {scale!r}"
+            self.transport.names.add(text)
+            call = call._replace(text=text, digest=text_digest(text))
+        operation = self._operation(call, channel, scale)
+        operation.on_done(lambda: self._count(call, operation))
+        return self._in_foreground(operation)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Tensor in the arena: collectives on it need no copies."""
+        return self.transport.arena.empty(shape, dtype)
+
+    def adopt(self, x: torch.Tensor) -> None:
+        """Move the storage of `x` into the arena, in place."""
+        self.transport.arena.adopt(x)
+
+    def token(self) -> int:
+        """Place of the first page of control lines for a new group."""
+        page = Port.first_page(self.transport)
+        self._first_pages[page.word] = page
+        return page.word
+
+    def forget(self, token: int) -> None:
+        """Free that page."""
+        self.transport.arena.free(self._first_pages.pop(token))
+
+    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> MemoryEngine:
+        """Engine of a new group of the members `order`, with lines of its own in the same arena."""
+        ranks = tuple(self.port.ranks[member] for member in order)
+        own = list(order).index(self.port.rank)
+        self._first_pages.pop(tokens[own], None)
+        port = Port(self.transport, ranks, own, list(tokens), retired=self.port.retired)
+        selection = self.selection.for_size(len(ranks))
+        return MemoryEngine(self.transport, port, self.progress, self._events, selection)
+
+    def stop(self, reason: str) -> None:
+        """Tell the members that this rank takes no further part."""
+        self.port.stop(ABANDONED, reason=reason)
+
+    def close(self) -> None:
+        """Free the group's lines and slots."""
+        if self._owns_progress:
+            self.progress.close()
+        self.progress.abandon(self.port)
+        if not self._owns_progress:  # the group of all ranks ends with the transport
+            self.port.close()
+
+    def _in_background(self, operation: Operation) -> Work:
+        ended = self.progress.submit(operation)
+        return Work(operation, partial(self.progress.join, ended), background=True)
+
+    def _in_foreground(self, operation: Operation) -> Work:
+        self._timed(self.progress.start, operation)
+        return Work(operation, partial(self._timed, self.progress.run), background=False)
+
+    def _operation(
+        self, call: Call, channel: Channel | None, scale: float | None = None
+    ) -> Operation:
+        channel = channel or self._channel(call)
+        steps = self._steps(call, channel, scale)
+        if call.after is not None:
+            steps = _then(steps, call.after)
+        operation = Operation(
+            self.port,
+            channel,
+            call.text,
+            call.digest,
+            steps,
+            events=self._events,
+            nbytes=call.nbytes,
+            site=call.site,
+            timeout_s=call.timeout_s,
+            epoch=0,  # a member may have been lost while the group was made: that is news, too
+        )
+        if call.kind == "recv":
+            self._admit(call, operation)
+        return operation
+
+    def _channel(self, call: Call) -> Channel:
+        if call.kind == "send":
+            return self.port.channel(self.port.sending_index(call.peer))
+        if call.kind == "recv":
+            first = (self.port.rank + 1) % self.port.size
+            return self._inbox(call.peer if call.peer >= 0 else first).channel
+        return self._collectives
+
+    def _inbox(self, source: int) -> message.Inbox:
+        inbox = self._inboxes.get(source)
+        if inbox is None:
+            port = self.port
+            acks = port.channel(port.acknowledging_index(source))
+            inbox = self._inboxes[source] = message.Inbox(source, port.incoming(), acks)
+        return inbox
+
+    def _admit(self, call: Call, operation: Operation) -> None:
+        """Receives from any source and from a named one cannot both be under way: they would take each other's."""
+        named = call.peer >= 0
+        if self._any if named else self._named:
+            this, other = ("a named", "any") if named else ("any", "a named")
+            msg = (
+                f"expected no receive from {other} source under way when one from {this} source begins, found "
+                f"{self._any if named else self._named}: wait for it first, or use another group"
+            )
+            raise ConfigError(msg)
+
+        def ended() -> None:
+            if named:
+                self._named -= 1
+            else:
+                self._any -= 1
+
+        if named:
+            self._named += 1
+        else:
+            self._any += 1
+        operation.on_done(ended)
+
+    def _steps(self, call: Call, channel: Channel, scale: float | None) -> Steps:
+        """The algorithm's generator; nothing happens before its first step."""
+        kind = call.kind
+        if kind == "barrier":
+            return move.barrier(channel)
+        if kind == "send":
+            return self._send(call, channel)
+        if kind == "recv":
+            return self._recv(call)
+        algorithm = call.algorithm or self.selection.choose(kind, call.nbytes)
+        if algorithm == "pulled" and not self.transport.may_pull:
+            msg = (
+                "expected algorithm 'pulled' where the host lets ranks read each other's memory, found that it does not: "
+                "leave algorithm out, or see braid doctor"
+            )
+            raise ConfigError(msg)
+        if kind == "all_reduce":
+            forced = call.algorithm is not None
+            x = call.outs[0]
+            return all_reduce(channel, x, call.op, scale, algorithm=algorithm, forced=forced)
+        return self._parts(call, channel, scale, private=algorithm == "pulled")
+
+    def _parts(self, call: Call, channel: Channel, scale: float | None, *, private: bool) -> Steps:
+        kind, outs = call.kind, call.outs
+        if kind == "broadcast":
+            return move.broadcast(channel, outs[0], call.peer, private=private)
+        x = call.ins[0]
+        if kind == "all_gather":
+            return move.all_gather(channel, outs, x, private=private)
+        if kind == "all_to_all":
+            return move.all_to_all(channel, outs, x, call.widths, private=private)
+        if kind == "gather":
+            return move.gather(channel, outs, x, call.peer, private=private)
+        if kind == "scatter":
+            widths = call.widths or ()
+            return move.scatter(channel, outs[0], x, widths, call.peer, private=private)
+        if kind == "reduce":
+            return reduce_scatter.reduce(channel, outs[0], x, call.op, call.peer, private=private)
+        if kind == "scan":
+            return reduce_scatter.scan(channel, outs[0], x, call.op, exclusive=call.exclusive)
+        assert kind == "reduce_scatter", kind
+        offsets = [0, *accumulate(call.widths or [x.numel() // channel.size] * channel.size)]
+        return reduce_scatter.reduce_scatter(
+            channel, outs[0], x, offsets, call.op, scale, private=private
+        )
+
+    def _send(self, call: Call, channel: Channel) -> Steps:
+        port = self.port
+        acks = port.channel(port.acknowledging_index(port.rank))
+        private = self.selection.choose("send", call.nbytes) == "pulled"
+        x = call.ins[0].view(torch.uint8)
+        return message.send(channel, acks, x, call.peer, call.tag, private=private)
+
+    def _recv(self, call: Call) -> Steps:
+        x = call.outs[0].view(torch.uint8)
+        if call.peer >= 0:
+            return message.recv(self._inbox(call.peer), x, call.tag)
+        others = [self._inbox(r) for r in range(self.port.size) if r != self.port.rank]
+        source = call.source if call.source is not None else []
+        return message.recv_any(others, x, call.tag, source, call.digest)
+
+    def _timed(
+        self, act: Callable[..., None], operation: Operation, *timeout_s: float | None
+    ) -> None:
+        now_ns = self.transport.clock.now_ns
+        start_ns = now_ns()
+        try:
+            act(operation, *timeout_s)
+        finally:
+            self.statistics.spent_ns += now_ns() - start_ns
+
+    def _count(self, call: Call, operation: Operation) -> None:
+        statistics = self.statistics
+        statistics.num_operations += 1
+        statistics.nbytes += call.nbytes
+        statistics.waited_ns += operation.waited_ns
+
+
+def _then(steps: Steps, after: Callable[[], object]) -> Steps:
+    yield from steps
+    after()

@@ -1,0 +1,281 @@
+"""Collectives that reduce: what a `Group` offers of them. The algorithms are in `all_reduce` and `reduce_scatter`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from braid.comm.arguments import (
+    Data,
+    Parts,
+    apart,
+    as_tensor,
+    check_peer,
+    like,
+    result,
+    slice_shape,
+)
+from braid.comm.calls import Calls, Order, is_sequence, nbytes_of
+from braid.comm.describe import Key
+from braid.comm.reduction import identity
+from braid.comm.work import Work
+from braid.errors import ConfigError
+
+__all__ = ["Reducing"]
+
+X = TypeVar("X", bound=Data)
+
+
+class Reducing(Calls):
+    """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
+
+    Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers and bool. For bool, sum
+    and max are "or", product and min are "and". Complex numbers take sum, avg and product. 16-bit floats are summed
+    in 32 bits and rounded once.
+    """
+
+    @overload
+    def all_reduce(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[False] = False,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def all_reduce(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[True],
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Replace `x` on every member by the reduction of all members' `x`.
+
+        Args:
+            x: Any shape; need not be contiguous. On memory from `empty` no copies are made.
+            op: See the class.
+            out: Where the result goes, if `x` is to stay as it is.
+            async_op: Return at once; the progress thread carries it out.
+            wire: Number format between ranks; in shared memory only the tensor's own (None).
+            algorithm: direct, two_phase, pulled or registered instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `x` (or `out`), or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op or algorithm, or a tensor that cannot be reduced.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.group`.
+
+        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.all_reduce`.
+        """
+        if wire is not None:
+            msg = f"expected wire=None for ranks of one host, found {wire!r}: shared memory sends tensors as they are"
+            raise ConfigError(msg)
+        tensor = as_tensor(x, written=out is None)
+        key = Key("all_reduce", tuple(tensor.shape), tensor.dtype, op, algorithm=algorithm)
+        if out is not None:
+            target = result(out, tuple(tensor.shape), tensor)
+            place = target if target.shape == tensor.shape else target.view(tensor.shape)
+            place.detach().copy_(tensor.detach())
+            x, tensor = out, target
+        flat, back = self._written(tensor)
+        afters = (back,) if back else ()
+        nbytes = nbytes_of(flat)
+        order = Order(
+            key, x, (flat,), (flat,), afters, nbytes, None, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    @overload
+    def reduce(
+        self,
+        x: X,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def reduce(
+        self,
+        x: X,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Replace `x` (or fill `out`) on member `root` by the reduction; elsewhere `x` stays as it is.
+
+        Cost: a + n l b on the root for little data; else 2 a + 2 l b, each member summing 1/n.
+        """
+        check_peer(root, self.size, "root")
+        tensor = as_tensor(x)
+        flat = self._read(tensor)
+        afters: tuple[Any, ...] = ()
+        target, returned = flat, x
+        if self.rank == root:
+            returned = x if out is None else out
+            place = tensor if out is None else result(out, tuple(tensor.shape), tensor)
+            target, back = self._written(place)
+            afters = (back,) if back else ()
+        key = Key("reduce", tuple(tensor.shape), tensor.dtype, op, root, algorithm)
+        return self._submit(
+            Order(
+                key,
+                returned,
+                (flat,),
+                (target,),
+                afters,
+                nbytes_of(flat),
+                timeout_s=timeout_s,
+                async_op=async_op,
+            )
+        )
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Parts,
+        op: str = "sum",
+        *,
+        out: Data | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Parts,
+        op: str = "sum",
+        *,
+        out: Data | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Reduce all members' `x` and keep the part that belongs to this member.
+
+        Shape:
+            x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
+
+        Cost: a + 2 l b, with l the bytes of `x`.
+        """
+        widths: tuple[int, ...] | None = None
+        if is_sequence(x):
+            flat, widths = self._read_parts(x, "reduce_scatter input")
+            like_x, shape = x[self.rank], tuple(x[self.rank].shape)
+            full: tuple[int, ...] = (flat.numel(),)
+        else:
+            like_x = as_tensor(x)
+            flat, shape = self._read(like_x), slice_shape(like_x, self.size, "reduce_scatter")
+            full = tuple(like_x.shape)
+        target = result(out, shape, like_x)
+        part, back = self._written(target)
+        flat = apart(flat, (part,))
+        key = Key("reduce_scatter", full, flat.dtype, op, -1, algorithm, widths)
+        return self._submit(
+            Order(
+                key,
+                like(x, target) if out is None else out,
+                (flat,),
+                (part,),
+                (back,) if back else (),
+                nbytes_of(flat),
+                widths,
+                timeout_s=timeout_s,
+                async_op=async_op,
+            )
+        )
+
+    def scan(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        exclusive: bool = False,
+        out: X | None = None,
+        timeout_s: float | None = None,
+    ) -> X:
+        """Prefix reduction: the reduction of the `x` of members 0 to this one.
+
+        Args:
+            x: The same shape on all members; stays as it is.
+            op: See the class.
+            exclusive: Without this member's own; member 0 gets the identity (sum, product, bor, bxor only).
+            out: Where the result goes; a new tensor when None.
+            timeout_s: Seconds until CommTimeout.
+
+        Cost: a + (n+1) l b.
+        """
+        tensor = as_tensor(x)
+        if exclusive:
+            identity(op, tensor[:0] if tensor.dim() else tensor)
+        flat = self._read(tensor)
+        target = result(out, tuple(tensor.shape), tensor)
+        place, back = self._written(target)
+        returned = like(x, target) if out is None else out
+        key = Key("scan", tuple(tensor.shape), tensor.dtype, op, exclusive=exclusive)
+        afters = (back,) if back else ()
+        nbytes = nbytes_of(flat)
+        flat = apart(flat, (place,))
+        order = Order(
+            key,
+            returned,
+            (flat,),
+            (place,),
+            afters,
+            nbytes,
+            exclusive=exclusive,
+            timeout_s=timeout_s,
+        )
+        return self._submit(order)  # type: ignore[no-any-return]  # X, see `returned`

@@ -1,0 +1,266 @@
+"""Which algorithm for which size: measured costs of a few primitives, closed forms over them, one table.
+
+Every algorithm's cost is a form over four primitives, of which three are piecewise in the size of the tensor, since a
+copy that stays in the cache is several times as fast as one that does not:
+
+    a         one synchronisation of the group          copy(l)   a byte between a tensor and a slot
+    add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
+
+All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
+as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
+number of ranks. All choices give the same bits: it is a matter of speed only.
+
+Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
+"""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import torch
+
+from braid.clock import Clock
+from braid.comm.channel import Channel
+from braid.transport import Wait, WaitAny
+
+__all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
+
+CHUNK_BYTES = 256 << 10
+MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20)
+SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
+REPEATS = 3
+NUM_SYNCS = 20
+
+Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
+
+
+class Costs(NamedTuple):
+    """What the primitives cost here.
+
+    Attributes:
+        sync_s: One synchronisation of all ranks.
+        copy: Seconds per byte, piecewise.
+        add: Likewise.
+        pull: Likewise; empty where the kernel does not permit it.
+        measured: Whether these are figures of this machine.
+    """
+
+    sync_s: float
+    copy: Piecewise
+    add: Piecewise
+    pull: Piecewise
+    measured: bool = False
+
+
+# of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
+DEFAULT_COSTS = Costs(
+    3e-6,
+    ((64 << 10, 0.03e-9), (512 << 10, 0.04e-9), (4 << 20, 0.09e-9)),
+    ((64 << 10, 0.04e-9), (512 << 10, 0.05e-9), (4 << 20, 0.12e-9)),
+    ((64 << 10, 0.08e-9), (512 << 10, 0.08e-9), (4 << 20, 0.12e-9)),
+)
+
+
+def predicted_s(kind: str, algorithm: str, nbytes: int, size: int, costs: Costs) -> float:
+    """Seconds that `algorithm` takes.
+
+    Args:
+        kind: Operation.
+        algorithm: direct, two_phase or pulled for all_reduce; staged or pulled for the others.
+        nbytes: l, bytes of the largest full buffer of a rank.
+        size: n, number of ranks.
+        costs: Of the primitives.
+    """
+    rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
+    moves = (size - 1) / size * nbytes
+    steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
+    return (
+        steps * costs.sync_s + copied * rate["copy"] + added * rate["add"] + pulled * rate["pull"]
+    )
+
+
+# (n, l, (n-1)/n l) -> synchronisations, bytes copied, bytes added, bytes pulled, on the busiest rank
+_Form = Callable[[int, int, float], tuple[float, float, float, float]]
+_FORMS: dict[tuple[str, str], _Form] = {
+    ("all_reduce", "direct"): lambda n, l, _: (_chunks(l), l, (n - 1) * l, 0),  # noqa: E741 - the model's l
+    ("all_reduce", "two_phase"): lambda n, l, m: (  # noqa: E741
+        2 * _chunks(l / n * 2),
+        l + 2 * l / n + m,
+        m,
+        0,
+    ),
+    ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
+    ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
+    ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, m: (_chunks(l / n), l / n + m, 0, 0),  # noqa: E741
+    ("all_gather", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
+    ("reduce_scatter", "staged"): lambda _n, l, m: (_chunks(l), m, m, 0),  # noqa: E741
+    ("reduce_scatter", "pulled"): lambda _n, _l, m: (2, 0, m, m),
+    ("reduce", "staged"): lambda n, l, m: (2 * _chunks(l), l + l / n + m, m, 0),  # noqa: E741
+    ("reduce", "pulled"): lambda n, l, m: (2, l / n + m, m, m),  # noqa: E741
+    ("all_to_all", "staged"): lambda _n, l, m: (_chunks(l), 2 * m, 0, 0),  # noqa: E741
+    ("all_to_all", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
+    ("gather", "staged"): lambda n, l, m: (1 + _chunks(l / n), l / n + m, 0, 0),  # noqa: E741
+    ("gather", "pulled"): lambda _n, _l, m: (3, 0, 0, m),
+    ("scatter", "staged"): lambda n, l, m: (1 + _chunks(l), m + l / n, 0, 0),  # noqa: E741
+    ("scatter", "pulled"): lambda n, l, _: (3, 0, 0, l / n),  # noqa: E741
+    ("send", "staged"): lambda _n, l, _: (_chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
+    ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
+}
+_FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
+
+
+class Selection:
+    """The table for groups of one size.
+
+    Args:
+        costs: Of the primitives.
+        size: Number of ranks.
+        may_pull: Whether ranks may read each other's private memory.
+    """
+
+    def __init__(self, costs: Costs, size: int, *, may_pull: bool) -> None:
+        self.costs = costs
+        self.size = size
+        self.may_pull = may_pull and bool(costs.pull)
+        kinds = dict.fromkeys(kind for kind, _ in _FORMS)
+        self._tables = {kind: self._table(kind) for kind in kinds}
+
+    def choose(self, kind: str, nbytes: int) -> str:
+        """Name of the algorithm for an operation on `nbytes` bytes; staged for kinds that have only one."""
+        table = self._tables.get(kind)
+        if table is None:
+            return "staged"
+        bounds, names = table
+        return names[bisect.bisect(bounds, nbytes)]
+
+    def for_size(self, size: int) -> Selection:
+        """The table of a sub-group."""
+        if size == self.size:
+            return self
+        return Selection(self.costs, size, may_pull=self.may_pull)
+
+    def explain(self) -> str:
+        """The table in words, with the predictions that decided it."""
+        origin = "measured here" if self.costs.measured else "built in, not measured here"
+        lines = [
+            f"{self.size} ranks, costs {origin}: synchronisation {self.costs.sync_s * 1e6:.1f} us"
+        ]
+        for name, rates in zip(("copy", "add", "pull"), self.costs[1:4], strict=True):
+            at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(l)}" for l, rate in rates)  # noqa: E741
+            lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
+        for kind, (bounds, names) in self._tables.items():
+            parts = [names[0]]
+            for bound, name in zip(bounds, names[1:], strict=True):
+                times = sorted(
+                    (predicted_s(kind, other, bound, self.size, self.costs), other)
+                    for other in self._names(kind)
+                )
+                told = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
+                parts.append(f"from {_size(bound)} {name} (there {told})")
+            lines.append(f"  {kind:<14} {', '.join(parts)}")
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """The table as plain data: operation -> [(from bytes, algorithm)]."""
+        return {
+            kind: list(zip([0, *bounds], names, strict=True))
+            for kind, (bounds, names) in self._tables.items()
+        }
+
+    def _names(self, kind: str) -> list[str]:
+        names = [name for other, name in _FORMS if other == kind]
+        return names if self.may_pull else [name for name in names if name != "pulled"]
+
+    def _table(self, kind: str) -> tuple[list[int], list[str]]:
+        bounds: list[int] = []
+        names = [_FIRST.get(kind, "staged")]
+        for nbytes in SIZES:
+            best = min(
+                self._names(kind),
+                key=lambda name: predicted_s(kind, name, nbytes, self.size, self.costs),
+            )
+            if best != names[-1]:
+                bounds.append(nbytes)
+                names.append(best)
+        return bounds, names
+
+
+def measure(
+    ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]
+) -> Generator[Wait | WaitAny, None, None]:
+    """Measure the primitives on all ranks together and append rank 0's figures to `found`.
+
+    Cost: some 20 ms of two ranks, once per job.
+    """
+    x = torch.zeros(MEASURED_BYTES[-1], dtype=torch.uint8)
+    floats = x.view(torch.float32)
+    slot = ch.scratch(CHUNK_BYTES, torch.uint8)
+    peer = (ch.rank + 1) % ch.size
+    if may_pull:
+        ch.offer(x, private=True)
+    yield from ch.exchange()
+    remote = ch.remote(peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
+    figures: list[float] = []
+    start_ns = clock.now_ns()
+    for _ in range(NUM_SYNCS):
+        yield from ch.exchange()
+    figures.append((clock.now_ns() - start_ns) / NUM_SYNCS * 1e-9)
+    numbers = slot.view(torch.float32)
+
+    def copy(low: int, high: int) -> None:
+        slot[: high - low].copy_(x[low:high])
+
+    def add(low: int, high: int) -> None:
+        part = floats[low // 4 : high // 4]
+        torch.add(part, numbers[: part.numel()], out=part)
+
+    def pull(low: int, high: int) -> None:
+        if remote is not None:
+            remote.read(low, slot[: high - low])
+
+    for act in (copy, add, pull):
+        for nbytes in MEASURED_BYTES:
+            times = []
+            for _ in range(REPEATS):
+                yield from ch.exchange()
+                start_ns = clock.now_ns()
+                for low in range(0, nbytes, CHUNK_BYTES):
+                    act(low, min(low + CHUNK_BYTES, nbytes))
+                times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
+            figures.append(statistics.median(times))
+    yield from ch.exchange()  # nobody reads `x` any more
+    ch.stage(torch.tensor(figures, dtype=torch.float64))
+    yield from ch.exchange()
+    if ch.rank != 0:
+        figures = ch.peek(0, len(figures), torch.float64).tolist()
+    n = len(MEASURED_BYTES)
+    copies, adds, pulls = (
+        tuple(zip(MEASURED_BYTES, figures[1 + i * n : 1 + (i + 1) * n], strict=True))
+        for i in range(3)
+    )
+    found.append(
+        Costs(figures[0], copies, adds, pulls if remote is not None else (), measured=True)
+    )
+
+
+def _at(rates: Piecewise, nbytes: int) -> float:
+    """Rate at a size: constant outside of what was measured, the nearest lower one inside."""
+    if not rates:
+        return 0.0
+    index = bisect.bisect([size for size, _ in rates], nbytes) - 1
+    return rates[max(0, index)][1]
+
+
+def _chunks(nbytes: float) -> int:
+    return max(1, -(-int(nbytes) // CHUNK_BYTES))
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:g} {unit}"
+    return f"{nbytes} B"
