@@ -15,7 +15,7 @@ from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 
 pytestmark = pytest.mark.procs
 JOBS = Path(__file__).with_name("hang_jobs.py")
-NUMBERS = re.compile(r"\d+\.\d+ s|pid \d+|#\d+|\.py:\d+")
+NUMBERS = re.compile(r"\d+\.\d+ s|pid \d+|#\d+|\.py:\d+|cpu \d+ %")
 
 
 def run(name: str, tmp_path: Path, console: QuietConsole | None = None, n: int = 2) -> Outcome:
@@ -28,14 +28,21 @@ def run(name: str, tmp_path: Path, console: QuietConsole | None = None, n: int =
     return Supervisor(console).run(job)
 
 
-def told(console: QuietConsole) -> list[str]:
-    """The reports and the words after them, without what differs between runs."""
-    wanted = ("no progress", "rank 1 went on")
+def blocks(console: QuietConsole, name: str) -> list[str]:
+    """Reports about the lines of a job, without what differs between runs.
+
+    A machine with other work may hold up its first lines as well.
+    """
     return [
         NUMBERS.sub(lambda m: re.sub(r"\d+\.\d+|\d+", "N", m[0]), text)
         for text in console.notices
-        if text.startswith(wanted)
+        if text.startswith("no progress") and f"in {name}" in text
     ]
+
+
+def went_on(console: QuietConsole) -> bool:
+    """Whether the last word was that the missing rank goes on."""
+    return re.fullmatch(r"rank 1 went on after \d+\.\d s", console.notices[-1]) is not None
 
 
 @pytest.mark.parametrize(
@@ -44,19 +51,19 @@ def told(console: QuietConsole) -> list[str]:
         (
             "out_of_batches",
             " at step 4",
-            "at hang_jobs.py:N in write_results   cpu 0 %, sleeping",
+            "at hang_jobs.py:N in write_results   cpu N %, sleeping",
             "has run out of batches: its last step was 3, rank 0 is in step 4",
         ),
         (
             "holds_the_lock",
             "",
-            "at hang_jobs.py:N in holds_the_lock   cpu 0 %, sleeping",
+            "at hang_jobs.py:N in holds_the_lock   cpu N %, sleeping",
             "is at hang_jobs.py:N in holds_the_lock: in a call that has not returned (it may hold the interpreter's lock)",
         ),
         (
             "slow_loader",
             "",
-            "in DataLoader.__next__  hang_jobs.py:N in __getitem__   cpu 0 %, sleeping",
+            "in DataLoader.__next__  hang_jobs.py:N in __getitem__   cpu N %, sleeping",
             "waits for its data",
         ),
     ],
@@ -64,28 +71,34 @@ def told(console: QuietConsole) -> list[str]:
 def test_the_rank_that_does_not_come_is_named_with_its_line(tmp_path, name, step, missing, likely):
     console = QuietConsole()
     outcome = run(name, tmp_path, console)
-    block, *after = told(console)
+    (block,) = blocks(console, name)
     lines = block.split("\n")
-    assert (outcome.exit_code, after) == (0, ["rank 1 went on after N s"])
+    assert (outcome.exit_code, went_on(console)) == (0, True)
     assert lines[:2] == [
         f"no progress for N s{step}",
         f"  waiting  rank 0  all_reduce#N  float32[4], sum   hang_jobs.py:N in {name}",
     ]
-    assert lines[2].replace("cpu 1 %", "cpu 0 %") == f"  missing  rank 1 (pid N)   {missing}"
+    assert lines[2] == f"  missing  rank 1 (pid N)   {missing}"
     assert lines[3].startswith("           last seen N s ago, as it ended ")
     assert lines[4] == f"  likely   rank 1 {likely}"
     assert lines[5].startswith("           -> ")
 
 
-def test_a_rank_that_computes_is_named_with_what_it_computes(tmp_path):
+def test_a_rank_that_computes_is_named_and_the_report_is_kept_with_the_run(tmp_path):
     console = QuietConsole()
     run("computes", tmp_path, console)
-    block, _ = told(console)
+    (block,) = blocks(console, "computes")
     missing, likely = (line for line in block.split("\n") if "rank 1" in line)
     assert re.fullmatch(
-        r"  missing  .* in re.match  hang_jobs.py:N in computes   cpu \d+ %, \w+", missing
+        r"  missing  .* in re.match  hang_jobs.py:N in computes   cpu N %, running", missing
     )
-    assert re.fullmatch(r"  likely   rank 1 computes at hang_jobs.py:N in computes .*", likely)
+    assert re.fullmatch(
+        r"  likely   rank 1 computes at hang_jobs.py:N in computes [(]cpu N %[)] .*", likely
+    )
+    reports = tuple(f"braid: {text}" for text in console.notices if text.startswith("no progress"))
+    record = msgspec.json.decode((tmp_path / "run/run.json").read_bytes(), type=RunRecord)
+    assert record.hangs == reports
+    assert (tmp_path / "run/hang-1.txt").read_text() == f"{reports[0]}\n"
 
 
 def test_a_stopped_rank_is_named_with_the_command_that_lets_it_go_on(tmp_path):
@@ -98,16 +111,16 @@ def test_a_stopped_rank_is_named_with_the_command_that_lets_it_go_on(tmp_path):
 
     console = Helpful()
     outcome = run("stopped", tmp_path, console)
-    block, after = told(console)
-    assert (outcome.exit_code, after) == (0, "rank 1 went on after N s")
-    assert "  missing  rank 1 (pid N)   cpu 0 %, stopped\n" in block
+    (block,) = blocks(console, "stopped")
+    assert (outcome.exit_code, went_on(console)) == (0, True)
+    assert "  missing  rank 1 (pid N)   cpu N %, stopped\n" in block
     assert "  likely   rank 1 is stopped (state T)\n" in block
 
 
 def test_ranks_in_different_groups_are_told_that_they_wait_for_each_other(tmp_path):
     console = QuietConsole()
     outcome = run("another_group", tmp_path, console, n=3)
-    (block,) = told(console)
+    (block,) = blocks(console, "another_group")
     where = "all_reduce#N  float32[4], sum   hang_jobs.py:N in another_group   group of ranks"
     first, *lines = block.split("\n")
     assert (outcome.ok, first) == (False, "no progress for N s")
@@ -125,13 +138,4 @@ def test_ranks_in_different_groups_are_told_that_they_wait_for_each_other(tmp_pa
 def test_no_alarm_is_raised_while_all_compute(tmp_path):
     console = QuietConsole()
     outcome = run("all_compute", tmp_path, console)
-    assert (outcome.exit_code, told(console)) == (0, [])
-
-
-def test_reports_are_kept_with_the_run(tmp_path):
-    console = QuietConsole()
-    run("slow_loader", tmp_path, console)
-    (block,) = (text for text in console.notices if text.startswith("no progress"))
-    record = msgspec.json.decode((tmp_path / "run/run.json").read_bytes(), type=RunRecord)
-    assert record.hangs == (f"braid: {block}",)
-    assert (tmp_path / "run/hang-1.txt").read_text() == f"braid: {block}\n"
+    assert (outcome.exit_code, blocks(console, "all_compute")) == (0, [])

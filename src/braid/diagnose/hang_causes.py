@@ -10,7 +10,7 @@ For a rank that others wait for while it waits for nobody, the first line that f
     data       a DataLoader on its stack, or inside a `data` span           faster loading
     batches    outside of a step, all of its steps before the others' step  as many batches for each rank
     slow       has needed much longer than the others all along             balance the work
-    busy       a core in use                                                release the lock, or less work
+    busy       a core in use, or wanted                                          release the lock, or less work
     phase      inside of a phase, such as `checkpoint`                      let all ranks wait that long
     elsewhere  none of these                                                look at the line
 
@@ -32,6 +32,7 @@ __all__ = ["Blocked", "Case", "Cause", "cause_of", "deadlock", "of_seconds"]
 SWAPPED_SHARE = 0.1  # of its memory; below, something else makes it slow
 FAULTS_PER_S = 50  # of a disk that does little else
 BUSY_CORES = 0.8
+RUNNABLE_CORES = 0.25  # of one that would run if others left it a core
 SLOW_FACTOR = 2.0
 SLOW_SHARE = 1 / 3  # of the time waited, to be the explanation of it
 DATA_PHASES = ("data", "load", "batch")
@@ -226,12 +227,10 @@ def _slow(case: Case) -> str:
 
 def _busy(case: Case) -> str:
     share = case.view.process.cpu_share or 0.0
+    if share < (RUNNABLE_CORES if case.view.process.state == "R" else BUSY_CORES):
+        return ""
     where = f" at {case.thread.place}" if case.thread.place else ""
-    return (
-        f"computes{where} (cpu {100 * share:.0f} %) and has not come back"
-        if share >= BUSY_CORES
-        else ""
-    )
+    return f"computes{where} (cpu {100 * share:.0f} %) and has not come back"
 
 
 def _phase(case: Case) -> str:
