@@ -37,7 +37,13 @@ Call = Callable[
     [bool], Started
 ]  # with True it starts in the background, with False it has ended on return
 
-inside_backward = torch._C._current_graph_task_id  # noqa: SLF001 - -1 outside; there is no public way
+_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - -1 outside of backward; there is no public way
+_node = torch._C._current_autograd_node  # noqa: SLF001 - as above
+
+
+def inside_backward() -> bool:
+    """Whether autograd is computing in this thread: not in a callback at the end, after which none of ours may come."""
+    return _graph_task() >= 0 and _node() is not None
 
 
 def has_spare_cores(world_size: int) -> bool:
@@ -117,7 +123,7 @@ class Backward:
 
     def begin(self, call: Call) -> Started:
         """Start a collective that nobody waits for yet."""
-        if not self.holds or inside_backward() < 0:
+        if not (self.holds and inside_backward()):
             if self.held:
                 self.release()
             return call(True)
@@ -128,11 +134,11 @@ class Backward:
 
     def watch(self, future: WorkFuture) -> None:
         """See to it that `future` is set."""
-        if inside_backward() < 0:
-            self._settler.add(future)
-        else:
+        if inside_backward():
             self._finish_later()
             self._futures.append(future)
+        else:
+            self._settler.add(future)
 
     def release(self) -> None:
         """Hand everything that is held to the progress thread."""
@@ -168,7 +174,7 @@ class Backward:
             return None
 
     def _finish_later(self) -> None:
-        task = inside_backward()
+        task = _graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001 - there is no public way

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -70,21 +70,27 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     # What torch asks about a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Name under which torch knows the backend."""
         return "braid"
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
+        """Torch's name of the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+        """Called by torch once."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+        """Torch's description of the group."""
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
+        """Called by torch once."""
         self._desc = desc
 
     def get_group_store(self) -> Any:
+        """Torch's store, with this group's prefix."""
         return self._store
 
     @property
@@ -124,24 +130,28 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return PendingWork(started, outputs, backward.watch, source)
 
     def _deadline(self, opts: Any) -> float | None:
-        return seconds(opts.timeout) or self._timeout_s
+        timeout = opts.timeout
+        return self._timeout_s if timeout.days < 0 else seconds(timeout) or self._timeout_s
 
     def _elsewhere(self, x: torch.Tensor) -> Any:
-        """torch's own process group for tensors that shared memory does not carry."""
+        """Torch's own process group for tensors that shared memory does not carry."""
         return self._foreign.group(x.device)
 
     # Its life.
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Deadline of later operations."""
         self._timeout_s = seconds(timeout)
         self._foreign.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
+        """Give the group back; called by `destroy_process_group`."""
         self._end(f"the process group {self._name!r} has been destroyed", self._foreign.shutdown)
 
     def abort(self) -> None:
+        """Leave the group in the middle of whatever is under way; the members' waits end with CommError."""
         if not isinstance(self._group, _Ended):
             self._group.abort(f"process group {self._name!r} was aborted")
         self._end(f"the process group {self._name!r} has been aborted", self._foreign.abort)

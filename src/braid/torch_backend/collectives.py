@@ -36,6 +36,7 @@ class Collectives(BaseProcessGroup):
     """The collectives of a process group."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce one tensor in place."""
         tensors, opts = tensors_of(tensors), _options(c10d.AllreduceOptions, opts)
         if len(tensors) != 1:
             return self.allreduce_coalesced(tensors, opts)
@@ -45,7 +46,7 @@ class Collectives(BaseProcessGroup):
         op, factor = reduction(opts.reduceOp)
         if factor is not None:
             x.detach().mul_(factor)
-        if opts.asyncOp and inside_backward() >= 0:
+        if opts.asyncOp and inside_backward():
             self._buckets.note(x)
         group, timeout_s = self._group, self._deadline(opts)
 
@@ -55,6 +56,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce several tensors in place, small ones together."""
         tensors, opts = tensors_of(tensors), _options(c10d.AllreduceCoalescedOptions, opts)
         if not all(map(in_shared_memory, tensors)):
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
@@ -73,6 +75,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce to the root; elsewhere the tensor is unchanged."""
         tensors, opts = tensors_of(tensors), _options(c10d.ReduceOptions, opts)
         x = tensors[0]
         if not in_shared_memory(x):
@@ -88,6 +91,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Copy the root's tensor to all."""
         tensors, opts = tensors_of(tensors), _options(c10d.BroadcastOptions, opts)
         x = tensors[opts.rootTensor]
         if not in_shared_memory(x):
@@ -100,6 +104,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, tensors, opts)
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather into one list of tensors per input; their sizes may differ."""
         inputs, opts = tensors_of(inputs), _options(c10d.AllgatherOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return self._elsewhere(inputs[0]).allgather(output_lists, inputs, opts)
@@ -118,6 +123,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, flat_outputs(output_lists), opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather several tensors."""
         # torch turns this one around: one list of outputs per rank for older callers, one per input for newer
         inputs = tensors_of(inputs)
         if len(output_lists) != len(inputs) or any(len(o) != self.size() for o in output_lists):
@@ -125,9 +131,11 @@ class Collectives(BaseProcessGroup):
         return self.allgather(output_lists, inputs, opts)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        """Gather into one tensor, concatenated or stacked."""
         return self._all_gather_singles("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather several tensors, each into one."""
         return self._all_gather_singles("all_gather_single_coalesced", outputs, inputs, opts)
 
     def _all_gather_singles(self, name: str, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -156,6 +164,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, outputs, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        """Reduce lists of tensors, of which each rank keeps one; their sizes may differ."""
         outputs, opts = tensors_of(outputs), _options(c10d.ReduceScatterOptions, opts)
         if not all(map(in_shared_memory, outputs)):
             return self._elsewhere(outputs[0]).reduce_scatter(outputs, input_lists, opts)
@@ -181,9 +190,11 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, outputs, opts)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+        """Reduce a tensor and keep this rank's part."""
         return self._reduce_scatter_singles("reduce_scatter_single", [output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce several tensors and keep this rank's parts."""
         return self._reduce_scatter_singles(
             "reduce_scatter_single_coalesced", outputs, inputs, opts
         )
@@ -218,6 +229,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, outputs, opts)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
+        """Gather on the root."""
         inputs, opts = tensors_of(inputs), _options(c10d.GatherOptions, opts)
         x = inputs[0]
         if not in_shared_memory(x):
@@ -231,6 +243,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, flat_outputs(output_lists), opts)
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
+        """Scatter the root's list."""
         outputs, opts = tensors_of(outputs), _options(c10d.ScatterOptions, opts)
         out = outputs[0]
         if not in_shared_memory(out):
@@ -244,6 +257,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, outputs, opts)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Send one tensor to each rank; sizes may differ."""
         outputs, inputs = tensors_of(outputs), tensors_of(inputs)
         opts = _options(c10d.AllToAllOptions, opts)
         if not all(map(in_shared_memory, inputs)):
@@ -263,6 +277,7 @@ class Collectives(BaseProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Any:
+        """Send pieces of dim 0, equal ones or of the lengths given."""
         opts = _options(c10d.AllToAllOptions, opts)
         if not in_shared_memory(input):
             return _call_either(
@@ -286,6 +301,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, [output], opts)
 
     def barrier(self, opts: Any = None) -> Any:
+        """Return when every rank has come."""
         opts = _options(c10d.BarrierOptions, opts)
         if opts.device is not None and opts.device.type != "cpu":
             return self._elsewhere(torch.empty(0, device=opts.device)).barrier(opts)
@@ -299,7 +315,7 @@ class Collectives(BaseProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        # which ranks have not come is always said of all
+        """Like `barrier`, and say which ranks have not come; always of all."""
         del wait_all_ranks
         if self._backward.held:
             self._backward.release()

@@ -19,6 +19,7 @@ class BraidProcessGroup(Collectives):
     # Messages.
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Start sending a tensor."""
         x = tensors_of(tensors)[0]
         if not in_shared_memory(x):
             return self._elsewhere(x).send(tensors_of(tensors), dst, tag)
@@ -28,6 +29,7 @@ class BraidProcessGroup(Collectives):
         )
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """Start receiving a tensor."""
         x = tensors_of(tensors)[0]
         if not in_shared_memory(x):
             return self._elsewhere(x).recv(tensors_of(tensors), src, tag)
@@ -37,6 +39,7 @@ class BraidProcessGroup(Collectives):
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """Start receiving from whoever sends first."""
         x = tensors_of(tensors)[0]
         if not in_shared_memory(x):
             return self._elsewhere(x).recv_anysource(tensors_of(tensors), tag)
@@ -59,11 +62,11 @@ class BraidProcessGroup(Collectives):
         if device.type == "cpu":
             self._coalesced = []
         else:
-            self._foreign.group(device)._start_coalescing(device)
+            self._foreign.group(device)._start_coalescing(device)  # noqa: SLF001 - torch asks ours in the same way
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
-            return self._foreign.group(device)._end_coalescing(device)
+            return self._foreign.group(device)._end_coalescing(device)  # noqa: SLF001 - as above
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])

@@ -16,16 +16,7 @@ from braid.errors import ConfigError
 __all__ = ["Reduction", "reduction"]
 
 _KINDS = ReduceOp.RedOpType
-_NAMES: dict[Any, str] = {
-    _KINDS.SUM: "sum",
-    _KINDS.AVG: "avg",
-    _KINDS.PRODUCT: "product",
-    _KINDS.MIN: "min",
-    _KINDS.MAX: "max",
-    _KINDS.BAND: "band",
-    _KINDS.BOR: "bor",
-    _KINDS.BXOR: "bxor",
-}
+_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 class Reduction(NamedTuple):
@@ -35,7 +26,8 @@ class Reduction(NamedTuple):
     factor: float | torch.Tensor | None = None
 
 
-_REDUCTIONS = {kind: Reduction(name) for kind, name in _NAMES.items()}
+# by number, since hashing a RedOpType costs as much as a synchronisation
+_REDUCTIONS = {getattr(_KINDS, name.upper()).value: Reduction(name) for name in _NAMES}
 
 
 def reduction(op: Any) -> Reduction:
@@ -45,12 +37,10 @@ def reduction(op: Any) -> Reduction:
         ConfigError: torch has invented another one.
     """
     kind = getattr(op, "op", op)
-    known = _REDUCTIONS.get(kind)
+    known = _REDUCTIONS.get(kind.value)
     if known is not None:
         return known
     if kind == _KINDS.PREMUL_SUM:
         return Reduction("sum", op.factor if hasattr(op, "factor") else op.__getstate__()[1])
-    msg = (
-        f"expected a reduction out of {', '.join(k.name for k in _NAMES)}, PREMUL_SUM, found {op!r}"
-    )
+    msg = f"expected a reduction out of {', '.join(_NAMES)}, premul_sum, found {op!r}"
     raise ConfigError(msg)

@@ -40,7 +40,7 @@ class Started(Protocol):
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """torch's time-outs: unset is negative, none is zero."""
+    """Seconds of a time-out of torch; unset is negative there, none is zero."""
     if timeout is None:
         return None
     value = timeout.total_seconds()
@@ -193,7 +193,7 @@ class _All:
             part.wait(timeout_s)
 
     def done(self) -> bool:
-        return all([part.done() for part in self._parts])
+        return all(tuple(part.done() for part in self._parts))  # each may take steps when asked
 
     def exception(self) -> BaseException | None:
         return next((e for e in (part.exception() for part in self._parts) if e is not None), None)
