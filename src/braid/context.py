@@ -41,7 +41,9 @@ def init(*, timeout_s: float = 600.0) -> Group:
     """
     if _DEFAULT.membership is None:
         member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
-        _DEFAULT.group = Group.world(member.context, member.transport)
+        group = Group.world(member.context, member.transport)
+        group.engine.tune(timeout_s)
+        _DEFAULT.group = group
         _DEFAULT.membership = member
         atexit.register(shutdown)  # runs before the interpreter takes threads and memory away
     return world()

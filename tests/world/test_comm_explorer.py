@@ -23,50 +23,42 @@ def _ones(port: Port, numel: int, way: str) -> torch.Tensor:
     return port.transport.arena.empty((numel + 1,)).fill_(1.0)[1:]
 
 
+def _steps(name: str, port: Port, x: torch.Tensor, private: bool):
+    """The generator of one collective on `x`, with fitting results."""
+    ch, n, me, root = port.channel(0), port.size, port.rank, port.size - 1
+    width = x.numel() // n
+    uneven = [width + (1 if r == 0 else -1 if r == root else 0) for r in range(n)]
+    whole = [torch.empty(x.numel()) for _ in range(n)]
+    parts = [torch.empty(width) for _ in range(n)]
+    given = x if me == root else x[:0]
+    choice = "pulled" if private else "direct"
+    offsets = [width * r for r in range(n + 1)]
+    own = [torch.empty(uneven[me]) for _ in range(n)]
+    return {
+        "all_reduce": lambda: all_reduce(ch, x, "sum", algorithm=choice, forced=private),
+        "direct": lambda: direct(ch, x, "sum", None),
+        "two_phase": lambda: two_phase(ch, x, "sum", 0.5),
+        "broadcast": lambda: move.broadcast(ch, x, root, private=private),
+        "all_gather": lambda: move.all_gather(ch, whole, x, private=private),
+        "gather": lambda: move.gather(ch, whole if me == root else [], x, root, private=private),
+        "scatter": lambda: move.scatter(ch, own[0], given, uneven, root, private=private),
+        "reduce": lambda: reduce_scatter.reduce(ch, x, x, "sum", root, private=private),
+        "scan": lambda: reduce_scatter.scan(ch, torch.empty_like(x), x, "sum"),
+        "reduce_scatter": lambda: reduce_scatter.reduce_scatter(
+            ch, parts[0], x, offsets, "sum", private=private
+        ),
+        "all_to_all": lambda: move.all_to_all(ch, parts, x, None, private=private),
+        "uneven all_to_all": lambda: move.all_to_all(ch, own, x, uneven, private=private),
+        "barrier": lambda: move.barrier(ch),
+    }[name]()
+
+
 def _collective(name: str, port: Port, way: str):
-    ch = port.channel(0)
-    ch.digest = 1
-    n, me = port.size, port.rank
+    port.channel(0).digest = 1
+    n = port.size
     small, large = _ones(port, 8 * n, way), _ones(port, LARGE // n * n, way)
-    private = way == "pulled"
     for x in (small, large, small):
-        width = x.numel() // n
-        parts = [torch.empty(width) for _ in range(n)]
-        uneven = [width + (1 if r == 0 else -1 if r == n - 1 else 0) for r in range(n)]
-        if name == "all_reduce":
-            choice = "pulled" if private else "direct"
-            yield from all_reduce(ch, x, "sum", algorithm=choice, forced=private)
-        elif name == "direct":
-            yield from direct(ch, x, "sum", None)
-        elif name == "two_phase":
-            yield from two_phase(ch, x, "sum", 0.5)
-        elif name == "broadcast":
-            yield from move.broadcast(ch, x, n - 1, private=private)
-        elif name == "all_gather":
-            outs = [torch.empty(x.numel()) for _ in range(n)]
-            yield from move.all_gather(ch, outs, x, private=private)
-        elif name == "gather":
-            outs = [torch.empty(x.numel()) for _ in range(n)] if me == n - 1 else []
-            yield from move.gather(ch, outs, x, n - 1, private=private)
-        elif name == "scatter":
-            out = torch.empty(uneven[me])
-            given = x if me == n - 1 else x[:0]
-            yield from move.scatter(ch, out, given, uneven, n - 1, private=private)
-        elif name == "reduce":
-            yield from reduce_scatter.reduce(ch, x, x, "sum", n - 1, private=private)
-        elif name == "scan":
-            yield from reduce_scatter.scan(ch, torch.empty_like(x), x, "sum")
-        elif name == "reduce_scatter":
-            offsets = [width * r for r in range(n + 1)]
-            out = torch.empty(width)
-            yield from reduce_scatter.reduce_scatter(ch, out, x, offsets, "sum", private=private)
-        elif name == "all_to_all":
-            yield from move.all_to_all(ch, parts, x, None, private=private)
-        elif name == "uneven all_to_all":
-            outs = [torch.empty(uneven[me]) for _ in range(n)]
-            yield from move.all_to_all(ch, outs, x, uneven, private=private)
-        elif name == "barrier":
-            yield from move.barrier(ch)
+        yield from _steps(name, port, x, way == "pulled")
 
 
 NAMES = (

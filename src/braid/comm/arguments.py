@@ -85,16 +85,22 @@ def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> 
     Raises:
         ConfigError: One that cannot be communicated.
     """
-    if x.layout != torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
-        msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
-        raise ConfigError(msg)
     if x.device.type not in device_types and x.device.type != "cuda":
         msg = (
             f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: this group has no "
             "engine for that device; move the tensor, or make a group with a backend for it"
         )
         raise ConfigError(msg)
+    if x.layout != torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout)
+        msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
+        raise ConfigError(msg)
+    if x.requires_grad:
+        x = x.detach()
+    if x.device.type not in device_types:
+        return _pinned(x)
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x.view(-1), None
     if written and any(
         stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)
     ):
@@ -103,12 +109,6 @@ def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> 
             f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
         )
         raise ConfigError(msg)
-    if x.requires_grad:
-        x = x.detach()
-    if x.device.type not in device_types:
-        return _pinned(x)
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return x.view(-1), None
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.data_ptr() == x.data_ptr():
         flat = flat.clone()

@@ -86,6 +86,14 @@ class Engine(Protocol):
         """Whether this is a child of the process that made it."""
         ...
 
+    def tune(self, timeout_s: float) -> None:
+        """Measure what the choice of algorithms depends on, if there is a choice; all members call it."""
+        ...
+
+    def explain(self) -> str:
+        """Which algorithm is chosen when, and why."""
+        ...
+
     def run(self, call: Call) -> None:
         """Carry it out in this thread."""
         ...

@@ -66,7 +66,9 @@ class MemoryEngine:
         return self.transport.forked
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on. All members call it; cost: some 20 ms, once a job."""
+        """Measure what the choice of algorithms depends on. All members call it; cost: some 10 ms, once a job."""
+        if self.port.size == 1:
+            return
         found: list[Costs] = []
         may_pull = self.selection.may_pull
         steps = measure(self._collectives, self.transport.clock, may_pull=may_pull, found=found)
@@ -88,6 +90,10 @@ class MemoryEngine:
             ),
         )
         self.selection = Selection(found[0], self.port.size, may_pull=may_pull)
+
+    def explain(self) -> str:
+        """Which algorithm is chosen when, and why."""
+        return self.selection.explain()
 
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread, behind what is queued on the same channel."""

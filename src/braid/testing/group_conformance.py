@@ -325,8 +325,8 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(torch.ones(2, dtype=torch.bool), "avg"), "bool"),
         (lambda: group.all_reduce(torch.ones(1).expand(4)), "expanded"),
         (lambda: group.all_reduce(torch.ones(2).to(torch.uint16), "avg"), "uint16"),
-        (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[arg-type]
-        (lambda: group.all_to_all([1.0]), "list"),  # type: ignore[arg-type]
+        (lambda: group.reduce_scatter([1.0]), "list"),  # type: ignore[list-item]
+        (lambda: group.all_to_all([1.0]), "list"),  # type: ignore[call-overload]
         (lambda: group.persistent("all_reduce", [1.0]), "list"),  # type: ignore[arg-type]
         (lambda: group.broadcast(x, group.size), str(group.size)),
         (lambda: group.reduce_scatter(odd), "multiple"),
