@@ -217,7 +217,7 @@ def _waiting_rows(
             members = [v.rank for v in views if v.is_known_in(b.operation.group)]
             text += f"   group of {rank_list(members)}"
         rows.setdefault(text, []).append(b.view.rank)
-    shown = [(tuple(sorted(ranks)), text) for text, ranks in rows.items()]
+    shown = sorted((tuple(sorted(ranks)), text) for text, ranks in rows.items())
     rest = sorted(rank for ranks, _ in shown[MAX_ROWS:] for rank in ranks)
     return (*shown[:MAX_ROWS], *([(tuple(rest), "in others")] if rest else []))
 

@@ -116,8 +116,7 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
         return Cause("batches", tuple(b.view.rank for b in ended), text, ADVICE["batches"])
     blocked = _cycle(blocked)
     asks = "; ".join(
-        f"rank {b.view.rank} in {b.operation.label} for {rank_list(b.absent)}"
-        for b in blocked[:MAX_ASKED]
+        f"rank {b.view.rank} in {b.operation.label} for {_whom(b)}" for b in blocked[:MAX_ASKED]
     )
     kind = "order"
     if all(b.operation.is_message for b in blocked):
@@ -127,6 +126,12 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
     return Cause(
         kind, tuple(b.view.rank for b in blocked), f"{WAIT_FOR[kind]}: {asks}", ADVICE[kind]
     )
+
+
+def _whom(blocked: Blocked) -> str:
+    """The ranks that it waits for; it is not on record from which of them a message should come."""
+    several = blocked.operation.is_message and len(blocked.absent) > 1
+    return f"{'one of ' if several else ''}{rank_list(blocked.absent)}"
 
 
 def _cycle(blocked: Sequence[Blocked]) -> list[Blocked]:
