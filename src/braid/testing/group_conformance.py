@@ -425,7 +425,9 @@ MISMATCHES: dict[str, Callable[[Group], object]] = {
     "reduction": lambda g: g.all_reduce(torch.ones(4), "max"),
     "operation": lambda g: g.broadcast(torch.ones(4), 0),
     "algorithm": lambda g: g.all_reduce(torch.ones(4), algorithm="two_phase"),
+    "root": lambda g: g.reduce(torch.ones(4)),
     "barrier": lambda g: g.barrier(),
+    "parts": lambda g: g.all_to_all([torch.ones(1)] * g.size, out=[torch.ones(1)] * g.size),
     "large": lambda g: g.all_reduce(torch.ones(400_000)),
 }
 
