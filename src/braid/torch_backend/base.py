@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from braid.comm import Group
 from braid.errors import StaleError
+from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.home import Home, Homes
@@ -24,6 +25,8 @@ __all__ = ["BaseProcessGroup", "c10d"]
 c10d: Any = distributed_c10d  # its stubs know a part of it only
 
 _CPU = torch.device("cpu")
+
+Call = Callable[[Any, bool], Any]
 
 
 class _Ended:
@@ -105,29 +108,33 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     # How everything is carried out.
 
     def _carry_out(
-        self, call: Callable[[bool], Any], outputs: list[Any], opts: Any, *, source: Any = None
+        self, call: Call, outputs: list[Any], opts: Any, *, several: bool = False
     ) -> Any:
         """Do it here if the caller waits for it, else start it.
 
         Args:
-            call: With True it starts in the background, with False it has ended on return.
+            call: Does it: (a group or a batch of one, whether in the background).
             outputs: Value of the future.
-            opts: torch's options of the collective; None means that the caller goes on.
-            source: See `PendingWork`.
+            opts: torch's options of the collective.
+            several: Whether it is several operations, to be started as one.
         """
         self._sequence += 1
-        backward = self._backward
-        if self._coalesced is not None:
-            started = call(True)
-            self._coalesced.append(started)
-        elif opts is not None and not opts.asyncOp:
-            if backward.held:
-                backward.release()
-            call(False)
-            return FinishedWork(outputs)
+        group = self._group
+        if several or (opts.asyncOp and self._backward.in_passing and inside_backward()):
+            with group.coalesce() as batch:
+                call(batch, False)
+            started = batch.work
+            if not opts.asyncOp:
+                started.wait()
         else:
-            started = backward.begin(call)
-        return PendingWork(started, outputs, backward.watch, source)
+            started = call(group, opts.asyncOp)
+        if self._coalesced is not None and opts.asyncOp:
+            self._coalesced.append(started)
+        return (
+            PendingWork(started, outputs, self._backward.watch)
+            if opts.asyncOp
+            else FinishedWork(outputs)
+        )
 
     def _deadline(self, opts: Any) -> float | None:
         timeout = opts.timeout

@@ -27,7 +27,7 @@ from braid.torch_backend.shapes import (
     rows,
     tensors_of,
 )
-from braid.torch_backend.work import seconds, together
+from braid.torch_backend.work import seconds
 
 __all__ = ["Collectives"]
 
@@ -48,9 +48,9 @@ class Collectives(BaseProcessGroup):
             x.detach().mul_(factor)
         if opts.asyncOp and inside_backward():
             self._buckets.note(x)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.all_reduce(x, op, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, tensors, opts)
@@ -64,15 +64,13 @@ class Collectives(BaseProcessGroup):
         if factor is not None:
             for x in tensors:
                 x.detach().mul_(factor)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
 
-        def call(background: bool) -> Any:
-            with group.coalesce() as batch:
-                for x in tensors:
-                    batch.all_reduce(x, op, timeout_s=timeout_s)
-            return _ended(batch.work, background)
+        def call(group: Any, background: bool) -> Any:
+            for x in tensors:
+                group.all_reduce(x, op, async_op=background, timeout_s=timeout_s)
 
-        return self._carry_out(call, tensors, opts)
+        return self._carry_out(call, tensors, opts, several=True)
 
     def reduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce to the root; elsewhere the tensor is unchanged."""
@@ -81,10 +79,10 @@ class Collectives(BaseProcessGroup):
         if not in_shared_memory(x):
             return self._elsewhere(x).reduce(tensors, opts)
         op, factor = reduction(opts.reduceOp)
-        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        timeout_s, root = self._deadline(opts), opts.rootRank
         out = x if self.rank() == root else None
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             part = premultiplied(x, factor)
             return group.reduce(part, root, op, out=out, async_op=background, timeout_s=timeout_s)
 
@@ -96,9 +94,9 @@ class Collectives(BaseProcessGroup):
         x = tensors[opts.rootTensor]
         if not in_shared_memory(x):
             return self._elsewhere(x).broadcast(tensors, opts)
-        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        timeout_s, root = self._deadline(opts), opts.rootRank
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.broadcast(x, root, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, tensors, opts)
@@ -108,19 +106,15 @@ class Collectives(BaseProcessGroup):
         inputs, opts = tensors_of(inputs), _options(c10d.AllgatherOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return self._elsewhere(inputs[0]).allgather(output_lists, inputs, opts)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
         pairs = list(zip(inputs, _lists(output_lists), strict=True))
 
-        def call(background: bool) -> Any:
-            return _each(
-                [
-                    group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
-                    for x, out in pairs
-                ],
-                background,
-            )
+        def call(group: Any, background: bool) -> Any:
+            for x, out in pairs:
+                last = group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
+            return last
 
-        return self._carry_out(call, flat_outputs(output_lists), opts)
+        return self._carry_out(call, flat_outputs(output_lists), opts, several=len(pairs) != 1)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather several tensors."""
@@ -143,25 +137,17 @@ class Collectives(BaseProcessGroup):
         opts = _options(c10d.AllgatherOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
-        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        timeout_s, size = self._deadline(opts), self.size()
         pairs = [
             (_flat(x, out), rows(out, x, size)) for out, x in zip(outputs, inputs, strict=True)
         ]
-        if len(pairs) == 1:
-            x, out = pairs[0]
 
-            def call(background: bool) -> Any:
-                return group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
+        def call(group: Any, background: bool) -> Any:
+            for x, out in pairs:
+                last = group.all_gather(x, out=out, async_op=background, timeout_s=timeout_s)
+            return last
 
-        else:
-
-            def call(background: bool) -> Any:
-                with group.coalesce() as batch:
-                    for x, out in pairs:
-                        batch.all_gather(x, out=out, timeout_s=timeout_s)
-                return _ended(batch.work, background)
-
-        return self._carry_out(call, outputs, opts)
+        return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         """Reduce lists of tensors, of which each rank keeps one; their sizes may differ."""
@@ -169,25 +155,18 @@ class Collectives(BaseProcessGroup):
         if not all(map(in_shared_memory, outputs)):
             return self._elsewhere(outputs[0]).reduce_scatter(outputs, input_lists, opts)
         op, factor = reduction(opts.reduceOp)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
         pairs = list(zip(outputs, _lists(input_lists), strict=True))
 
-        def call(background: bool) -> Any:
-            return _each(
-                [
-                    group.reduce_scatter(
-                        [premultiplied(x, factor) for x in parts],
-                        op,
-                        out=out,
-                        async_op=background,
-                        timeout_s=timeout_s,
-                    )
-                    for out, parts in pairs
-                ],
-                background,
-            )
+        def call(group: Any, background: bool) -> Any:
+            for out, parts in pairs:
+                scaled = [premultiplied(x, factor) for x in parts]
+                last = group.reduce_scatter(
+                    scaled, op, out=out, async_op=background, timeout_s=timeout_s
+                )
+            return last
 
-        return self._carry_out(call, outputs, opts)
+        return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
         """Reduce a tensor and keep this rank's part."""
@@ -205,28 +184,20 @@ class Collectives(BaseProcessGroup):
         if not all(map(in_shared_memory, inputs)):
             return _call_either(self._elsewhere(inputs[0]), name, outputs, inputs, opts)
         op, factor = reduction(opts.reduceOp)
-        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        timeout_s, size = self._deadline(opts), self.size()
         pairs = [
             divided(premultiplied(x, factor), out, size)
             for out, x in zip(outputs, inputs, strict=True)
         ]
-        if len(pairs) == 1:
-            x, out = pairs[0]
 
-            def call(background: bool) -> Any:
-                return group.reduce_scatter(
+        def call(group: Any, background: bool) -> Any:
+            for x, out in pairs:
+                last = group.reduce_scatter(
                     x, op, out=out, async_op=background, timeout_s=timeout_s
                 )
+            return last
 
-        else:
-
-            def call(background: bool) -> Any:
-                with group.coalesce() as batch:
-                    for x, out in pairs:
-                        batch.reduce_scatter(x, op, out=out, timeout_s=timeout_s)
-                return _ended(batch.work, background)
-
-        return self._carry_out(call, outputs, opts)
+        return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather on the root."""
@@ -234,10 +205,10 @@ class Collectives(BaseProcessGroup):
         x = inputs[0]
         if not in_shared_memory(x):
             return self._elsewhere(x).gather(output_lists, inputs, opts)
-        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        timeout_s, root = self._deadline(opts), opts.rootRank
         out = _lists(output_lists)[0] if self.rank() == root else None
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.gather(x, root, out=out, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, flat_outputs(output_lists), opts)
@@ -248,10 +219,10 @@ class Collectives(BaseProcessGroup):
         out = outputs[0]
         if not in_shared_memory(out):
             return self._elsewhere(out).scatter(outputs, input_lists, opts)
-        group, timeout_s, root = self._group, self._deadline(opts), opts.rootRank
+        timeout_s, root = self._deadline(opts), opts.rootRank
         parts = _lists(input_lists)[0] if self.rank() == root else None
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.scatter(parts, root, out=out, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, outputs, opts)
@@ -262,9 +233,9 @@ class Collectives(BaseProcessGroup):
         opts = _options(c10d.AllToAllOptions, opts)
         if not all(map(in_shared_memory, inputs)):
             return self._elsewhere(inputs[0]).alltoall(outputs, inputs, opts)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.all_to_all(inputs, out=outputs, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, outputs, opts)
@@ -289,13 +260,13 @@ class Collectives(BaseProcessGroup):
                 input_split_sizes,
                 opts,
             )
-        group, timeout_s, size = self._group, self._deadline(opts), self.size()
+        timeout_s, size = self._deadline(opts), self.size()
         x, out = cut(input, input_split_sizes, size), cut(output, output_split_sizes, size)
         if isinstance(x, list) or isinstance(out, list):
             x = x if isinstance(x, list) else list(x.chunk(size))
             out = out if isinstance(out, list) else list(out.chunk(size))
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.all_to_all(x, out=out, async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, [output], opts)
@@ -305,9 +276,9 @@ class Collectives(BaseProcessGroup):
         opts = _options(c10d.BarrierOptions, opts)
         if opts.device is not None and opts.device.type != "cpu":
             return self._elsewhere(torch.empty(0, device=opts.device)).barrier(opts)
-        group, timeout_s = self._group, self._deadline(opts)
+        timeout_s = self._deadline(opts)
 
-        def call(background: bool) -> Any:
+        def call(group: Any, background: bool) -> Any:
             return group.barrier(async_op=background, timeout_s=timeout_s)
 
         return self._carry_out(call, [], opts)
@@ -317,8 +288,6 @@ class Collectives(BaseProcessGroup):
     ) -> None:
         """Like `barrier`, and say which ranks have not come; always of all."""
         del wait_all_ranks
-        if self._backward.held:
-            self._backward.release()
         self._group.monitored_barrier(timeout_s=seconds(timeout) or self._timeout_s)
 
     _allgather_base = all_gather_single
@@ -355,18 +324,6 @@ def _lists(lists: Any) -> list[list[torch.Tensor]]:
 def _flat(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """An input in the shape that `rows` gives its output."""
     return x.detach().reshape(-1) if out.is_contiguous() else x.detach()
-
-
-def _ended(work: Any, background: bool) -> Any:
-    """A batch's work; waited for unless it goes on in the background."""
-    if not background:
-        work.wait()
-    return work
-
-
-def _each(started: list[Any], background: bool) -> Any:
-    """Several works as one, or the results of calls that have ended."""
-    return together(started) if background else None
 
 
 def _call_either(group: Any, name: str, *args: Any) -> Any:

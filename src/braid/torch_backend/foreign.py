@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import distributed_c10d
 
 from braid.errors import ConfigError
 
 __all__ = ["Foreign"]
 
+c10d: Any = distributed_c10d  # its stubs know a part of it only
 _KINDS = dist.ProcessGroup.BackendType
 
 
@@ -81,9 +82,9 @@ class Foreign:
     def _open(self, device_type: str) -> None:
         options = self._options
         if self._group is None:
-            store = dist.PrefixStore("inside/", options.store)
+            store = c10d.PrefixStore("inside/", options.store)
             self._group = dist.ProcessGroup(store, options.group_rank, options.group_size)
-        store = dist.PrefixStore(f"inside/{device_type}/", options.store)
+        store = c10d.PrefixStore(f"inside/{device_type}/", options.store)
         kind, backend = self._new(device_type, store)
         if not self._backends:
             self._group._set_default_backend(kind)  # noqa: SLF001 - as torch does

@@ -51,7 +51,7 @@ class WorkFuture(Future[Any]):
             self._wait()
         except BaseException as exc:  # noqa: BLE001 - belongs to whoever takes the value
             self.error = exc
-            self.set_exception(exc)  # type: ignore[arg-type]  # an interrupt while waiting is passed on as well
+            self.set_exception(exc)
         else:
             self.set_result(self._value)
 

@@ -90,7 +90,7 @@ class Home:
         self.world = world
         rank = world.context.rank
         self._settler = Settler(f"braid-torch_backend-{rank}")
-        self.backward = Backward(self._settler, holds=not has_spare_cores(len(ranks)))
+        self.backward = Backward(self._settler, in_passing=not has_spare_cores(len(ranks)))
         self._owner = owner
         self._joining = joining
         self._groups: list[Group] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from braid.torch_backend.work import FinishedWork, PendingWork, together
 
 __all__ = ["BraidProcessGroup"]
 
+PASSING_BYTES = (
+    512 << 10
+)  # fits into the slots of a channel, so it is on its way as soon as it is sent
+
 
 class BraidProcessGroup(Collectives):
     """Collectives, messages and batches; torch's docstrings apply."""
@@ -20,41 +25,38 @@ class BraidProcessGroup(Collectives):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Start sending a tensor."""
-        x = tensors_of(tensors)[0]
+        (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
-            return self._elsewhere(x).send(tensors_of(tensors), dst, tag)
-        group, timeout_s = self._group, self._timeout_s
-        return self._message(
-            group.send(x, dst, tag=tag, async_op=True, timeout_s=timeout_s), [x], dst
-        )
+            return self._elsewhere(x).send([x], dst, tag)
+        if x.numel() * x.element_size() > PASSING_BYTES:  # needs steps while this rank computes on
+            work = self._group.send(x, dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
+        else:
+            with self._group.coalesce() as batch:
+                batch.send(x, dst, tag=tag, timeout_s=self._timeout_s)
+            work = batch.work
+        return self._message(work, x, lambda: dst)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Start receiving a tensor."""
-        x = tensors_of(tensors)[0]
+        (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
-            return self._elsewhere(x).recv(tensors_of(tensors), src, tag)
-        group, timeout_s = self._group, self._timeout_s
-        return self._message(
-            group.recv(x, src, tag=tag, async_op=True, timeout_s=timeout_s), [x], src
-        )
+            return self._elsewhere(x).recv([x], src, tag)
+        with self._group.coalesce() as batch:
+            batch.recv(x, src, tag=tag, timeout_s=self._timeout_s)
+        return self._message(batch.work, x, lambda: src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Start receiving from whoever sends first."""
-        x = tensors_of(tensors)[0]
+        (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
-            return self._elsewhere(x).recv_anysource(tensors_of(tensors), tag)
-        group, timeout_s = self._group, self._timeout_s
-        return self._message(
-            group.recv(x, None, tag=tag, async_op=True, timeout_s=timeout_s), [x], None
-        )
+            return self._elsewhere(x).recv_anysource([x], tag)
+        work = self._group.recv(x, None, tag=tag, async_op=True, timeout_s=self._timeout_s)
+        return self._message(work, x, lambda: work.source)
 
-    def _message(self, work: Any, tensors: list[torch.Tensor], peer: int | None) -> Any:
-        if self._backward.held:
-            self._backward.release()
+    def _message(self, work: Any, x: torch.Tensor, source: Callable[[], int]) -> Any:
         if self._coalesced is not None:
             self._coalesced.append(work)
-        source = (lambda: work.source) if peer is None else (lambda: peer)
-        return PendingWork(work, tensors, self._backward.watch, source)
+        return PendingWork(work, [x], self._backward.watch, source)
 
     # Several at once.
 

@@ -15,7 +15,7 @@ from braid.errors import ConfigError
 
 __all__ = ["Reduction", "reduction"]
 
-_KINDS = ReduceOp.RedOpType
+_KINDS: Any = ReduceOp.RedOpType
 _NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 

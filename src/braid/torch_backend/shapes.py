@@ -88,7 +88,7 @@ def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
     """One piece of dim 0 per rank, of the lengths in `splits`; equal ones if it is empty."""
     x = x.detach()
     if len(splits):
-        return list(x.split(list(splits)))
+        return list(torch.split(x, list(splits)))
     return x if x.dim() and x.shape[0] % size == 0 and x.is_contiguous() else list(x.chunk(size))
 
 
