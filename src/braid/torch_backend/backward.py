@@ -1,31 +1,26 @@
-"""Collectives that are asked for inside backward, and end with it.
+"""Futures that are asked for inside backward, and settled at its end.
 
-Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++, when backward ends. A thread
-that carries it out meanwhile helps if there is a core for it. Where every core computes already, it takes its time from the
-very backward that it wants to overlap, plus a hand-over per bucket. But the thread that waits is in C++, where it takes no
-steps.
+Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++, when backward ends. There it
+takes no steps, and it does not show what went wrong: a future that C++ waits for carries an error's text at best.
 
-Idea: without a spare core such collectives are started in passing: their first steps are taken at once, the rest by
-whatever this rank waits for next, and at the latest in a callback that autograd runs at the end of backward, just before
-DDP's own.
+Idea: autograd calls back at the end of backward, in the order in which callbacks were asked for. Ours comes before DDP's own,
+since a bucket is reduced before DDP knows that it was the last.
 
     backward     p6 p5 | p4 p3 p2 | p1 p0 |            callbacks
-    spare core        >===========                     > asked for   = carried out
-    none              >=         >==      >= ========= |  DDP's finish
+    bucket 0          >=         ==       =   ==       > started in passing (`attendant`)
+    bucket 1                     >=       =   ====     = steps, taken by whoever waits or comes by
+    bucket 2                              >=  ======== |  ours: wait for all  |  DDP's
 
-An error of a collective is raised out of that callback, hence out of `loss.backward()`, as itself: the futures that
-C++ waits for could only carry its text.
+An error is raised out of that callback, hence out of `loss.backward()`, as itself.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from braid.torch_backend.futures import Settler, WorkFuture
+from braid.torch_backend.futures import WorkFuture
 
-__all__ = ["Backward", "has_spare_cores", "inside_backward"]
+__all__ = ["Backward", "inside_backward"]
 
 _graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - -1 outside of backward; there is no public way
 _node = torch._C._current_autograd_node  # noqa: SLF001 - as above
@@ -36,38 +31,18 @@ def inside_backward() -> bool:
     return _graph_task() >= 0 and _node() is not None
 
 
-def has_spare_cores(world_size: int) -> bool:
-    """Whether every rank of this host can have a core for communication beside those that it computes on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (cores or 1) >= world_size * (torch.get_num_threads() + 1)
-
-
 class Backward:
-    """What one rank has asked for inside backward.
+    """The futures that one rank has asked for inside backward."""
 
-    Attributes:
-        in_passing: Whether to start it without a thread.
-
-    Args:
-        settler: For futures that are asked for outside of backward.
-        in_passing: See above.
-    """
-
-    def __init__(self, settler: Settler, *, in_passing: bool) -> None:
-        self.in_passing = in_passing
-        self._settler = settler
+    def __init__(self) -> None:
         self._futures: list[WorkFuture] = []
         self._task = -1
 
-    def watch(self, future: WorkFuture) -> None:
-        """See to it that `future` is set."""
-        if not inside_backward():
-            self._settler.add(future)
-            return
+    def settle(self, future: WorkFuture) -> None:
+        """Settle `future` at the end of the backward that is running."""
         task = _graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
             self._task = task
-            self._futures.clear()  # of one that an exception has ended: nobody waits for them
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001 - there is no public way
         self._futures.append(future)
 

@@ -14,10 +14,13 @@ from torch.distributed import distributed_c10d
 
 from braid.comm import Group
 from braid.errors import StaleError
+from braid.torch_backend.attendant import InPassing
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
 from braid.torch_backend.foreign import Foreign
+from braid.torch_backend.futures import WorkFuture
 from braid.torch_backend.home import Home, Homes
+from braid.torch_backend.shapes import flat_outputs
 from braid.torch_backend.work import FinishedWork, PendingWork, Started, seconds
 
 __all__ = ["BaseProcessGroup", "c10d"]
@@ -25,6 +28,8 @@ __all__ = ["BaseProcessGroup", "c10d"]
 c10d: Any = distributed_c10d  # its stubs know a part of it only
 
 _CPU = torch.device("cpu")
+
+LARGE_BYTES = 256 << 10  # from here a spare core carries it out; below, handing it over costs more
 
 Call = Callable[[Any, bool], Any]
 
@@ -59,8 +64,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     ) -> None:
         super().__init__(group.rank, group.size)
         self._group: Any = group  # its overloads want literals; here async_op is a variable
+        self._advance: Callable[[], object] = self._group.engine.progress.advance_started
         self._home = home
-        self._backward = home.backward
         self._buckets = Buckets(group)
         self._foreign = foreign
         self._store = store
@@ -119,22 +124,40 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             several: Whether it is several operations, to be started as one.
         """
         self._sequence += 1
-        group = self._group
-        if several or (opts.asyncOp and self._backward.in_passing and inside_backward()):
-            with group.coalesce() as batch:
-                call(batch, False)
-            started = batch.work
-            if not opts.asyncOp:
-                started.wait()
+        if not (opts.asyncOp or several):
+            call(self._group, False)
+            return FinishedWork(outputs)
+        if not several and self._home.spare_cores and _nbytes(outputs) >= LARGE_BYTES:
+            return self._started(call(self._group, True), outputs)
+        with self._group.coalesce() as batch:
+            call(batch, False)
+        if opts.asyncOp:
+            return self._passing(batch.work, outputs)
+        batch.work.wait()
+        return FinishedWork(outputs)
+
+    def _passing(
+        self, work: Any, outputs: list[Any], source: Callable[[], int] | None = None
+    ) -> PendingWork:
+        """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
+        passing = InPassing(work, self._advance)
+        if not passing.ended:
+            self._home.attendant.attend(passing)
+        return self._started(passing, outputs, source)
+
+    def _started(
+        self, work: Started, outputs: list[Any], source: Callable[[], int] | None = None
+    ) -> PendingWork:
+        """Torch's face of a work that is under way."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return PendingWork(work, outputs, self._settle_later, source)
+
+    def _settle_later(self, work: Started, future: WorkFuture) -> None:
+        if inside_backward():
+            self._home.backward.settle(future)
         else:
-            started = call(group, opts.asyncOp)
-        if self._coalesced is not None and opts.asyncOp:
-            self._coalesced.append(started)
-        return (
-            PendingWork(started, outputs, self._backward.watch)
-            if opts.asyncOp
-            else FinishedWork(outputs)
-        )
+            self._home.attendant.settle(work, future)
 
     def _deadline(self, opts: Any) -> float | None:
         timeout = opts.timeout
@@ -170,3 +193,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._group = _Ended(text)
         end_foreign()
         self._homes.leave(self._home, group)
+
+
+def _nbytes(outputs: list[Any]) -> int:
+    return sum(x.numel() * x.element_size() for x in flat_outputs(outputs))

@@ -4,20 +4,19 @@ Problem: c10d's futures are set by a thread of the backend. A callback given to 
 wait for it (PowerSGD does): if callbacks ran on the thread that carries collectives out, it would wait for itself.
 
 Idea: a future knows how to wait for its collective. `settle` does that and sets the value; it is called by the first
-who needs the value from Python, by the end of backward, or by a thread of its own (`Settler`), and each of them may go on to wait
-for other futures inside the callbacks that this releases. `then` gives a future that settles through its origin.
+who needs the value from Python, by the end of backward, or by the `Attendant`, and each of them may go on to wait for
+other futures inside the callbacks that this releases. `then` gives a future that settles through its origin.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.futures import Future
 
-__all__ = ["Settler", "WorkFuture"]
+__all__ = ["WorkFuture"]
 
 S = TypeVar("S")
 
@@ -97,40 +96,3 @@ class _After(Future[Any]):
 
     def then(self, callback: Callable[[Future[Any]], S]) -> Future[S]:
         return self._origin._after(self, callback)  # noqa: SLF001 - its continuation
-
-
-class Settler:
-    """Settles futures in the background, in the order of their collectives; owns a thread while there are any.
-
-    Args:
-        name: Of the thread.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._futures: deque[WorkFuture] = deque()
-        self._thread: threading.Thread | None = None
-
-    def add(self, future: WorkFuture) -> None:
-        """Settle `future` some time soon."""
-        with self._lock:
-            self._futures.append(future)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Join the thread; what it waits for must have ended or been stopped."""
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._futures:
-                    self._thread = None
-                    return
-                future = self._futures.popleft()
-            future.settle()

@@ -25,6 +25,8 @@ import threading
 import weakref
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.errors import ConfigError, RendezvousError, StaleError
@@ -33,8 +35,8 @@ from braid.rendezvous import JobEnvironment
 from braid.rendezvous.membership import join
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
-from braid.torch_backend.backward import Backward, has_spare_cores
-from braid.torch_backend.futures import Settler
+from braid.torch_backend.attendant import Attendant
+from braid.torch_backend.backward import Backward
 from braid.transport import Health, MemoryTransport, RankContext, connect
 
 __all__ = ["Home", "Homes"]
@@ -74,7 +76,9 @@ class Home:
     Attributes:
         ranks: Their global ranks, as torch counts them.
         world: The group of all of them.
-        backward: What this rank has asked for inside backward.
+        attendant: Takes the steps of what nobody waits for.
+        backward: Futures that are asked for inside backward.
+        spare_cores: Whether every rank can have a core for communication beside those that it computes on.
 
     Args:
         ranks: See above.
@@ -89,8 +93,9 @@ class Home:
         self.ranks = ranks
         self.world = world
         rank = world.context.rank
-        self._settler = Settler(f"braid-torch_backend-{rank}")
-        self.backward = Backward(self._settler, in_passing=not has_spare_cores(len(ranks)))
+        self.attendant = Attendant(f"braid-torch_backend-{rank}")
+        self.backward = Backward()
+        self.spare_cores = _has_spare_cores(len(ranks))
         self._owner = owner
         self._joining = joining
         self._groups: list[Group] = []
@@ -127,10 +132,10 @@ class Home:
         owner, self._owner = self._owner, None
         if os.getpid() != self._pid:
             return
+        self.attendant.close()
         for group in self._groups:
             group.close()
         self._groups.clear()
-        self._settler.close()
         if owner is not None:
             owner.close()
 
@@ -230,6 +235,12 @@ def _new_home(meeting: Meeting) -> Home:
         return Home(meeting.ranks, joined.world, joined, joining)
     met = _Met(meeting, PrefixStore(f"braid/join-{joining}", store))
     return Home(meeting.ranks, met.world, met, joining)
+
+
+def _has_spare_cores(size: int) -> bool:
+    """Whether the ranks, all on this host, leave one core each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) >= size * (torch.get_num_threads() + 1)
 
 
 def _world_of_program() -> Group | None:

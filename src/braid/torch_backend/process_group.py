@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from braid.torch_backend.work import FinishedWork, PendingWork, together
 
 __all__ = ["BraidProcessGroup"]
 
-PASSING_BYTES = (
+SLOTS_BYTES = (
     512 << 10
 )  # fits into the slots of a channel, so it is on its way as soon as it is sent
 
@@ -28,13 +27,12 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).send([x], dst, tag)
-        if x.numel() * x.element_size() > PASSING_BYTES:  # needs steps while this rank computes on
+        if self._home.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
             work = self._group.send(x, dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
-        else:
-            with self._group.coalesce() as batch:
-                batch.send(x, dst, tag=tag, timeout_s=self._timeout_s)
-            work = batch.work
-        return self._message(work, x, lambda: dst)
+            return self._started(work, [x], lambda: dst)
+        with self._group.coalesce() as batch:
+            batch.send(x, dst, tag=tag, timeout_s=self._timeout_s)
+        return self._passing(batch.work, [x], lambda: dst)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Start receiving a tensor."""
@@ -43,7 +41,7 @@ class BraidProcessGroup(Collectives):
             return self._elsewhere(x).recv([x], src, tag)
         with self._group.coalesce() as batch:
             batch.recv(x, src, tag=tag, timeout_s=self._timeout_s)
-        return self._message(batch.work, x, lambda: src)
+        return self._passing(batch.work, [x], lambda: src)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Start receiving from whoever sends first."""
@@ -51,12 +49,7 @@ class BraidProcessGroup(Collectives):
         if not in_shared_memory(x):
             return self._elsewhere(x).recv_anysource([x], tag)
         work = self._group.recv(x, None, tag=tag, async_op=True, timeout_s=self._timeout_s)
-        return self._message(work, x, lambda: work.source)
-
-    def _message(self, work: Any, x: torch.Tensor, source: Callable[[], int]) -> Any:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return PendingWork(work, [x], self._backward.watch, source)
+        return self._started(work, [x], lambda: work.source)
 
     # Several at once.
 
@@ -72,4 +65,4 @@ class BraidProcessGroup(Collectives):
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])
-        return PendingWork(together(parts), [], self._backward.watch)
+        return PendingWork(together(parts), [], self._settle_later)

@@ -24,7 +24,7 @@ _COMM_ERROR = 2  # c10d::WorkResult::COMM_ERROR
 
 
 class Started(Protocol):
-    """What a `PendingWork` stands for: a Work of a group, several of them, or a reduction held back."""
+    """What a `PendingWork` stands for: a Work of a group, or several of them."""
 
     def wait(self, timeout_s: float | None = None) -> object:
         """Return when it has ended; raises what stopped it."""
@@ -103,7 +103,7 @@ class PendingWork(TorchWork):
     Args:
         started: What it stands for.
         outputs: The tensors that will hold the result.
-        watch: Sees to it that a future is set when `started` has ended, whoever waits.
+        settle_later: Sees to it that a future of `started` is set, whoever waits.
         source: Group rank that a message came from, once it has come.
     """
 
@@ -111,13 +111,13 @@ class PendingWork(TorchWork):
         self,
         started: Started,
         outputs: list[Any],
-        watch: Callable[[WorkFuture], None],
+        settle_later: Callable[[Started, WorkFuture], None],
         source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._started = started
         self._outputs = outputs
-        self._watch = watch
+        self._settle_later = settle_later
         self._source = source
         self._future: WorkFuture | None = None
 
@@ -169,7 +169,7 @@ class PendingWork(TorchWork):
         """A future of the list of tensors; the same at every call."""
         if self._future is None:
             self._future = WorkFuture(self._started.wait, self._outputs)
-            self._watch(self._future)
+            self._settle_later(self._started, self._future)
         return self._future
 
     def get_future_result(self) -> Future[Any]:

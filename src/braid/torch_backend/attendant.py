@@ -1,0 +1,123 @@
+"""Steps for what nobody waits for, without a thread in anybody's way.
+
+Problem: `async_op=True` promises that an operation goes on while the caller does something else. Handing each one to a thread
+keeps the promise, but two threads of one interpreter that share a core take longer to hand over a KiB than Gloo takes to
+send it; and most asynchronous calls of torch (functional collectives, tensor parallel layers, messages of pipelines) are
+waited for at once.
+
+Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the others. A thread comes by every
+millisecond while anything is under way, takes the steps that have become possible since, and settles futures. It
+has nothing to do for operations that are waited for sooner than that, and ends when it has not been needed for a while.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from braid.torch_backend.futures import WorkFuture
+from braid.torch_backend.work import Started
+
+__all__ = ["Attendant", "InPassing"]
+
+ROUND_S = 1e-3
+IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as several rounds
+
+
+class InPassing:
+    """A work of a group that was started without a thread; has the work's face.
+
+    Args:
+        work: As the batch that started it returned it.
+        advance: Takes the steps that are possible now, of everything that this rank has started, in its order.
+    """
+
+    def __init__(self, work: Any, advance: Callable[[], object]) -> None:
+        self.ended = False
+        self._work = work
+        self._advance = advance
+        work.add_done_callback(self._end)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Take steps until it has ended; raises what stopped it."""
+        self._work.wait(timeout_s)
+
+    def done(self) -> bool:
+        """Whether it has ended; takes the steps that are possible now."""
+        if not self.ended:
+            self._advance()
+        return self.ended
+
+    def exception(self) -> BaseException | None:
+        """What stopped it."""
+        error: BaseException | None = self._work.exception()
+        return error
+
+    def _end(self, _work: object) -> None:
+        self.ended = True
+
+
+class Attendant:
+    """Attends to what is under way; owns a thread while there is anything.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._works: list[InPassing] = []
+        self._futures: list[tuple[Started, WorkFuture]] = []
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def attend(self, work: InPassing) -> None:
+        """Take the steps of `work` until it is done."""
+        with self._lock:
+            self._works.append(work)
+            self._come()
+
+    def settle(self, work: Started, future: WorkFuture) -> None:
+        """Settle `future` when `work` is done."""
+        with self._lock:
+            self._futures.append((work, future))
+            self._come()
+
+    def close(self) -> None:
+        """Join the thread; what it attends to is left as it is."""
+        self._closing.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _come(self) -> None:
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        idle = 0
+        while not self._closing.wait(ROUND_S):
+            idle = 0 if self._round() else idle + 1
+            if idle > IDLE_ROUNDS:
+                with self._lock:
+                    if not (self._works or self._futures):
+                        self._thread = None
+                        return
+
+    def _round(self) -> bool:
+        """Look after everything once; whether there was anything."""
+        with self._lock:
+            works, futures = tuple(self._works), tuple(self._futures)
+        ended = [work for work in works if work.done()]
+        settled = [pair for pair in futures if pair[0].done()]
+        with self._lock:
+            for work in ended:
+                self._works.remove(work)
+            for pair in settled:
+                self._futures.remove(pair)
+        for _, future in settled:
+            future.settle()
+        return bool(works or futures)
