@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import atexit
 
+import torch
+from torch import distributed as dist
+
 from braid.comm import Group
+from braid.comm.delegate import DelegateEngine, make_nccl
 from braid.errors import StaleError
 from braid.rendezvous import JobEnvironment
 from braid.rendezvous.membership import Membership, join
@@ -30,6 +34,9 @@ _DEFAULT = _Default()
 def init(*, timeout_s: float = 600.0) -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
+    CPU tensors travel through shared memory. CUDA tensors go to NCCL where every rank can have a GPU of its own (choose it
+    with `torch.cuda.set_device` before the first operation), and through pinned memory where ranks share one.
+
     Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns the same group.
 
     Args:
@@ -43,10 +50,29 @@ def init(*, timeout_s: float = 600.0) -> Group:
         member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
         group = Group.world(member.context, member.transport)
         group.engine.tune(timeout_s)
+        if _has_own_gpu(group.size):
+            group.attach(
+                DelegateEngine(
+                    member.context,
+                    group.ranks,
+                    make_nccl,
+                    device_types=frozenset({"cuda"}),
+                    name="nccl",
+                )
+            )
         _DEFAULT.group = group
         _DEFAULT.membership = member
         atexit.register(shutdown)  # runs before the interpreter takes threads and memory away
     return world()
+
+
+def _has_own_gpu(num_ranks: int) -> bool:
+    """Whether every rank of this host can have a GPU of its own; else CUDA tensors travel through pinned memory."""
+    return (
+        torch.cuda.is_available()
+        and dist.is_nccl_available()
+        and num_ranks <= torch.cuda.device_count()
+    )
 
 
 def shutdown() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from braid.comm.work import Work
 
-__all__ = ["Call", "Engine", "Statistics"]
+__all__ = ["Call", "Capabilities", "Engine", "Statistics"]
 
 
 class Call(NamedTuple):
@@ -58,6 +58,27 @@ class Call(NamedTuple):
     source: list[int] | None = None
 
 
+class Capabilities(NamedTuple):
+    """What an engine does beyond moving data; the conformance suite asks.
+
+    Attributes:
+        rank_order: Sums are in the order of ranks, those of 16-bit floats in 32 bits: the same bits on all ranks and in
+            one process.
+        requests_any_order: Persistent requests may start in another order on every rank.
+        messages_checked: A message or part of another size than was expected is an error on all ranks alike.
+        eager_messages: A small message is sent when `send` returns, whether or not its receiver has come.
+        algorithms: Names that `algorithm=` takes.
+        adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
+    """
+
+    rank_order: bool = True
+    requests_any_order: bool = True
+    messages_checked: bool = True
+    eager_messages: bool = True
+    algorithms: tuple[str, ...] = ()
+    adopts: bool = True
+
+
 @dataclass(slots=True)
 class Statistics:
     """What a group has done so far on this rank, in the threads that called it.
@@ -80,6 +101,11 @@ class Engine(Protocol):
 
     device_types: frozenset[str]
     statistics: Statistics
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
 
     @property
     def forked(self) -> bool:

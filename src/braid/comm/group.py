@@ -13,6 +13,7 @@ The operations themselves are in `reducing`, `moving` and `messaging`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Group(Reducing, Moving, Messaging):
         self.size = len(ranks)
         self.epoch = epoch
         self._engine = engine
+        self._by_device: dict[str, Engine] = {}
         self._names = names
         self._describer = Describer(names, context.events)
         self._deadline_s = FIRST_DEADLINE_S
@@ -109,6 +111,14 @@ class Group(Reducing, Moving, Messaging):
     def engine(self) -> Engine:
         """What carries out this group's calls, for whoever wants to know or to tune it."""
         return self._engine
+
+    def attach(self, engine: Engine) -> None:
+        """Let `engine` take the tensors of its devices, such as a delegate to NCCL those on GPUs.
+
+        Args:
+            engine: Of the same ranks; all members attach theirs. Groups made of this one later get one of their own.
+        """
+        self._by_device.update(dict.fromkeys(engine.device_types, engine))
 
     def coalesce(self) -> Batch:
         """A block in which operations are written down, to be started together at its end; see `braid.comm.batch`."""
@@ -145,7 +155,9 @@ class Group(Reducing, Moving, Messaging):
         number = self._num_requests
         self._num_requests += 1
         call = self._call(order)
-        return Request(self._engine, call, number, self._describer.call_site, order.returned)
+        return Request(
+            self._engine_for(order), call, number, self._describer.call_site, order.returned
+        )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Tensor in memory that all members can read; collectives on it make no copies. Not a collective."""
@@ -177,15 +189,19 @@ class Group(Reducing, Moving, Messaging):
             )
             raise ConfigError(msg)
         self._check_open()
-        token = self._engine.token()
-        mine = torch.tensor([[-1 if color is None else color, key, token]], device="cpu")
+        engines = self._engines()
+        tokens = [engine.token() for engine in engines]
+        mine = torch.tensor([[-1 if color is None else color, key, *tokens]], device="cpu")
+        if "cpu" not in self._device_types(mine):
+            mine = mine.to(next(iter(self._engine.device_types)))
         answers = self.all_gather(mine).tolist()
         if color is None:
-            self._engine.forget(token)
+            for engine, token in zip(engines, tokens, strict=True):
+                engine.forget(token)
             return None
-        members = sorted((k, r) for r, (c, k, _) in enumerate(answers) if c == color)
+        members = sorted((answer[1], r) for r, answer in enumerate(answers) if answer[0] == color)
         order = [r for _, r in members]
-        return self._subset(order, [answers[r][2] for r in order])
+        return self._subset(order, [answers[r][2:] for r in order])
 
     def select(self, ranks: Sequence[int], store: Store, *, name: str) -> Group:
         """A new group of some members; only they call this, and they meet through `store`.
@@ -207,15 +223,19 @@ class Group(Reducing, Moving, Messaging):
                 f"{list(ranks)}"
             )
             raise ConfigError(msg)
-        token = self._engine.token()
-        tokens = _meet(store, f"select/{name}", self.context.rank, tuple(ranks), token)
+        columns = [
+            _meet(store, f"select/{name}/{i}", self.context.rank, tuple(ranks), engine.token())
+            for i, engine in enumerate(self._engines())
+        ]
+        tokens = [list(row) for row in zip(*columns, strict=True)]
         return self._subset([self.ranks.index(rank) for rank in ranks], tokens)
 
     def abort(self, reason: str) -> None:
         """Leave every operation of this group for good; the members' waits end with CommError and `reason`."""
         if not self._closed:
             self._closed = f"was aborted here: {reason}"
-            self._engine.stop(reason)
+            for engine in self._engines():
+                engine.stop(reason)
 
     def close(self) -> None:
         """Give the group's memory back, but for 4 KiB; not a collective.
@@ -225,7 +245,8 @@ class Group(Reducing, Moving, Messaging):
         if not self._given_back:
             self._given_back = True
             self._closed = self._closed or "has been closed"
-            self._engine.close()
+            for engine in self._engines():
+                engine.close()
 
     def statistics(self) -> dict[str, int]:
         """Operations, bytes, nanoseconds spent in operations and waited in them so far."""
@@ -261,23 +282,30 @@ class Group(Reducing, Moving, Messaging):
     def _submit(self, order: Order) -> Any:
         self._check_open()
         call = self._call(order)
+        engine = self._engine if not self._by_device else self._engine_for(order)
         if order.async_op:
-            return self._engine.start(call).returns(order.returned, order.source)
-        self._engine.run(call)
+            return engine.start(call).returns(order.returned, order.source)
+        engine.run(call)
         self._deadline_s = DEADLINE_S
         return order.returned
 
     def _launch(self, orders: Sequence[Order]) -> list[Work]:
         self._check_open()
-        works = self._engine.launch([self._call(order) for order in orders])
-        return [
-            work.returns(order.returned, order.source)
-            for work, order in zip(works, orders, strict=True)
-        ]
+        works = []
+        for engine, run in groupby(orders, key=self._engine_for):
+            of_engine = list(run)
+            started = engine.launch([self._call(order) for order in of_engine])
+            works += [
+                work.returns(order.returned, order.source)
+                for work, order in zip(started, of_engine, strict=True)
+            ]
+        return works
 
     def _call(self, order: Order) -> Call:
         key = order.key
         text, digest = self._describer.describe(key)
+        if key.algorithm is not None:
+            self._check_algorithm(key.algorithm, self._engine_for(order))
         afters = order.afters
         return Call(
             key.kind,
@@ -302,13 +330,36 @@ class Group(Reducing, Moving, Messaging):
             order.source,
         )
 
-    def _device_types(self, x: torch.Tensor) -> frozenset[str]:  # noqa: ARG002 - one engine for all
-        return self._engine.device_types
+    def _check_algorithm(self, name: str, engine: Engine) -> None:
+        possible = engine.capabilities.algorithms
+        if name not in possible:
+            msg = (
+                f"expected an algorithm that this group's engine can use here ({', '.join(possible) or 'it chooses itself'}), "
+                f"found {name!r}: leave algorithm out, or see braid doctor for what the host does not permit"
+            )
+            raise ConfigError(msg)
 
-    def _subset(self, order: Sequence[int], tokens: Sequence[int]) -> Group:
+    def _device_types(self, x: torch.Tensor) -> frozenset[str]:
+        return self._by_device.get(x.device.type, self._engine).device_types
+
+    def _engine_for(self, order: Order) -> Engine:
+        kind = order.outs[0].device.type if order.outs else ""
+        return self._by_device.get(kind, self._engine)
+
+    def _engines(self) -> list[Engine]:
+        return list(dict.fromkeys([self._engine, *self._by_device.values()]))
+
+    def _subset(self, order: Sequence[int], tokens: Sequence[Sequence[int]]) -> Group:
+        """A group of some members, each of whom brought one token for each engine."""
         ranks = tuple(self.ranks[r] for r in order)
-        engine = self._engine.subset(order, tokens)
-        return Group(self.context, engine, ranks, self._names, epoch=self.epoch)
+        first, *others = (
+            engine.subset(order, [row[i] for row in tokens])
+            for i, engine in enumerate(self._engines())
+        )
+        group = Group(self.context, first, ranks, self._names, epoch=self.epoch)
+        for engine in others:
+            group.attach(engine)
+        return group
 
     def _check_open(self) -> None:
         if self._closed or self._engine.forked:

@@ -11,7 +11,7 @@ import torch
 from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce
 from braid.comm.channel import ABANDONED, Channel, Port
-from braid.comm.engine import Call, Statistics
+from braid.comm.engine import Call, Capabilities, Statistics
 from braid.comm.progress import Progress
 from braid.comm.selection import Costs, Selection, measure
 from braid.comm.work import Operation, Work
@@ -64,6 +64,12 @@ class MemoryEngine:
     def forked(self) -> bool:
         """Whether this is a child of the process that made it."""
         return self.transport.forked
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; algorithms that read private memory only where the host permits it."""
+        pulled = ("pulled",) if self.transport.may_pull else ()
+        return Capabilities(algorithms=("direct", "two_phase", "registered", "staged", *pulled))
 
     def tune(self, timeout_s: float) -> None:
         """Measure what the choice of algorithms depends on. All members call it; cost: some 10 ms, once a job."""
@@ -254,12 +260,6 @@ class MemoryEngine:
         if kind == "recv":
             return self._recv(call)
         algorithm = call.algorithm or self.selection.choose(kind, call.nbytes)
-        if algorithm == "pulled" and not self.transport.may_pull:
-            msg = (
-                "expected algorithm 'pulled' where the host lets ranks read each other's memory, found that it does not: "
-                "leave algorithm out, or see braid doctor"
-            )
-            raise ConfigError(msg)
         if kind == "all_reduce":
             forced = call.algorithm is not None
             x = call.outs[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from braid.comm.channel import ABANDONED, CLOSED, DISAGREED, Channel, Disagreement, Port
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
@@ -20,7 +20,7 @@ from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, S
 from braid.events import Recorder, Span
 from braid.transport import Steps, Wait, WaitAny
 
-__all__ = ["Operation", "Work"]
+__all__ = ["Operation", "Underway", "Work"]
 
 MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
 
@@ -248,6 +248,22 @@ class Operation:
             call()
 
 
+class Underway(Protocol):
+    """What a Work stands for: an `Operation`, or something like it in a foreign backend."""
+
+    text: str
+    done: bool
+    error: BaseException | None
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; whether it has ended."""
+        ...
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called when it ends."""
+        ...
+
+
 class Work:
     """A collective that has been started and may not have ended.
 
@@ -264,8 +280,8 @@ class Work:
 
     def __init__(
         self,
-        operation: Operation,
-        join: Callable[[Operation, float | None], None],
+        operation: Underway,
+        join: Callable[[Any, float | None], None],
         *,
         background: bool,
     ) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from braid.comm import Group
+from braid.comm.engine import Capabilities
 from braid.errors import CommError, ConfigError, MismatchError, StaleError
 
-__all__ = ["GROUP_CLAIMS", "MISMATCHES", "check_group", "check_mismatch"]
+__all__ = ["GROUP_CLAIMS", "MISMATCHES", "check_group", "check_mismatch", "needs", "possible"]
 
 Run = Callable[..., list[Any]]
+Claim = Callable[[Group], None]
+NEEDS: dict[str, str] = {}  # claim -> the capability without which an engine cannot keep it
 
 SIZES = (0, 1, 3, 1000, 9001, 70_001)  # below and above the staging chunk, not divisible
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -39,6 +42,25 @@ def check_group(run: Run, sizes: Sequence[int] = (1, 2, 3)) -> None:
         for kind in MISMATCHES:
             if size > 1:
                 run(size, check_mismatch, kind)
+
+
+def needs(capability: str) -> Callable[[Claim], Claim]:
+    """Mark a claim that only engines with `capability` (a field of `Capabilities`) can keep."""
+
+    def mark(claim: Claim) -> Claim:
+        NEEDS[claim.__name__] = capability
+        return claim
+
+    return mark
+
+
+def possible(claims: Sequence[Claim], capabilities: Capabilities) -> list[Claim]:
+    """Those of `claims` that an engine with `capabilities` has to keep."""
+    return [
+        claim
+        for claim in claims
+        if claim.__name__ not in NEEDS or getattr(capabilities, NEEDS[claim.__name__])
+    ]
 
 
 def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,6 +100,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert not differs.any(), f"{int(differs.sum())} bytes differ: {found} != {expected}"
 
 
+@needs("rank_order")
 def all_reduce_sums_in_rank_order(group: Group) -> None:
     """Every dtype, op and size equals the loop over ranks, bit by bit."""
     for numel in SIZES:
@@ -87,6 +110,7 @@ def all_reduce_sums_in_rank_order(group: Group) -> None:
                 same(group.all_reduce(inputs[group.rank].clone(), op), reduced(inputs, op))
 
 
+@needs("adopts")
 def algorithms_agree(group: Group) -> None:
     """Each algorithm gives the same bits, registered memory or not."""
     for numel in (5, 70_001, 300_001):
@@ -99,6 +123,7 @@ def algorithms_agree(group: Group) -> None:
             same(group.all_reduce(x, algorithm=algorithm), expected)
 
 
+@needs("adopts")
 def half_registered_is_fine(group: Group) -> None:
     """Only some ranks' tensors lie in shared memory."""
     numel = 50_000
@@ -124,6 +149,7 @@ def broadcast_copies_from_any_root(group: Group) -> None:
             same(group.broadcast(x, root), expected)
 
 
+@needs("rank_order")
 def slices_go_where_they_belong(group: Group) -> None:
     """all_gather, reduce_scatter and all_to_all, staged and registered, with and without `out`."""
     n, me = group.size, group.rank
@@ -143,6 +169,7 @@ def slices_go_where_they_belong(group: Group) -> None:
             same(group.all_to_all(x), torch.cat([i[own] for i in inputs]))
 
 
+@needs("rank_order")
 def results_may_overlap_inputs(group: Group) -> None:
     """`out` may be `x` or a part of it, staged and registered."""
     n, me = group.size, group.rank
@@ -183,6 +210,7 @@ def odd_tensors_are_ordinary(group: Group) -> None:
     same(group.all_gather(base.t()), torch.cat([base.t()] * n))
 
 
+@needs("requests_any_order")
 def requests_start_in_any_order(group: Group) -> None:
     """Persistent requests, started in another order on every rank, many times, with a scale."""
     n, me = group.size, group.rank
@@ -200,6 +228,7 @@ def requests_start_in_any_order(group: Group) -> None:
             same(x, torch.full_like(x, total * 0.5))
 
 
+@needs("rank_order")
 def averages_do_not_overflow_on_the_way(group: Group) -> None:
     """The sum of float16 numbers near the largest is infinite; their average is not."""
     for numel in (4, 40_000):
@@ -224,6 +253,7 @@ def scales_are_agreed_on(group: Group) -> None:
     group.barrier()
 
 
+@needs("requests_any_order")
 def a_started_request_is_busy(group: Group) -> None:
     """Starting it again before it has ended raises; afterwards it does not."""
     request = group.persistent("all_reduce", group.empty((8,)).fill_(1.0))
@@ -382,6 +412,7 @@ def aborted_groups_tell_the_others(group: Group) -> None:
     group.barrier()
 
 
+@needs("adopts")
 def registered_needs_registered_tensors(group: Group) -> None:
     """Asking for the algorithm by name with ordinary memory somewhere fails alike on every rank."""
     part = group.split(0)

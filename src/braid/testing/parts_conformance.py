@@ -14,7 +14,7 @@ import torch
 
 from braid.comm import Buffer, Group
 from braid.errors import ConfigError, MismatchError
-from braid.testing.group_conformance import of_rank, reduced, same
+from braid.testing.group_conformance import needs, of_rank, reduced, same
 
 __all__ = ["PARTS_CLAIMS"]
 
@@ -31,6 +31,12 @@ MOVED = (
 )
 
 
+def ways(group: Group) -> list[str | None]:
+    """The engine's own choice, and every algorithm that it has."""
+    return [None, *(way for way in WAYS if way in group.engine.capabilities.algorithms)]
+
+
+@needs("rank_order")
 def logic_and_bits_reduce(group: Group) -> None:
     """band, bor, bxor on integers; and, or, xor on bool; sums and means of complex numbers."""
     for op in ("band", "bor", "bxor"):
@@ -79,6 +85,7 @@ def every_dtype_moves(group: Group) -> None:
         same(group.broadcast(mine.clone(), last).view(torch.uint8), inputs[last].view(torch.uint8))
 
 
+@needs("rank_order")
 def results_may_go_elsewhere(group: Group) -> None:
     """`out` of an all-reduce leaves the input alone."""
     inputs = [of_rank(r, 70_001, torch.float32) for r in range(group.size)]
@@ -88,11 +95,12 @@ def results_may_go_elsewhere(group: Group) -> None:
     same(x, inputs[group.rank])
 
 
+@needs("rank_order")
 def reduce_ends_on_the_root(group: Group) -> None:
     """Every root, size and way; the others keep what they had."""
     for numel in (0, 1, 1000, LARGE):
         for root in range(group.size):
-            for way in (None, *WAYS):
+            for way in ways(group):
                 inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
                 x = inputs[group.rank].clone()
                 assert group.reduce(x, root, algorithm=way) is x
@@ -122,9 +130,9 @@ def scan_reduces_the_ranks_before(group: Group) -> None:
 def ragged_parts_are_gathered(group: Group) -> None:
     """all_gather, gather and scatter of parts of different sizes, among them empty ones, on every way."""
     n, me = group.size, group.rank
-    for widths in ([r for r in range(n)], [LARGE * (r % 2) + r for r in range(n)]):
+    for widths in (list(range(n)), [LARGE * (r % 2) + r for r in range(n)]):
         parts = [of_rank(r, width, torch.float32) for r, width in enumerate(widths)]
-        for way in (None, *WAYS):
+        for way in ways(group):
             outs = [torch.empty(width) for width in widths]
             group.all_gather(parts[me].clone(), out=outs, algorithm=way)
             for out, part in zip(outs, parts, strict=True):
@@ -156,6 +164,7 @@ def equal_parts_are_gathered(group: Group) -> None:
         same(got, torch.arange(n))
 
 
+@needs("rank_order")
 def uneven_slices_are_reduced(group: Group) -> None:
     """reduce_scatter of a list with one tensor per rank."""
     n, me = group.size, group.rank
@@ -163,7 +172,7 @@ def uneven_slices_are_reduced(group: Group) -> None:
         widths = [scale * (r % 2) + r for r in range(n)]
         parts = [[of_rank(r * n + s, widths[s], torch.float32) for s in range(n)] for r in range(n)]
         expected = reduced([parts[r][me] for r in range(n)], "sum")
-        for way in (None, *WAYS):
+        for way in ways(group):
             same(group.reduce_scatter(parts[me], algorithm=way), expected)
             whole = torch.cat(parts[me])
             views = list(whole.split(widths))  # type: ignore[no-untyped-call]
@@ -178,13 +187,14 @@ def uneven_slices_are_exchanged(group: Group) -> None:
             [of_rank(r * n + s, scale * ((r + s) % 2) + r, torch.float32) for s in range(n)]
             for r in range(n)
         ]
-        for way in (None, *WAYS):
+        for way in ways(group):
             outs = [torch.empty(parts[r][me].numel()) for r in range(n)]
             group.all_to_all(parts[me], out=outs, algorithm=way)
             for r, out in enumerate(outs):
                 same(out, parts[r][me])
 
 
+@needs("messages_checked")
 def sizes_that_disagree_are_named_everywhere(group: Group) -> None:
     """The same error on every rank, for a gather, a scatter and an all-to-all."""
     n, me = group.size, group.rank
@@ -222,16 +232,17 @@ def tags_tell_messages_apart(group: Group) -> None:
     for tag, numel in enumerate(sizes):
         for turn in range(2):
             x = of_rank(me + 10 * turn, numel, torch.float32)
-            works.append(group.send(x, after, tag=tag - 1, async_op=True))
+            works.append(group.send(x, after, tag=tag, async_op=True))
     for tag in (3, 1, 2, 0):
         for turn in range(2):
             x = torch.empty(sizes[tag])
-            group.recv(x, before, tag=tag - 1)
+            group.recv(x, before, tag=tag)
             same(x, of_rank(before + 10 * turn, sizes[tag], torch.float32))
     for work in works:
         work.wait()
 
 
+@needs("eager_messages")
 def whoever_sends_first_is_received(group: Group) -> None:
     """A receive from any source takes one message of each, and says whose it was."""
     n, me = group.size, group.rank
@@ -254,6 +265,7 @@ def whoever_sends_first_is_received(group: Group) -> None:
     group.barrier()
 
 
+@needs("messages_checked")
 def messages_must_fit(group: Group) -> None:
     """A message of another shape raises on the receiver, and on the sender when it next communicates."""
     part = group.split(0)
@@ -357,6 +369,7 @@ def arrays_and_raw_memory_are_welcome(group: Group) -> None:
     assert list(given) == [me + 1.0] * 4
 
 
+@needs("adopts")
 def adopted_tensors_need_no_copies(group: Group) -> None:
     """A tensor whose storage was moved is registered; its views follow."""
     base = of_rank(group.rank, 50_000, torch.float32)
@@ -370,6 +383,7 @@ def adopted_tensors_need_no_copies(group: Group) -> None:
     assert view.data_ptr() == base.data_ptr() + 400
 
 
+@needs("requests_any_order")
 def other_requests_persist(group: Group) -> None:
     """broadcast, all_gather, reduce_scatter and all_to_all, started in another order on every rank."""
     n, me = group.size, group.rank
