@@ -160,23 +160,25 @@ def run(
 
 def bench_comm(
     *,
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    n: Annotated[tuple[int, ...], tyro.conf.arg(name="num-ranks", aliases=["-n"])] = (2,),
     operations: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint=TOLD)
     ] = (),
     sizes_kib: tuple[int, ...] = (1, 16, 256, 1024, 4096, 16384),
     dtypes: tuple[str, ...] = ("float32",),
+    complete: bool = False,
     rounds: int = 5,
     out: str = "runs/bench-comm",
     no_plot: bool = False,
 ) -> int:
-    """Measure collectives against Gloo, in turns in one run: table, JSON, plot.
+    """Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot.
 
     Args:
-        n: Number of ranks.
+        n: Number of ranks; several are measured one after the other.
         operations: Which; all when empty.
         sizes_kib: KiB of the largest full buffer of a rank.
         dtypes: Such as float32 bfloat16 int64.
+        complete: 2 and 4 ranks, 1 KiB to 256 MiB, float32, bfloat16 and int64, whatever else is said; takes long.
         rounds: Alternating rounds for each row; the ratios shown are medians over them.
         out: Directory for comm.json and comm.png.
         no_plot: Do not draw comm.png, which needs matplotlib.
@@ -186,10 +188,12 @@ def bench_comm(
     from braid.bench import comm
 
     bench = comm.CommBench(
-        ranks=n,
+        ranks=comm.COMPLETE_RANKS if complete else n,
         operations=operations or comm.OPERATIONS,
-        sizes_bytes=tuple(size << 10 for size in sizes_kib),
-        dtypes=dtypes,
+        sizes_bytes=(
+            comm.COMPLETE_SIZES_BYTES if complete else tuple(size << 10 for size in sizes_kib)
+        ),
+        dtypes=comm.COMPLETE_DTYPES if complete else dtypes,
         rounds=rounds,
         out=Path(out),
     )

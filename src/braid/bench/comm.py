@@ -1,8 +1,8 @@
-"""`braid bench comm`: collectives against Gloo, as a table, as JSON and as a plot.
+"""`braid bench comm`: collectives against Gloo and MPI, as a table, as JSON and as a plot.
 
-What is compared: braid's `Group` called directly, on ordinary tensors and on registered ones (`Group.empty`), against Gloo
-through `torch.distributed`, in the same processes in one run (`comm_worker`). Bytes are those of the largest full
-buffer of a rank.
+What is compared, in the same processes in one run (`comm_worker`): braid's `Group` called directly, on ordinary tensors and
+on registered ones (`Group.empty`), and torch.distributed over braid, against torch.distributed over Gloo and, where
+mpi4py and mpiexec are installed, MPI (`candidates`). Bytes are those of the largest full buffer of a rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from braid._version import __version__
+from braid.bench.candidates import LIBRARIES
 from braid.bench.comm_worker import Plan, Row
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
@@ -38,7 +45,17 @@ OPERATIONS = (
     "barrier",
 )
 SIZES_BYTES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
+COMPLETE_SIZES_BYTES = (*SIZES_BYTES, 64 << 20, 256 << 20)
 DTYPES = ("float32",)
+COMPLETE_DTYPES = ("float32", "bfloat16", "int64")
+COMPLETE_RANKS = (2, 4)
+STYLES = {"gloo": "o--", "mpi": "x--", "torch": "v-", "braid": "s-", "registered": "^-"}
+HEADINGS = {
+    "braid": "Group",
+    "registered": "registered",
+    "torch": "torch",
+    "mpi": "MPI",
+}
 KNOWN_DTYPES = (
     "float64",
     "float32",
@@ -52,12 +69,22 @@ KNOWN_DTYPES = (
 
 
 class CommReport(msgspec.Struct, kw_only=True):
-    """Rows and where they were measured."""
+    """Rows and where they were measured.
+
+    Attributes:
+        braid: Version.
+        torch: Version.
+        machine: Cores and processor.
+        mpi: The MPI that was measured; empty if there was none.
+        explained: Which algorithms braid chose, by number of ranks, in words.
+        rows: Measurements.
+    """
 
     braid: str
     torch: str
     machine: str
-    ranks: int
+    mpi: str
+    explained: dict[str, str]
     rows: list[Row]
 
 
@@ -66,7 +93,7 @@ class CommBench:
     """What to measure.
 
     Attributes:
-        ranks: World size.
+        ranks: World sizes, measured one after the other.
         operations: Out of `OPERATIONS`.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         dtypes: torch's names.
@@ -75,7 +102,7 @@ class CommBench:
         out: Directory for `comm.json`, `comm.png` and the run's logs.
     """
 
-    ranks: int = 2
+    ranks: tuple[int, ...] = (2,)
     operations: tuple[str, ...] = OPERATIONS
     sizes_bytes: tuple[int, ...] = SIZES_BYTES
     dtypes: tuple[str, ...] = DTYPES
@@ -92,7 +119,8 @@ class CommBench:
         if unknown:
             msg = f"expected dtypes out of {', '.join(KNOWN_DTYPES)}, found {', '.join(unknown)}"
             raise ConfigError(msg)
-        least = [("the number of ranks", self.ranks, 2), ("the number of rounds", self.rounds, 1)]
+        least = [("the number of ranks", n, 2) for n in self.ranks]
+        least += [("the number of rounds", self.rounds, 1)]
         least += [("a size in bytes", size, 1) for size in self.sizes_bytes]
         problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
         if problems:
@@ -104,18 +132,26 @@ class _Bar(QuietConsole):
 
     def __init__(self, progress: Progress, total: int) -> None:
         super().__init__()
+        self.explained = ""
         self._progress = progress
         self._task = progress.add_task("measuring", total=total)
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
         super().line(rank, stream, text, end)
-        if rank == 0 and text.startswith(b"{"):
+        if rank == 0:
+            self.hear(text)
+
+    def hear(self, text: bytes) -> None:
+        """Take a line of rank 0."""
+        if text.startswith(b'{"explained"'):
+            self.explained = str(msgspec.json.decode(text)["explained"])
+        elif text.startswith(b"{"):
             row = msgspec.json.decode(text, type=Row)
             self._progress.update(self._task, advance=1, description=f"{row.operation} done")
 
 
 def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommReport:
-    """Measure in fresh processes.
+    """Measure in fresh processes: of mpiexec if MPI is to be measured, else of braid's launcher.
 
     Args:
         bench: What to measure.
@@ -125,21 +161,45 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
+    mpi = mpi_version()
+    explained, rows = {}, []
+    for ranks in bench.ranks:
+        words, measured = _run_ranks(bench, ranks, with_mpi=bool(mpi), console=console)
+        explained[str(ranks)] = words
+        rows += measured
+    report = CommReport(
+        braid=__version__,
+        torch=importlib.metadata.version("torch"),
+        machine=_machine(),
+        mpi=mpi,
+        explained=explained,
+        rows=rows,
+    )
+    (bench.out / "comm.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    return report
+
+
+def mpi_version() -> str:
+    """The MPI that can be measured; empty when mpi4py or mpiexec is missing."""
+    if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
+        return ""
+    done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()[0].strip() if done.stdout else ""
+
+
+def _run_ranks(
+    bench: CommBench, ranks: int, *, with_mpi: bool, console: RichConsole | None
+) -> tuple[str, list[Row]]:
     rows = bench.out / "rows.json"
+    libraries = LIBRARIES if with_mpi else tuple(name for name in LIBRARIES if name != "mpi")
     plan = Plan(
         operations=bench.operations,
+        libraries=libraries,
         sizes_bytes=bench.sizes_bytes,
         dtypes=bench.dtypes,
         rounds=bench.rounds,
         budget_s=bench.budget_s,
         out=str(rows.resolve()),
-    )
-    job = JobSpec(
-        command=("braid.bench.comm_worker", msgspec.json.encode(plan).decode()),
-        kind="module",
-        num_ranks=bench.ranks,
-        threads=1,
-        log_dir=str(bench.out / "run"),
     )
     total = len(bench.dtypes) * len(bench.sizes_bytes) * len(set(bench.operations) - {"barrier"})
     columns = (
@@ -152,39 +212,77 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
         *columns, console=console or RichConsole(stderr=True), transient=True
     ) as progress:
         bar = _Bar(progress, total + ("barrier" in bench.operations))
-        outcome = Supervisor(bar).run(job)
+        arguments = ("braid.bench.comm_worker", msgspec.json.encode(plan).decode())
+        if with_mpi:
+            _run_under_mpi(arguments, ranks, bar)
+        else:
+            _run_under_braid(arguments, ranks, bench.out / f"run-{ranks}", bar)
+    measured = msgspec.json.decode(rows.read_bytes(), type=list[Row])
+    rows.unlink()
+    return bar.explained, measured
+
+
+def _run_under_braid(arguments: tuple[str, ...], ranks: int, log_dir: Path, bar: _Bar) -> None:
+    job = JobSpec(
+        command=arguments,
+        kind="module",
+        num_ranks=ranks,
+        threads=1,
+        log_dir=str(log_dir),
+        hang_report_s=0.0,
+    )
+    outcome = Supervisor(bar).run(job)
     if not outcome.ok:
         raise ConfigError(str(outcome))
-    report = CommReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=_machine(),
-        ranks=bench.ranks,
-        rows=msgspec.json.decode(rows.read_bytes(), type=list[Row]),
-    )
-    (bench.out / "comm.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    rows.unlink()
-    return report
+
+
+def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    given = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    options = ["--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    command = ["mpiexec", *options, sys.executable, "-m", *arguments]
+    environment = {**os.environ, **given, **allowed}
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, env=environment
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                bar.hear(line.rstrip())
+        if process.returncode:
+            errors.seek(0)
+            msg = f"expected the ranks of mpiexec to end well, found exit code {process.returncode}:\n{errors.read()}"
+            raise ConfigError(msg)
 
 
 def table(report: CommReport) -> Table:
     """Times in microseconds and ratios, one row per operation, dtype and size."""
-    title = f"{report.ranks} ranks, {report.machine}, torch {report.torch}; median us, x = Gloo's time / ours"
+    libraries = [name for name in LIBRARIES[1:] if any(name in row.seconds for row in report.rows)]
+    title = (
+        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}\n"
+        "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, on tensors of Group.empty; "
+        "torch: torch.distributed over braid"
+    )
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     grid.add_column("operation", no_wrap=True)
+    grid.add_column("ranks", justify="right", no_wrap=True)
     grid.add_column("bytes", justify="right", no_wrap=True)
-    for name in ("gloo", "braid", "x", "registered", "x"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("gloo", justify="right", no_wrap=True)
+    for name in libraries:
+        grid.add_column(HEADINGS[name], justify="right", no_wrap=True)
+        grid.add_column("x", justify="right", no_wrap=True)
     one_dtype = len({row.dtype for row in report.rows if row.nbytes}) == 1
     for row in report.rows:
-        cells = [_size(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
-        for name in ("braid", "registered"):
-            if name in row.seconds:
-                cells += [f"{row.seconds[name] * 1e6:,.1f}", f"{row.ratio[name]:.1f}"]
-            else:
-                cells += ["", ""]
         plain = one_dtype or not row.nbytes
-        grid.add_row(row.operation if plain else f"{row.operation} {row.dtype}", *cells)
+        cells = [row.operation if plain else f"{row.operation} {row.dtype}", str(row.ranks)]
+        cells += [_size(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
+        for name in libraries:
+            known = name in row.seconds
+            cells.append(f"{row.seconds[name] * 1e6:,.1f}" if known else "")
+            cells.append(f"{row.ratio[name]:.1f}" if known else "")
+        grid.add_row(*cells)
     return grid
 
 
@@ -202,15 +300,25 @@ def plot(report: CommReport, path: Path) -> Path:
     figure = figure_type(figsize=(4.2 * min(3, len(names)), 3.4 * -(-len(names) // 3)))
     for index, name in enumerate(names):
         axes = figure.add_subplot(-(-len(names) // 3), min(3, len(names)), index + 1)
-        rows = [row for row in report.rows if row.operation == name]
-        for library, style in (("gloo", "o--"), ("braid", "s-"), ("registered", "^-")):
+        first = report.rows[0]
+        rows = [
+            row
+            for row in report.rows
+            if (row.operation, row.ranks, row.dtype) == (name, first.ranks, first.dtype)
+        ]
+        for library, style in STYLES.items():
             points = [(r.nbytes, r.seconds[library] * 1e6) for r in rows if library in r.seconds]
             if points:
-                axes.plot(*zip(*points, strict=True), style, label=library, markersize=4)
+                axes.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    label=HEADINGS.get(library, library),
+                    markersize=4,
+                )
         axes.set(title=name, xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds")
         axes.grid(visible=True, which="major", alpha=0.3)
         axes.legend(frameon=False)
-    figure.suptitle(f"{report.ranks} ranks, {report.machine}", fontsize=10)
+    figure.suptitle(f"{report.rows[0].ranks} ranks, {report.machine}", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     return path
@@ -219,7 +327,11 @@ def plot(report: CommReport, path: Path) -> Path:
 def print_report(report: CommReport, out: Path) -> None:
     """Show the table and say where the files are."""
     console = RichConsole()
+    if not console.is_terminal:
+        console = RichConsole(width=120)
     console.print(table(report))
+    for words in report.explained.values():
+        console.print(words, highlight=False)
     console.print(f"rows  {out / 'comm.json'}")
 
 
