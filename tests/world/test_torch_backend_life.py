@@ -1,0 +1,268 @@
+"""How process groups over braid begin, fail and end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_jobs import process_group, run
+
+from braid.comm import Group
+from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
+from braid.testing.pool import ProcessPool, RankDiedError
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+BRAID_RUN = [sys.executable, "-m", "braid", "run", "-n", "2"]
+
+# torch is the only import, so braid must have registered itself
+SCRIPT = """
+import sys
+import torch
+assert not any(name.split(".")[0] == "braid" for name in sys.modules), "braid was imported"
+import torch.distributed as dist
+dist.init_process_group({backend!r})
+x = torch.full((3,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+assert x.tolist() == [float(sum(range(1, dist.get_world_size() + 1)))] * 3, x
+work = dist.all_reduce(x, async_op=True)
+{end}
+"""
+
+
+def program(tmp_path: Path, *, backend: str = "braid", end: str = "work.wait()") -> str:
+    path = tmp_path / "program.py"
+    path.write_text(SCRIPT.format(backend=backend, end=end))
+    return str(path)
+
+
+def outcome(command: list[str], **environment: str) -> tuple[int, str]:
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    return ended.returncode, ended.stderr[-3000:] if ended.returncode else ""
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize("backend", ["braid", "cpu:braid,cuda:nccl"])
+@pytest.mark.parametrize("end", ["work.wait()", "dist.destroy_process_group()"])
+def test_importing_torch_is_enough(tmp_path: Path, backend: str, end: str) -> None:
+    command = [sys.executable, program(tmp_path, backend=backend, end=end)]
+    assert outcome(command, **ALONE) == (0, "")
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, BRAID_RUN], ids=["torchrun", "braid run"])
+def test_launchers_start_it(tmp_path: Path, launcher: list[str]) -> None:
+    end = "work.wait(); dist.destroy_process_group(); dist.init_process_group('braid'); dist.barrier()"
+    assert outcome([*launcher, program(tmp_path, end=end)]) == (0, "")
+
+
+def test_world_of_braid_init_is_shared(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+        import braid, torch, torch.distributed as dist
+        world = braid.init()
+        dist.init_process_group("braid")
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        world.all_reduce(x)
+        assert x.tolist() == [4.0] * 3, x
+        """)
+    )
+    assert outcome([*BRAID_RUN, str(path)]) == (0, "")
+
+
+def test_torch_spawns_it_over_tcp(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+        import socket, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+        def main(rank, port):
+            dist.init_process_group("braid", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+            x = torch.ones(3)
+            dist.all_reduce(x)
+            assert x.tolist() == [2.0] * 3, x
+            dist.destroy_process_group()
+
+        if __name__ == "__main__":
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = server.getsockname()[1]
+            mp.spawn(main, (port,), nprocs=2)
+        """)
+    )
+    assert outcome([sys.executable, str(path)]) == (0, "")
+
+
+def test_explicit_store_and_a_second_time(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    for _ in range(2):
+        dist.init_process_group("braid", store=store, rank=0, world_size=1)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        assert x.tolist() == [1.0, 1.0]
+
+
+def test_ended_group_is_refused(tmp_path: Path) -> None:
+    with process_group("braid", 0, 1, str(tmp_path / "store")):
+        group = dist.group.WORLD
+    with pytest.raises(StaleError, match="has been destroyed"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_many_groups_cost_neither_threads_nor_mappings(tmp_path: Path) -> None:
+    with process_group("braid", 0, 1, str(tmp_path / "store")):
+        before = threading.active_count(), _mappings()
+        groups = [dist.new_group([0]) for _ in range(200)]
+        x = torch.ones(2)
+        for group in groups:
+            dist.all_reduce(x, group=group)
+        assert (threading.active_count(), _mappings()) == before
+
+
+def _mappings() -> int:
+    return sum("braid" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _subgroups() -> Any:
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    alone = dist.new_group([2])
+    results = []
+    for group in (*pairs, alone):
+        x = torch.full((2,), float(rank + 1))
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(x, group=group)
+        results.append(x.tolist())
+    own, _ = dist.new_subgroups(1)
+    dist.destroy_process_group(own)
+    with_local = dist.new_group([0, 2], use_local_synchronization=True)
+    if rank != 1:
+        dist.barrier(with_local)
+    return results
+
+
+def test_groups_of_some_ranks_and_of_one(pool: ProcessPool, tmp_path: Path) -> None:
+    assert run(pool, tmp_path, 3, _subgroups) == [
+        [[3.0, 3.0], [1.0, 1.0], [1.0, 1.0]],
+        [[3.0, 3.0], [5.0, 5.0], [2.0, 2.0]],
+        [[3.0, 3.0], [5.0, 5.0], [3.0, 3.0]],
+    ]
+
+
+def _mismatch() -> str:
+    try:
+        dist.all_reduce(torch.ones(2 + dist.get_rank()))
+    except MismatchError as exc:
+        return str(exc)
+    return "nothing was raised"
+
+
+def test_mismatch_names_the_line_of_each_rank(pool: ProcessPool, tmp_path: Path) -> None:
+    tables = run(pool, tmp_path, 2, _mismatch)
+    assert tables[0] == tables[1]
+    assert "all_reduce(float32[2], sum)" in tables[0]
+    assert "all_reduce(float32[3], sum)" in tables[0]
+    assert tables[0].count("test_torch_backend_life.py") == 2
+
+
+def _mismatch_in_the_background() -> list[str]:
+    work = dist.all_reduce(torch.ones(2 + dist.get_rank()), async_op=True)
+    future = work.get_future()
+    seen = []
+    for act in (work.wait, future.wait):
+        try:
+            act()
+        except MismatchError as exc:
+            seen.append(type(exc).__name__)
+    return [*seen, type(work.exception()).__name__, str(work.is_success())]
+
+
+def test_works_and_futures_carry_the_error(pool: ProcessPool, tmp_path: Path) -> None:
+    expected = ["MismatchError", "MismatchError", "MismatchError", "False"]
+    assert run(pool, tmp_path, 2, _mismatch_in_the_background) == [expected] * 2
+
+
+def _alone_in_a_barrier() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    try:
+        dist.barrier(group)
+    except CommTimeout as exc:
+        dist.barrier()
+        return str(exc)
+    return "nothing was raised"
+
+
+def test_timeout_names_who_has_not_come(pool: ProcessPool, tmp_path: Path) -> None:
+    text, _ = run(pool, tmp_path, 2, _alone_in_a_barrier)
+    assert "within 0.2 s" in text
+    assert "rank 1" in text
+
+
+def _dies_in_backward(group: Group, path: str) -> str:
+    # the group of the pool and torch's are independent of each other
+    with process_group("braid", group.rank, group.size, path):
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        if group.rank == 1:
+            os._exit(3)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except CommError as exc:
+            return f"{type(exc).__name__} {getattr(exc, 'rank', '')}"
+    return "nothing was raised"
+
+
+def test_lost_rank_is_raised_out_of_backward(pool: ProcessPool, tmp_path: Path) -> None:
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(2, _dies_in_backward, str(tmp_path / "store"))
+    answers = caught.value.__dict__["answers"]
+    assert caught.value.codes == {1: 3}
+    assert answers[0].result == f"{PeerLostError.__name__} 1"
+
+
+def _in_a_forked_child() -> bytes:
+    read, write = os.pipe()
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        try:
+            dist.all_reduce(torch.ones(1))
+            os.write(write, b"nothing was raised")
+        except StaleError:
+            os.write(write, b"StaleError")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    answer = os.read(read, 100)
+    os.close(read)
+    os.close(write)
+    return answer
+
+
+def test_forked_child_may_not_use_the_group(pool: ProcessPool, tmp_path: Path) -> None:
+    assert run(pool, tmp_path, 2, _in_a_forked_child) == [b"StaleError"] * 2
