@@ -207,6 +207,39 @@ def bench_comm(
     return 0
 
 
+def bench_ddp(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    models: tuple[str, ...] = ("mlp", "gpt"),
+    batch_mlp: int = 64,
+    batch_gpt: int = 2,
+    rounds: int = 7,
+    steps: int = 5,
+    out: str = "runs/bench-ddp",
+) -> int:
+    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own, in turns in one run.
+
+    Args:
+        n: Number of ranks.
+        models: mlp and gpt, both of 25 million parameters.
+        batch_mlp: Samples of a rank in a step.
+        batch_gpt: Sequences of a rank in a step.
+        rounds: Alternating rounds; the ratios shown are medians over them.
+        steps: Steps of each wrapper in a round.
+        out: Directory for ddp.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import ddp
+
+    batch = {"mlp": batch_mlp, "gpt": batch_gpt}
+    bench = ddp.DdpBench(
+        ranks=n, models=models, batch=batch, rounds=rounds, steps=steps, out=Path(out)
+    )
+    ddp.print_ddp(ddp.run_ddp(bench), bench.out)
+    return 0
+
+
 def train(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
@@ -429,6 +462,7 @@ def doctor(
 COMMANDS: Mapping[str, Callable[..., int]] = {
     "run": run,
     "bench comm": bench_comm,
+    "bench ddp": bench_ddp,
     "train": train,
     "demo": demo,
     "report": report,

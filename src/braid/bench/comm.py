@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,6 +28,7 @@ from rich.table import Table
 from braid._version import __version__
 from braid.bench.candidates import LIBRARIES
 from braid.bench.comm_worker import Plan, Row
+from braid.bench.machine import machine
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
@@ -170,7 +169,7 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
     report = CommReport(
         braid=__version__,
         torch=importlib.metadata.version("torch"),
-        machine=_machine(),
+        machine=machine(),
         mpi=mpi,
         explained=explained,
         rows=rows,
@@ -333,15 +332,6 @@ def print_report(report: CommReport, out: Path) -> None:
     for words in report.explained.values():
         console.print(words, highlight=False)
     console.print(f"rows  {out / 'comm.json'}")
-
-
-def _machine() -> str:
-    model = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-            break
-    return f"{psutil.cpu_count()} cores {model}"
 
 
 def _size(nbytes: int) -> str:

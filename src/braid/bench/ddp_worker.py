@@ -1,0 +1,200 @@
+"""One rank of `braid bench ddp`: training steps of the same model by several wrappers, taken in turns.
+
+    alone        no communication: what the step would cost if it were free; both ranks compute at the same time
+    gloo         torch's DistributedDataParallel over Gloo, with gradient views
+    torch        the same over the backend "braid"
+    braid        braid's own DistributedDataParallel
+
+What a wrapper adds to `alone` is its exposed communication. Each has its own copy of the model, so that buckets, hooks and
+optimizer state stay its own; the ratio is taken within each round, and the median over rounds is what counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from braid.comm import Group
+from braid.context import init, shutdown
+from braid.data_parallel import DistributedDataParallel
+from braid.train.config import MODELS
+from braid.train.gpt import GPT
+
+__all__ = ["MODEL_NAMES", "VARIANTS", "Measured", "Plan", "main"]
+
+MODEL_NAMES = ("mlp", "gpt")
+VARIANTS = ("alone", "gloo", "torch", "braid")
+WIDTH, DEPTH = 2048, 6  # 25.2 million parameters
+CONTEXT = 64
+LEARNING_RATE = 1e-4
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        models: Out of `MODEL_NAMES`.
+        batch: Samples (mlp) or sequences (gpt) of a rank in a step, by model.
+        rounds: Alternating rounds.
+        steps: Steps of one wrapper in one round.
+        out: File for the figures, written by rank 0.
+    """
+
+    models: tuple[str, ...]
+    batch: dict[str, int]
+    rounds: int
+    steps: int
+    out: str
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One model.
+
+    Attributes:
+        model: Name.
+        num_params: Parameters.
+        batch: Of a rank.
+        ranks: World size.
+        step_s: Median seconds of a step, by variant; of the slowest rank.
+        speedup: Gloo's step over the variant's, median of the rounds.
+        gone: Share of Gloo's exposed communication that the variant does not have, median of the rounds.
+        exposed: Share of Gloo's step that is exposed communication, median of the rounds.
+        spread: Lowest and highest speed-up of the rounds.
+    """
+
+    model: str
+    num_params: int
+    batch: int
+    ranks: int
+    step_s: dict[str, float]
+    speedup: dict[str, float]
+    gone: dict[str, float]
+    exposed: float
+    spread: dict[str, tuple[float, float]]
+
+
+class _Step:
+    """Training steps of one wrapped copy of a model."""
+
+    def __init__(self, model: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self._model = model
+        self._x, self._y = inputs
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def __call__(self) -> None:
+        loss = self._loss()
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def _loss(self) -> torch.Tensor:
+        found = self._model(self._x)
+        if found.dim() == 3:  # logits of every position
+            return nn.functional.cross_entropy(found.flatten(0, 1), self._y.flatten())
+        return nn.functional.mse_loss(found, self._y)
+
+
+def main(plan: Plan) -> None:
+    """Measure everything; rank 0 prints a line per model and writes the file."""
+    torch.set_num_threads(1)
+    group = init()
+    dist.init_process_group("gloo")
+    over_braid = dist.new_group(backend="braid")
+    measured = []
+    for name in plan.models:
+        found = _measure(group, over_braid, name, plan)
+        measured.append(found)
+        if group.rank == 0:
+            print(json.dumps(msgspec.to_builtins(found)), flush=True)
+    if group.rank == 0:
+        Path(plan.out).write_bytes(msgspec.json.format(msgspec.json.encode(measured)))
+    dist.destroy_process_group()
+    shutdown()
+
+
+def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan: Plan) -> Measured:
+    batch = plan.batch[name]
+    base, inputs = _model(name), _inputs(name, batch, seed=group.rank)
+    models: dict[str, nn.Module] = {
+        "alone": copy.deepcopy(base),
+        "gloo": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
+        "torch": TorchDDP(
+            copy.deepcopy(base), process_group=over_braid, gradient_as_bucket_view=True
+        ),
+        "braid": DistributedDataParallel(base, process_group=group),
+    }
+    steps = {variant: _Step(models[variant], inputs) for variant in VARIANTS}
+    for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
+        for _ in range(4):
+            step()
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for _ in range(plan.rounds):
+        for variant, step in steps.items():
+            times[variant].append(_seconds(group, step, plan.steps))
+    exposed = [g - a for g, a in zip(times["gloo"], times["alone"], strict=True)]
+    gone, speedup = {}, {}
+    for variant in VARIANTS[2:]:
+        rounds = list(zip(times[variant], times["gloo"], exposed, strict=True))
+        speedup[variant] = [g / t for t, g, _ in rounds]
+        gone[variant] = statistics.median((g - t) / max(e, 1e-9) for t, g, e in rounds)
+    return Measured(
+        model=name,
+        num_params=sum(p.numel() for p in base.parameters()),
+        batch=batch,
+        ranks=group.size,
+        step_s={variant: statistics.median(t) for variant, t in times.items()},
+        speedup={variant: statistics.median(r) for variant, r in speedup.items()},
+        gone=gone,
+        exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
+        spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
+    )
+
+
+def _seconds(group: Group, step: _Step, count: int) -> float:
+    """Median seconds of a step, of the rank that took longest."""
+    times = []
+    group.barrier()
+    for _ in range(count):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    found = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    return float(group.all_reduce(found, "max"))
+
+
+def _model(name: str) -> nn.Module:
+    if name == "gpt":
+        return GPT(MODELS["medium"], CONTEXT)
+    generator = torch.Generator().manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(DEPTH):
+        layer = nn.Linear(WIDTH, WIDTH)
+        with torch.no_grad():
+            layer.weight.normal_(0.0, WIDTH**-0.5, generator=generator)
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _inputs(name: str, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    if name == "gpt":
+        tokens = torch.randint(0, 256, (batch, CONTEXT + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    x = torch.randn(batch, WIDTH, generator=generator)
+    return x, torch.randn(batch, WIDTH, generator=generator)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(msgspec.json.decode(sys.argv[1], type=Plan))

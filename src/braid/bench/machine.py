@@ -1,0 +1,21 @@
+"""Where figures were measured, in a few words."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import psutil
+
+__all__ = ["machine"]
+
+
+def machine() -> str:
+    """Cores and model of the processor."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{psutil.cpu_count()} cores {model}"

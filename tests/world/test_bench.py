@@ -1,0 +1,85 @@
+"""The benchmarks measure what they say, on rows small enough for a test; no figure is held against a limit here."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import pytest
+from rich.console import Console
+
+from braid.bench import comm, ddp
+from braid.errors import ConfigError
+
+HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
+
+
+@pytest.fixture
+def quiet():
+    return Console(quiet=True)
+
+
+@pytest.mark.procs
+def test_every_operation_is_measured_by_every_library(tmp_path, quiet, monkeypatch):
+    monkeypatch.setattr(comm, "mpi_version", lambda: "")
+    bench = comm.CommBench(
+        sizes_bytes=(1 << 10,), dtypes=("float32",), rounds=1, budget_s=0.001, out=tmp_path
+    )
+    report = comm.run_comm(bench, console=quiet)
+    assert [row.operation for row in report.rows] == list(comm.OPERATIONS)
+    for row in report.rows:
+        registered = set() if row.operation in {"send_recv", "barrier"} else {"registered"}
+        assert set(row.seconds) == {"gloo", "braid", "torch"} | registered
+        assert set(row.ratio) == set(row.seconds) - {"gloo"}
+        assert min(row.seconds.values()) > 0
+    assert "all_reduce" in report.explained["2"]
+    assert comm.table(report).row_count == len(report.rows)
+    assert (tmp_path / "comm.json").exists()
+
+
+@pytest.mark.procs
+@pytest.mark.skipif(not HAS_MPI, reason="mpi4py or mpiexec is not installed")
+def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
+    bench = comm.CommBench(
+        operations=("all_reduce",),
+        sizes_bytes=(1 << 10,),
+        dtypes=("float32", "bfloat16"),
+        rounds=1,
+        budget_s=0.001,
+        out=tmp_path,
+    )
+    report = comm.run_comm(bench, console=quiet)
+    with_mpi = {row.dtype: "mpi" in row.seconds for row in report.rows}
+    assert with_mpi == {"float32": True, "bfloat16": False}  # MPI has no such type
+    assert set(report.rows[0].over_mpi) == {"gloo", "braid", "registered", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"operations": ("all_reduced",)}, "all_reduced"),
+        ({"dtypes": ("float33",)}, "float33"),
+        ({"ranks": (2, 1)}, "number of ranks is 1"),
+        ({"sizes_bytes": (0,)}, "size in bytes is 0"),
+    ],
+)
+def test_benches_that_make_no_sense_are_refused(wrong, word):
+    with pytest.raises(ConfigError, match=word):
+        comm.CommBench(**wrong)
+
+
+@pytest.mark.procs
+@pytest.mark.proof
+def test_every_wrapper_trains(tmp_path, quiet):
+    bench = ddp.DdpBench(batch={"mlp": 1, "gpt": 1}, rounds=1, steps=1, out=tmp_path)
+    report = ddp.run_ddp(bench, console=quiet)
+    assert [found.model for found in report.models] == ["mlp", "gpt"]
+    for found in report.models:
+        assert set(found.step_s) == {"alone", "gloo", "torch", "braid"}
+        assert 25e6 < found.num_params < 26e6
+    assert ddp.ddp_table(report).row_count == 8
+
+
+def test_unknown_models_are_refused():
+    with pytest.raises(ConfigError, match="resnet"):
+        ddp.DdpBench(models=("resnet",))
