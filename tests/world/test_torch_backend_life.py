@@ -146,6 +146,9 @@ def _mappings() -> int:
 
 def _subgroups() -> Any:
     rank = dist.get_rank()
+    with_local = dist.new_group([0, 2], use_local_synchronization=True)
+    if rank != 1:
+        dist.barrier(with_local)
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     alone = dist.new_group([2])
     results = []
@@ -156,9 +159,6 @@ def _subgroups() -> Any:
         results.append(x.tolist())
     own, _ = dist.new_subgroups(1)
     dist.destroy_process_group(own)
-    with_local = dist.new_group([0, 2], use_local_synchronization=True)
-    if rank != 1:
-        dist.barrier(with_local)
     return results
 
 

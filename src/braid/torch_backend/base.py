@@ -64,7 +64,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     ) -> None:
         super().__init__(group.rank, group.size)
         self._group: Any = group  # its overloads want literals; here async_op is a variable
-        self._advance: Callable[[], object] = self._group.engine.progress.advance_started
+        engine: Any = group.engine  # of the kind that shares memory, which has a progress
+        self._advance: Callable[[], object] = engine.progress.advance_started
         self._home = home
         self._buckets = Buckets(group)
         self._foreign = foreign
