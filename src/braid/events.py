@@ -47,7 +47,15 @@ MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - a string is what frames carry
 _INNER_ROOMS = tuple(
     os.path.join(_PACKAGE, room) + os.sep  # noqa: PTH118 - likewise
-    for room in ("transport", "comm", "params", "data_parallel", "checkpoint", "torch_backend")
+    for room in (
+        "transport",
+        "comm",
+        "autograd",
+        "params",
+        "data_parallel",
+        "checkpoint",
+        "torch_backend",
+    )
 )
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
 

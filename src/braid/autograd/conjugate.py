@@ -1,0 +1,113 @@
+"""Pairs for tensors that are replicated: one forward is the other's backward.
+
+Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum. Of a replicated tensor
+every rank has the same value and, if every rank computes the same loss, the same gradient: it is not summed over ranks,
+as in the rest of this room, since all ranks compute one loss, not n. Which of the two a tensor is, its use decides:
+
+    identity_forward_all_reduce_backward     replicated -> input of different work on each rank     Megatron's f
+    all_reduce_forward_identity_backward     terms of a sum -> replicated                           Megatron's g
+    split_forward_all_gather_backward        replicated -> parts
+    all_gather_forward_split_backward        parts -> replicated
+
+A layer made of such pairs and local work gives every rank the gradients of the single-process layer, without scaling.
+
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
+section 3, figure 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.autograd.linear_map import collective
+from braid.comm import Group
+from braid.errors import ConfigError
+
+__all__ = [
+    "all_gather_forward_split_backward",
+    "all_reduce_forward_identity_backward",
+    "identity_forward_all_reduce_backward",
+    "split_forward_all_gather_backward",
+]
+
+
+def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """Megatron's f: hand a replicated `x` to work that differs between ranks.
+
+    Backward: all_reduce(sum): each rank found the gradient of its own use, the sum is that of `x`.
+
+    Cost: nothing forward, 2 (n-1)/n l bytes backward.
+    """
+    return collective(
+        lambda t: t.detach(), lambda g: all_reduce_forward_identity_backward(group, g), x
+    )
+
+
+def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """Megatron's g: sum the ranks' terms to a replicated tensor.
+
+    Backward: identity: every rank has the gradient of the one result already, which is that of each term.
+
+    Cost: 2 (n-1)/n l bytes forward, nothing backward.
+    """
+    return collective(
+        lambda t: group.all_reduce(t, out=torch.empty_like(t)),
+        lambda g: identity_forward_all_reduce_backward(group, g),
+        x,
+    )
+
+
+def split_forward_all_gather_backward(
+    group: Group, x: torch.Tensor, *, dim: int = 0
+) -> torch.Tensor:
+    """This rank's part of a replicated `x`, as a copy: `x` itself may be freed.
+
+    Args:
+        group: Ranks that take part.
+        x: The same on all ranks.
+        dim: What is divided; a multiple of n.
+
+    Backward: all_gather: the gradient of `x` is put together from those of the parts.
+
+    Cost: nothing forward, (n-1)/n l bytes backward.
+
+    Raises:
+        ConfigError: `dim` cannot be divided.
+    """
+    if dim:
+        return split_forward_all_gather_backward(group, x.movedim(dim, 0)).movedim(0, dim)
+    if x.dim() == 0 or x.shape[0] % group.size:
+        found = "a zero-dim tensor" if x.dim() == 0 else str(x.shape[0])
+        msg = (
+            f"expected the dim to split to be a multiple of the group's size {group.size}, found {found} (shape "
+            f"{list(x.shape)}): pad it"
+        )
+        raise ConfigError(msg)
+    return collective(
+        lambda t: t.tensor_split(group.size)[group.rank].clone(),
+        lambda g: all_gather_forward_split_backward(group, g),
+        x,
+    )
+
+
+def all_gather_forward_split_backward(
+    group: Group, x: torch.Tensor, *, dim: int = 0
+) -> torch.Tensor:
+    """All ranks' parts, as a replicated tensor.
+
+    Args:
+        group: Ranks that take part.
+        x: This rank's part, of the same shape on all; at least one dim.
+        dim: Along which the parts lie.
+
+    Backward: this rank's part of the gradient, which all ranks have alike.
+
+    Cost: (n-1)/n l bytes forward, nothing backward.
+    """
+    if dim:
+        return all_gather_forward_split_backward(group, x.movedim(dim, 0)).movedim(0, dim)
+    return collective(
+        group.all_gather,
+        lambda g: split_forward_all_gather_backward(group, g),
+        x,
+    )

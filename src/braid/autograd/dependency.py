@@ -1,0 +1,54 @@
+"""Order without data: have one backward run after another.
+
+Autograd runs whatever is ready, so work that must keep an order (the microbatches of a stage, a send before a receive)
+needs an edge between things that exchange no numbers. `fork` gives a tensor and a phony that hangs on it; `join` ties a
+phony to another tensor. What was joined runs backward before what was forked:
+
+    x, edge = fork(x)               x ──fork────────── ...
+    y = join(y, edge)                     ╲ edge
+                                    y ─────join─────── ...       backward: join, then fork
+
+They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors that require no grad are
+welcome: without a graph there is nothing to order.
+
+Source: Kim et al., torchgpipe (2020), section 3.2, figure 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.autograd.linear_map import linear_map
+from braid.autograd.phony import phony
+
+__all__ = ["depend", "fork", "join"]
+
+
+def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x`, and a phony whose backward must have run before that of the returned `x`."""
+    nothing = phony(x.device, False)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x, nothing
+    y, edge = linear_map(lambda t: (t.detach(), nothing.detach()), lambda g, _: (g,), x)
+    return y, edge
+
+
+def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+    """`x`, whose backward runs before that of what `edge` was forked from.
+
+    Where `edge` belongs to a graph the result requires grad, even if `x` does not.
+
+    Args:
+        x: Handed on.
+        edge: A phony from `fork`, or what `send` returned.
+    """
+    if not (torch.is_grad_enabled() and (x.requires_grad or edge.requires_grad)):
+        return x
+    (y,) = linear_map(lambda t, _: (t.detach(),), lambda g: (g, None), x, edge)
+    return y
+
+
+def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, such that backward of `second` runs before that of `first`, as if `second` had been computed from it."""
+    first, edge = fork(first)
+    return first, join(second, edge)

@@ -1,0 +1,101 @@
+"""send, recv and exchange with gradients: the gradient goes back along the message.
+
+A sender gets a token without elements. It stands for the message in the sender's graph: `join` it to something that
+backward is called on (`loss = join(loss, token)`), or the receiver waits for a backward that never comes.
+
+l = bytes of the tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.autograd.dependency import join
+from braid.autograd.linear_map import collective
+from braid.comm import Group
+
+__all__ = ["exchange", "recv", "send"]
+
+
+def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tensor:
+    """Send `x` to the rank `to`.
+
+    Args:
+        group: Ranks that the message travels among.
+        x: What is sent.
+        to: Group rank.
+        tag: Which message of the pair; backward uses the same.
+
+    Returns:
+        A token, shape (0,), to be joined to what backward is called on.
+
+    Backward: recv(to): the gradient that the receiver found. Messages of up to 256 KiB return at once; two ranks that send
+    each other more at the same time need `exchange`.
+
+    Cost: l bytes sent forward, l received backward.
+    """
+    shape = tuple(x.shape)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        group.send(t, to, tag=tag)
+        return t.new_empty(0)
+
+    def dual(g: torch.Tensor) -> torch.Tensor:
+        like = g.sum().expand(
+            shape
+        )  # 0, and on the graph of the token: a second backward gets here
+        return recv(group, like, to, tag=tag)
+
+    return collective(run, dual, x)
+
+
+def recv(group: Group, like: torch.Tensor, source: int, *, tag: int = 0) -> torch.Tensor:
+    """What the rank `source` sends.
+
+    Args:
+        group: Ranks that the message travels among.
+        like: Gives shape, dtype and device; its gradient is zero.
+        source: Group rank.
+        tag: Which message of the pair.
+
+    Backward: send(source): the gradient goes to the sender.
+
+    Cost: l bytes received forward, l sent backward.
+    """
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return group.recv(torch.empty_like(t), source, tag=tag)
+
+    def dual(g: torch.Tensor) -> torch.Tensor:
+        token = send(group, g, source, tag=tag)
+        return join(g.new_zeros(()).expand(g.shape), token)
+
+    return collective(run, dual, like)
+
+
+def exchange(group: Group, x: torch.Tensor, *, to: int, source: int, tag: int = 0) -> torch.Tensor:
+    """Send `x` to one rank while receiving as much from another, such as one step around a ring.
+
+    Args:
+        group: Ranks that take part.
+        x: The same shape on sender and receiver.
+        to: Group rank.
+        source: Group rank; itself only together with `to`, for rings of one.
+        tag: Which message of the pair.
+
+    Backward: exchange in the other direction.
+
+    Cost: l bytes each way, forward and backward.
+    """
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        if to == source == group.rank:
+            return t.clone()
+        received = torch.empty_like(t)
+        with group.coalesce() as batch:
+            batch.send(t, to, tag=tag)
+            batch.recv(received, source, tag=tag)
+        batch.work.wait()
+        return received
+
+    return collective(run, lambda g: exchange(group, g, to=source, source=to, tag=tag), x)

@@ -1,0 +1,178 @@
+"""all_gather, reduce_scatter and all_to_all with gradients: what every rank holds a part of.
+
+Parts are slices of one dim. They are equal unless `sizes` gives the length of each rank's. Equal parts of dim 0 are moved
+without a copy; other dims are brought to the front and back by torch.
+
+n = size of the group, l = bytes of the whole tensor; bytes are those that a rank receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.autograd.linear_map import collective
+from braid.comm import Group
+from braid.errors import ConfigError
+
+__all__ = ["all_gather", "all_to_all", "check_sizes", "reduce_scatter"]
+
+
+def all_gather(
+    group: Group, x: torch.Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The tensors of all ranks, one after the other.
+
+    Args:
+        group: Ranks that take part.
+        x: This rank's part; zero-dim ones count as (1,).
+        dim: Along which the parts lie.
+        sizes: Length of each rank's part in `dim`; None if they are equal.
+
+    Shape:
+        x: (..., d, ...) -> (..., n d, ...), or the sum of `sizes`.
+
+    Backward: reduce_scatter(sum): the gradients that the ranks found for this rank's part, summed. If all compute the same
+    loss from the result, take `all_gather_forward_split_backward` instead, or divide the loss by n.
+
+    Cost: (n-1)/n l bytes forward and backward.
+    """
+    if dim:
+        return all_gather(group, x.movedim(dim, 0), sizes=sizes).movedim(0, dim)
+    if sizes is None:
+        shape = tuple(x.shape)
+        return collective(
+            group.all_gather,
+            lambda g: reduce_scatter(group, g).reshape(shape),
+            x,
+        )
+    rows = check_sizes(group, sizes, x.shape[0], "all_gather")
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        whole = t.new_empty((sum(rows), *t.shape[1:]))
+        group.all_gather(t, out=list(whole.split_with_sizes(rows)))
+        return whole
+
+    return collective(run, lambda g: reduce_scatter(group, g, sizes=rows), x)
+
+
+def reduce_scatter(
+    group: Group,
+    x: torch.Tensor,
+    op: str = "sum",
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """This rank's part of the sum of all ranks' `x`.
+
+    Args:
+        group: Ranks that take part.
+        x: The same shape on all ranks.
+        op: sum or avg.
+        dim: Along which the parts lie.
+        sizes: Length of each rank's part in `dim`; None if they are equal.
+
+    Shape:
+        x: (..., n d, ...) -> (..., d, ...), or `sizes[rank]`.
+
+    Backward: all_gather (divided by n for avg): each part's gradient comes from the rank that got the part.
+
+    Cost: (n-1)/n l bytes forward and backward.
+
+    Raises:
+        ConfigError: Another op, or a dim that cannot be divided.
+    """
+    if op not in ("sum", "avg"):
+        msg = (
+            f"expected op sum or avg for a differentiable reduce_scatter, found {op!r}: take this rank's part of "
+            f"all_reduce(group, x, {op!r}), which knows which rank the gradient belongs to"
+        )
+        raise ConfigError(msg)
+    if dim:
+        return reduce_scatter(group, x.movedim(dim, 0), op, sizes=sizes).movedim(0, dim)
+    rows = None if sizes is None else check_sizes(group, sizes, None, "reduce_scatter")
+    if rows is not None and sum(rows) != x.shape[0]:
+        msg = f"expected dim {dim} of x to be {sum(rows)}, the sum of sizes {rows}, found {x.shape[0]}"
+        raise ConfigError(msg)
+    scale = 1 if op == "sum" else group.size
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return group.reduce_scatter(t if rows is None else list(t.split_with_sizes(rows)), op)
+
+    def dual(g: torch.Tensor) -> torch.Tensor:
+        whole = all_gather(group, g, sizes=rows)
+        return whole if scale == 1 else whole / scale
+
+    return collective(run, dual, x)
+
+
+def all_to_all(
+    group: Group,
+    x: torch.Tensor,
+    *,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Part r of dim 0 goes to rank r; what the ranks sent here, in their order.
+
+    Args:
+        group: Ranks that take part.
+        x: Parts for all ranks, one after the other.
+        send_sizes: Length of the part for each rank; None, as `receive_sizes`, if all parts of all ranks are equal.
+        receive_sizes: Length of the part from each rank.
+
+    Shape:
+        x: (n d, ...) -> (n d, ...), or (sum of send_sizes, ...) -> (sum of receive_sizes, ...).
+
+    Backward: all_to_all with the sizes exchanged: every gradient goes back to where the number came from.
+
+    Cost: (n-1)/n l bytes forward and backward.
+
+    Raises:
+        ConfigError: Only one of the sizes, or sizes that do not fit.
+    """
+    if send_sizes is None and receive_sizes is None:
+        return collective(group.all_to_all, lambda g: all_to_all(group, g), x)
+    if send_sizes is None or receive_sizes is None:
+        found = "receive_sizes" if send_sizes is None else "send_sizes"
+        msg = f"expected both send_sizes and receive_sizes or none, found only {found}"
+        raise ConfigError(msg)
+    to = check_sizes(group, send_sizes, None, "all_to_all send")
+    source = check_sizes(group, receive_sizes, None, "all_to_all receive")
+    if sum(to) != x.shape[0]:
+        msg = f"expected dim 0 of x to be {sum(to)}, the sum of send_sizes {to}, found {x.shape[0]}"
+        raise ConfigError(msg)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        whole = t.new_empty((sum(source), *t.shape[1:]))
+        group.all_to_all(list(t.split_with_sizes(to)), out=list(whole.split_with_sizes(source)))
+        return whole
+
+    return collective(run, lambda g: all_to_all(group, g, send_sizes=source, receive_sizes=to), x)
+
+
+def check_sizes(group: Group, sizes: Sequence[int], own: int | None, what: str) -> list[int]:
+    """The sizes as a list.
+
+    Args:
+        group: Ranks that take part.
+        sizes: One per rank.
+        own: Length of this rank's part, if it is known.
+        what: For the message.
+
+    Raises:
+        ConfigError: Not one per rank, a negative one, or another than this rank's part has.
+    """
+    rows = [int(size) for size in sizes]
+    if len(rows) != group.size or min(rows) < 0:
+        msg = f"expected {group.size} {what} sizes of at least 0, one for every rank, found {rows}"
+        raise ConfigError(msg)
+    if own is not None and rows[group.rank] != own:
+        msg = (
+            f"expected this rank's part to be {rows[group.rank]} long, as {what} sizes {rows} say for group rank "
+            f"{group.rank}, found {own}"
+        )
+        raise ConfigError(msg)
+    return rows

@@ -1,0 +1,171 @@
+"""broadcast, reduce, gather and scatter with gradients: what one rank has and the others get, or the other way round.
+
+Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold the rank's place in the
+graph: whoever calls backward on the root's result must call it on theirs, too (`loss + y.sum()` adds nothing, or `join`).
+
+n = size of the group, l = bytes of the whole tensor; bytes are those that the busiest rank receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.autograd.linear_map import collective
+from braid.autograd.parts import check_sizes
+from braid.comm import Group
+from braid.errors import ConfigError
+
+__all__ = ["broadcast", "gather", "reduce", "scatter"]
+
+
+def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """`x` of the rank `root`, on every rank.
+
+    Args:
+        group: Ranks that take part.
+        x: The same shape on all; its values count on the root only.
+        root: Group rank.
+
+    Backward: reduce(root, sum): the root gets the sum of all ranks' gradients, the others zeros.
+
+    Cost: l bytes forward, (n-1) l on the root backward (see `Group.reduce`).
+    """
+    is_root = group.rank == root
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        return group.broadcast(t.detach().clone() if is_root else torch.empty_like(t), root)
+
+    return collective(run, lambda g: reduce(group, g, root), x)
+
+
+def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
+    """The sum of all ranks' `x` on the rank `root`; zeros elsewhere (one element, expanded).
+
+    Args:
+        group: Ranks that take part.
+        x: The same shape on all.
+        root: Group rank.
+        op: sum or avg.
+
+    Backward: broadcast(root) (divided by n for avg): every rank gets the root's gradient.
+
+    Cost: (n-1) l bytes on the root forward, l backward.
+
+    Raises:
+        ConfigError: Another op.
+    """
+    if op not in ("sum", "avg"):
+        msg = (
+            f"expected op sum or avg for a differentiable reduce, found {op!r}: use all_reduce(group, x, {op!r}), "
+            "which knows which rank the gradient belongs to"
+        )
+        raise ConfigError(msg)
+    scale = 1 if op == "sum" else group.size
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        if group.rank == root:
+            return group.reduce(t, root, op, out=torch.empty_like(t))
+        group.reduce(t, root, op)
+        return t.new_zeros(()).expand(t.shape)
+
+    def dual(g: torch.Tensor) -> torch.Tensor:
+        whole = broadcast(group, g, root)
+        return whole if scale == 1 else whole / scale
+
+    return collective(run, dual, x)
+
+
+def gather(
+    group: Group, x: torch.Tensor, root: int = 0, *, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The tensors of all ranks along dim 0, on the rank `root`; a tensor of shape (0, ...) elsewhere.
+
+    Args:
+        group: Ranks that take part.
+        x: This rank's part; zero-dim ones count as (1,).
+        root: Group rank.
+        sizes: Length of each rank's part in dim 0; None if they are equal.
+
+    Shape:
+        x: (d, ...) -> (n d, ...) on the root.
+
+    Backward: scatter(root): every rank gets its part of the root's gradient.
+
+    Cost: l bytes on the root forward, l / n backward.
+    """
+    rows = None if sizes is None else check_sizes(group, sizes, x.shape[0], "gather")
+    shape = tuple(x.shape)
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        rest = t.shape[1:]
+        if group.rank != root:
+            group.gather(t, root)
+            return t.new_empty((0, *rest))
+        if rows is None:
+            return group.gather(t, root)  # type: ignore[no-any-return]
+        whole = t.new_empty((sum(rows), *rest))
+        group.gather(t, root, out=list(whole.split_with_sizes(rows)))
+        return whole
+
+    def dual(g: torch.Tensor) -> torch.Tensor:
+        return scatter(group, g, root, like=g.new_empty(()).expand(shape), sizes=rows)
+
+    return collective(run, dual, x)
+
+
+def scatter(
+    group: Group,
+    x: torch.Tensor | None = None,
+    root: int = 0,
+    *,
+    like: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """This rank's part of what the rank `root` has.
+
+    Args:
+        group: Ranks that take part.
+        x: On the root: the parts along dim 0. Elsewhere None, or a tensor without elements, such as `gather` returns,
+            which passes the graph on.
+        root: Group rank.
+        like: Gives shape, dtype and device of this rank's part.
+        sizes: Length of each rank's part in dim 0, on the root; None if they are equal.
+
+    Shape:
+        x: (n d, ...) -> (d, ...).
+
+    Backward: gather(root): the root gets the gradients of all parts.
+
+    Cost: l / n bytes forward, l on the root backward.
+
+    Raises:
+        ConfigError: No tensor on the root, or elements elsewhere.
+    """
+    shape, dtype, device = tuple(like.shape), like.dtype, like.device
+    is_root = group.rank == root
+    rows = None if sizes is None else check_sizes(group, sizes, like.shape[0], "scatter")
+    if x is None and is_root:
+        msg = f"expected the parts to scatter on the root (group rank {root}), found None"
+        raise ConfigError(msg)
+    if x is not None and x.numel() and not is_root:
+        msg = (
+            f"expected the parts to scatter on the root only (group rank {root}), found shape {list(x.shape)} on "
+            f"group rank {group.rank}: pass None"
+        )
+        raise ConfigError(msg)
+    if x is not None and is_root and rows is not None and sum(rows) != x.shape[0]:
+        msg = f"expected dim 0 of x to be {sum(rows)}, the sum of sizes {rows}, found {x.shape[0]}"
+        raise ConfigError(msg)
+    given = like.new_empty((0, *shape[1:])) if x is None else x
+
+    def run(t: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype, device=device)
+        if is_root:
+            group.scatter(t if rows is None else list(t.split_with_sizes(rows)), root, out=out)
+        else:
+            group.scatter(None, root, out=out)
+        return out
+
+    return collective(run, lambda g: gather(group, g, root, sizes=rows), given)
