@@ -15,28 +15,30 @@ from braid.errors import ConfigError
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
 
-def test_a_rank_without_gradients_takes_part_in_backward(world):
-    def main(group: Group) -> torch.Tensor | None:
-        x = torch.full((2,), 1.0 + group.rank, requires_grad=group.rank == 0)
-        y = autograd.all_reduce(group, x)
-        assert y.requires_grad
-        (y * (group.rank + 1)).sum().backward()
-        return x.grad
+def _one_rank_needs_gradients(group: Group) -> torch.Tensor | None:
+    x = torch.full((2,), 1.0 + group.rank, requires_grad=group.rank == 0)
+    y = autograd.all_reduce(group, x)
+    assert y.requires_grad
+    (y * (group.rank + 1)).sum().backward()
+    return x.grad
 
-    found = world(3, main)
+
+def test_a_rank_without_gradients_takes_part_in_backward(world):
+    found = world(3, _one_rank_needs_gradients)
     assert found[0].tolist() == [6.0, 6.0]
     assert found[1:] == [None, None]
 
 
-def test_the_loss_of_one_rank_alone_reaches_all(world):
-    def main(group: Group) -> torch.Tensor:
-        x = torch.ones(2, requires_grad=True)
-        y = autograd.all_gather(group, x)
-        mine = y.square().sum() if group.rank == 1 else y.sum() * 0
-        mine.backward()
-        return x.grad
+def _loss_of_rank_1(group: Group) -> torch.Tensor:
+    x = torch.ones(2, requires_grad=True)
+    y = autograd.all_gather(group, x)
+    mine = y.square().sum() if group.rank == 1 else y.sum() * 0
+    mine.backward()
+    return x.grad
 
-    assert [g.tolist() for g in world(2, main)] == [[2.0, 2.0], [2.0, 2.0]]
+
+def test_the_loss_of_one_rank_alone_reaches_all(world):
+    assert [g.tolist() for g in world(2, _loss_of_rank_1)] == [[2.0, 2.0], [2.0, 2.0]]
 
 
 def _calls(group: Group) -> list[str]:
@@ -67,33 +69,35 @@ def test_backward_calls_the_duals_in_reverse_order_on_every_rank(world):
     assert world(2, _independent_branches) == [expected, expected]
 
 
-def test_a_joined_token_makes_the_sender_wait_for_the_gradient(world):
-    def main(group: Group) -> list[float]:
-        x = torch.tensor([3.0, 4.0], requires_grad=True)
-        if group.rank == 0:
-            loss = autograd.join(x.sum() * 0, autograd.send(group, x, 1))
-        else:
-            loss = autograd.recv(group, x, 0).square().sum()
-        loss.backward()
-        return x.grad.tolist()
+def _one_message(group: Group) -> list[float]:
+    x = torch.tensor([3.0, 4.0], requires_grad=True)
+    if group.rank == 0:
+        loss = autograd.join(x.sum() * 0, autograd.send(group, x, 1))
+    else:
+        loss = autograd.recv(group, x, 0).square().sum()
+    loss.backward()
+    return x.grad.tolist()
 
-    assert world(2, main) == [[6.0, 8.0], [0.0, 0.0]]
+
+def test_a_joined_token_makes_the_sender_wait_for_the_gradient(world):
+    assert world(2, _one_message) == [[6.0, 8.0], [0.0, 0.0]]
+
+
+def _replicated_loss(group: Group) -> list[float]:
+    found = []
+    for total, scale in (
+        (autograd.all_reduce, 1.0),
+        (autograd.all_reduce, 1 / group.size),
+        (autograd.all_reduce_forward_identity_backward, 1.0),
+    ):
+        x = torch.ones((), requires_grad=True)
+        (total(group, x) * scale).backward()
+        found.append(x.grad.item())
+    return found
 
 
 def test_a_replicated_loss_counts_once_per_rank_unless_the_pair_for_replicas_is_used(world):
-    def main(group: Group) -> list[float]:
-        found = []
-        for total, scale in (
-            (autograd.all_reduce, 1.0),
-            (autograd.all_reduce, 1 / group.size),
-            (autograd.all_reduce_forward_identity_backward, 1.0),
-        ):
-            x = torch.ones((), requires_grad=True)
-            (total(group, x) * scale).backward()
-            found.append(x.grad.item())
-        return found
-
-    assert world(3, main) == [[3.0, 1.0, 1.0]] * 3
+    assert world(3, _replicated_loss) == [[3.0, 1.0, 1.0]] * 3
 
 
 def _mlp(group: Group) -> tuple[torch.Tensor, ...]:
@@ -168,26 +172,28 @@ def test_odd_tensors_are_ordinary(world):
         world(size, _odd_tensors)
 
 
-def test_a_tie_gives_the_gradient_to_the_lowest_rank_and_nan_counts_as_extreme(world):
-    def main(group: Group) -> tuple[list[float], list[float]]:
-        x = torch.tensor([5.0, [1.0, float("nan"), 9.0][group.rank]], requires_grad=True)
-        y = autograd.all_reduce(group, x, "max")
-        y.sum().backward()
-        return x.grad.tolist(), y.isnan().tolist()
+def _tied_maximum(group: Group) -> tuple[list[float], list[float]]:
+    x = torch.tensor([5.0, [1.0, float("nan"), 9.0][group.rank]], requires_grad=True)
+    y = autograd.all_reduce(group, x, "max")
+    y.sum().backward()
+    return x.grad.tolist(), y.isnan().tolist()
 
-    found = world(3, main)
+
+def test_a_tie_gives_the_gradient_to_the_lowest_rank_and_nan_counts_as_extreme(world):
+    found = world(3, _tied_maximum)
     assert [grads for grads, _ in found] == [[3.0, 0.0], [0.0, 3.0], [0.0, 0.0]]
     assert found[0][1] == [False, True]
 
 
-def test_a_product_with_zeros_has_exact_gradients(world):
-    def main(group: Group) -> list[float]:
-        x = torch.tensor([0.0, 2.0, 3.0]) if group.rank else torch.tensor([5.0, 0.0, 7.0])
-        x.requires_grad_()
-        autograd.all_reduce(group, x, "product").sum().backward()
-        return x.grad.tolist()
+def _product_with_zeros(group: Group) -> list[float]:
+    x = torch.tensor([0.0, 2.0, 3.0]) if group.rank else torch.tensor([5.0, 0.0, 7.0])
+    x.requires_grad_()
+    autograd.all_reduce(group, x, "product").sum().backward()
+    return x.grad.tolist()
 
-    assert world(2, main) == [[0.0, 4.0, 6.0], [10.0, 0.0, 14.0]]
+
+def test_a_product_with_zeros_has_exact_gradients(world):
+    assert world(2, _product_with_zeros) == [[0.0, 4.0, 6.0], [10.0, 0.0, 14.0]]
 
 
 def _refusals(group: Group) -> None:
