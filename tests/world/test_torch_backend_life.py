@@ -244,6 +244,26 @@ def test_lost_rank_is_raised_out_of_backward(pool: ProcessPool, tmp_path: Path) 
     assert answers[0].result == f"{PeerLostError.__name__} 1"
 
 
+def test_exception_that_ends_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+        import sys, torch, torch.distributed as dist
+        rank = int(sys.argv[1])
+        dist.init_process_group("braid", f"file://{sys.argv[2]}", rank=rank, world_size=2)
+        dist.barrier()
+        if rank == 1:
+            raise KeyError("no such batch")
+        dist.barrier()
+        """)
+    )
+    commands = [[sys.executable, str(path), str(r), str(tmp_path / "store")] for r in range(2)]
+    ranks = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "rank 1 abandoned the group: KeyError: 'no such batch'" in said[0]
+
+
 def _in_a_forked_child() -> bytes:
     read, write = os.pipe()
     dist.barrier()

@@ -144,6 +144,17 @@ def functional() -> Any:
     return [funcol.wait_tensor(y) + 0 for y in (*results, *sums, *gathers, *scatters)]
 
 
+def compiled() -> Any:
+    group = dist.group.WORLD
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_gather_tensor(funcol.all_reduce(2 * x, "sum", group) + 1, 0, group)
+        return funcol.reduce_scatter_tensor(y, "sum", 0, group) * 1.0
+
+    x = torch.full((4,), float(dist.get_rank()))
+    return torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
+
+
 def checkpointed(directory: str) -> Any:
     net = model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -186,3 +197,8 @@ def test_two_mesh_axes_of_four_ranks(pool: ProcessPool, tmp_path: Path) -> None:
 def test_checkpoint_of_sharded_parameters_is_read_back(pool: ProcessPool, tmp_path: Path) -> None:
     results = run(pool, tmp_path, 2, checkpointed, str(tmp_path))
     assert all(all(equal) for equal in results)
+
+
+@pytest.mark.proof
+def test_compiled_regions_give_what_eager_ones_give(pool: ProcessPool, tmp_path: Path) -> None:
+    assert run(pool, tmp_path, 2, compiled) == [True, True]

@@ -133,7 +133,10 @@ class Home:
         if os.getpid() != self._pid:
             return
         self.attendant.close()
+        failure = _failure()
         for group in self._groups:
+            if failure:
+                group.abort(failure)
             group.close()
         self._groups.clear()
         if owner is not None:
@@ -209,13 +212,12 @@ class _Met:
         os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     def close(self) -> None:
-        failure = getattr(sys, "last_value", None)  # set when an exception ends the program
-        if failure is None:
-            self.world.close()
+        failure = _failure()
+        if failure:
+            self.world.abort(failure)
+        self.world.close()
+        if not failure:
             self._transport.leave()
-        else:
-            self.world.abort(f"{type(failure).__name__}: {failure}")
-            self.world.close()
         self._transport.close()
 
 
@@ -235,6 +237,14 @@ def _new_home(meeting: Meeting) -> Home:
         return Home(meeting.ranks, joined.world, joined, joining)
     met = _Met(meeting, PrefixStore(f"braid/join-{joining}", store))
     return Home(meeting.ranks, met.world, met, joining)
+
+
+def _failure() -> str:
+    """The exception that is ending the program; empty when none is."""
+    exc = getattr(
+        sys, "last_value", None
+    )  # set by the interpreter before it calls what is registered for exit
+    return "" if exc is None else f"{type(exc).__name__}: {exc}"
 
 
 def _has_spare_cores(size: int) -> bool:
