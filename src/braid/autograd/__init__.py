@@ -7,25 +7,58 @@ from braid.autograd.conjugate import (
     split_forward_all_gather_backward,
 )
 from braid.autograd.dependency import depend, fork, join
+from braid.autograd.measuring import LiveBytes, measure
 from braid.autograd.messages import exchange, recv, send
 from braid.autograd.parts import all_gather, all_to_all, reduce_scatter
 from braid.autograd.phony import phony
+from braid.autograd.recompute import RecomputeError, checkpoint
+from braid.autograd.recompute_plan import (
+    LayerCost,
+    RecomputePlan,
+    Segment,
+    articulation_points,
+    blocks,
+    by_budget,
+    equal_segments,
+    least_budget,
+    sqrt_segments,
+)
 from braid.autograd.reductions import all_reduce, scan
 from braid.autograd.rooted import broadcast, gather, reduce, scatter
+from braid.autograd.sequential import checkpoint_sequential
+from braid.autograd.streams import CPU_STREAM, CPUStream, Stream
+from braid.autograd.transfer import copy, wait
 
 __all__ = [
+    "CPU_STREAM",
+    "CPUStream",
+    "LayerCost",
+    "LiveBytes",
+    "RecomputeError",
+    "RecomputePlan",
+    "Segment",
+    "Stream",
     "all_gather",
     "all_gather_forward_split_backward",
     "all_reduce",
     "all_reduce_forward_identity_backward",
     "all_to_all",
+    "articulation_points",
+    "blocks",
     "broadcast",
+    "by_budget",
+    "checkpoint",
+    "checkpoint_sequential",
+    "copy",
     "depend",
+    "equal_segments",
     "exchange",
     "fork",
     "gather",
     "identity_forward_all_reduce_backward",
     "join",
+    "least_budget",
+    "measure",
     "phony",
     "recv",
     "reduce",
@@ -34,4 +67,6 @@ __all__ = [
     "scatter",
     "send",
     "split_forward_all_gather_backward",
+    "sqrt_segments",
+    "wait",
 ]

@@ -1,12 +1,13 @@
 """Order without data: have one backward run after another.
 
-Autograd runs whatever is ready, so work that must keep an order (the microbatches of a stage, a send before a receive)
-needs an edge between things that exchange no numbers. `fork` gives a tensor and a phony that hangs on it; `join` ties a
-phony to another tensor. What was joined runs backward before what was forked:
+Autograd runs whatever is ready, in an order that nobody promises across devices and threads. Work that must keep one (the
+microbatches of a stage, messages between two ranks) needs an edge between things that exchange no numbers. `fork` gives a
+tensor and a phony that hangs on it; `join` ties a phony to another tensor. Everything behind the join then runs backward
+before anything in front of the fork:
 
-    x, edge = fork(x)               x ──fork────────── ...
-    y = join(y, edge)                     ╲ edge
-                                    y ─────join─────── ...       backward: join, then fork
+    ── made x ──▶ fork ──▶ ...
+                    ╲ edge
+           y ──────▶ join ──▶ used y ──▶ ...        backward: used y, join, fork, made x
 
 They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors that require no grad are
 welcome: without a graph there is nothing to order.
@@ -25,7 +26,7 @@ __all__ = ["depend", "fork", "join"]
 
 
 def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, and a phony whose backward must have run before that of the returned `x`."""
+    """`x`, and a phony; what made `x` runs backward after everything behind the join of the phony."""
     nothing = phony(x.device, False)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, nothing
@@ -34,7 +35,7 @@ def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-    """`x`, whose backward runs before that of what `edge` was forked from.
+    """`x`; everything that uses the result runs backward before what was forked to give `edge`.
 
     Where `edge` belongs to a graph the result requires grad, even if `x` does not.
 
@@ -49,6 +50,6 @@ def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
 
 
 def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, such that backward of `second` runs before that of `first`, as if `second` had been computed from it."""
+    """Both, such that all uses of `second` run backward before what made `first`, as if `second` were computed from it."""
     first, edge = fork(first)
     return first, join(second, edge)

@@ -1,0 +1,258 @@
+"""Recomputation: keep the arguments of a function instead of what it saves for backward, and call it again in backward.
+
+torch's non-reentrant `checkpoint` works this way, too; this one also names the line whose saved tensor came out differently,
+notices parameters that were changed in between, stops as soon as what backward *still* needs is there, and lets a saved
+tensor be read more than once.
+
+    forward    every tensor that autograd would save becomes a slot: a number and a note of shape, dtype and line
+    backward   the first slot that is read runs the function again. The n-th tensor saved then fills slot n if anything
+               still refers to it; after the last such slot the function is stopped. Reading a slot empties it
+
+The second run happens once per segment and backward pass, in the same state of random generators and autocast. Its own
+graph is thrown away. The arguments are saved tensors themselves, of whatever surrounds the call: in a nested checkpoint
+they are slots of the outer one, and no memory is held by the inner.
+
+Cost: of forward, once more, up to the last needed tensor. Memory: the arguments until backward; while backward passes
+the segment, all of its saved tensors, which are freed one by one. `recompute_plan` chooses the segments.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016); Griewank and Walther, "Algorithm
+799: revolve" (2000); hooks instead of a re-entrant Function as in PyTorch 1.11's `use_reentrant=False`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from braid.autograd.nested import put_tensors, take_tensors
+from braid.autograd.phony import phony
+from braid.autograd.surroundings import Surroundings, generators_of
+from braid.errors import BraidError
+
+__all__ = ["RecomputeError", "checkpoint"]
+
+Result = TypeVar("Result")
+Around = Callable[[bool], AbstractContextManager[object]]
+
+CPU = torch.device("cpu")
+INNER = tuple(str(Path(name).parent) + "/" for name in (torch.__file__, __file__))
+NO_PASS = -1  # what torch calls reading saved tensors outside of backward
+
+
+class RecomputeError(BraidError, RuntimeError):
+    """A function did not compute the same when it was called again."""
+
+
+def checkpoint(
+    function: Callable[..., Result],
+    *args: Any,
+    preserve_rng_state: bool | Sequence[torch.Generator] = True,
+    early_stop: bool = True,
+    around: Around | None = None,
+    **kwargs: Any,
+) -> Result:
+    """Call `function` and keep nothing for backward but its arguments; backward calls it again.
+
+    The function must do the same both times, as far as tensors are concerned: no arguments changed in place, and no decisions
+    on what changes in between. What else it does happens twice: a BatchNorm in training updates its statistics again.
+    Collectives in it are called again, too, on all ranks at the same point of backward if their programs are the same.
+
+    Args:
+        function: What to call.
+        args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept as it is.
+        preserve_rng_state: Draw the same random numbers again: from torch's default generators (True), these (a sequence),
+            or nothing of the kind (False), which saves copying 5 KB.
+        early_stop: End the second call when backward has all it needs; False for functions that must run to their end,
+            such as modules whose forward hooks release something.
+        around: `around(again)` makes a context for the function to run in; `again` is False in forward.
+        kwargs: As args.
+
+    Returns:
+        What `function` returns. Without grad mode this is an ordinary call.
+
+    Raises:
+        RecomputeError: In backward: the function saved other tensors, or a parameter has been changed in place.
+
+    Source: see the module.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    tree, tensors = take_tensors((args, kwargs))
+    if isinstance(preserve_rng_state, bool):
+        generators = generators_of(tensors) if preserve_rng_state else []
+    else:
+        generators = list(preserve_rng_state)
+    call = _Call(function, tree, tensors, Surroundings(generators), around, early_stop=early_stop)
+    with saved_tensors_hooks(call.save, call.load), call.around(again=False):
+        result = function(*args, **kwargs)
+    call.complete = True
+    return result
+
+
+class _Stop(BaseException):
+    """All that is needed has been saved; no Exception, so that the function does not catch it."""
+
+
+class _Slot:
+    """Stands for a saved tensor in the graph; while anything refers to it, the tensor may be needed."""
+
+    __slots__ = ("__weakref__",)
+
+
+class _Note(NamedTuple):
+    """What is remembered of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    version: int | None  # of parameters: how often they had been changed in place
+    code: CodeType
+    line: int
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        site = f"{self.code.co_filename}:{self.line} in {self.code.co_name}"
+        return f"{name}{list(self.shape)} on {self.device} at {site}"
+
+
+class _Keep(torch.autograd.Function):
+    """Holds tensors as saved tensors: surrounding hooks apply, and changes in place are noticed."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*xs)
+        return edge.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG004 - never on a path
+        raise AssertionError
+
+
+class _Call:
+    """One checkpointed call. The graph's saved tensors own it, by way of the hooks."""
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        tree: Any,
+        tensors: Sequence[torch.Tensor],
+        surroundings: Surroundings,
+        around: Around | None,
+        *,
+        early_stop: bool,
+    ) -> None:
+        self.complete = False
+        self._function = function
+        self._tree = tree
+        self._requires_grad = [x.requires_grad for x in tensors]
+        kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
+        self._kept = kept.grad_fn
+        self._surroundings = surroundings
+        self._around = around
+        self._early_stop = early_stop
+        self._slots: list[weakref.ref[_Slot]] = []
+        self._notes: list[_Note] = []
+        self._lock = threading.RLock()  # one backward may run on a thread per device
+        self._pass = NO_PASS
+        self._found: weakref.WeakKeyDictionary[_Slot, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def around(self, *, again: bool) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._around is None else self._around(again)
+
+    def save(self, x: torch.Tensor) -> _Slot:
+        slot = _Slot()
+        self._slots.append(weakref.ref(slot))
+        self._notes.append(_note(x))
+        return slot
+
+    def load(self, slot: _Slot) -> torch.Tensor:
+        with self._lock:
+            # what another pass left behind may be of other parameters
+            number = torch._C._current_graph_task_id()  # noqa: SLF001 - torch tells passes apart nowhere else
+            if number != self._pass or number == NO_PASS:
+                self._found.clear()
+                self._pass = number
+            if slot not in self._found:
+                self._run_again()
+            return self._found.pop(slot)
+
+    def _run_again(self) -> None:
+        last = max(index for index, slot in enumerate(self._slots) if slot() is not None)
+        num_saved = 0
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            nonlocal num_saved
+            index, num_saved = num_saved, num_saved + 1
+            if index < len(self._notes):
+                self._fill(index, x)
+            if index == last and self._early_stop:
+                raise _Stop
+            return x.detach()
+
+        kept = zip(self._kept.saved_tensors, self._requires_grad, strict=True)
+        args, kwargs = put_tensors(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
+        with (
+            contextlib.suppress(_Stop),
+            self._surroundings.again(),
+            torch.enable_grad(),
+            saved_tensors_hooks(save, lambda x: x),
+            self.around(again=True),
+        ):
+            self._function(*args, **kwargs)
+        self._check_count(num_saved, last)
+
+    def _fill(self, index: int, x: torch.Tensor) -> None:
+        before, now = self._notes[index], _note(x)
+        where = f"saved tensor {index} of {len(self._notes)}"
+        if before[:3] != now[:3]:
+            msg = (
+                f"expected a function that computes the same in backward as in forward, found that {where} was {before} "
+                f"in forward and is {now} now: it must depend on nothing that changed in between"
+            )
+            raise RecomputeError(msg)
+        if before.version != now.version:
+            msg = (
+                f"expected parameters as they were in forward, found that {where} ({now}) has been changed in place "
+                f"since (version {before.version}, now {now.version}): call backward before the optimizer's step"
+            )
+            raise RecomputeError(msg)
+        slot = self._slots[index]()
+        if slot is not None:
+            self._found[slot] = x.detach()
+
+    def _check_count(self, num_saved: int, last: int) -> None:
+        expected = len(self._notes)
+        enough = num_saved > last if self._early_stop else num_saved == expected
+        if (
+            enough or not self.complete
+        ):  # a gradient taken inside the function sees a part of it only
+            return
+        missing = (
+            f"the first that is missing was {self._notes[num_saved]}"
+            if num_saved < expected
+            else "forward saved fewer"
+        )
+        msg = (
+            f"expected a function that saves {expected} tensors in backward as in forward, found {num_saved}; {missing}: "
+            "it must depend on nothing that changed in between, such as a mode or a global"
+        )
+        raise RecomputeError(msg)
+
+
+def _note(x: torch.Tensor) -> _Note:
+    version = x._version if x.is_leaf and x.requires_grad else None  # noqa: SLF001 - in torch's notes, if not its list
+    # the line outside of torch and this room that saved it
+    frame = sys._getframe(2)  # noqa: SLF001 - the only way to see the caller
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
+        frame = frame.f_back
+    return _Note(tuple(x.shape), x.dtype, x.device, version, frame.f_code, frame.f_lineno)

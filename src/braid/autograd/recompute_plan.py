@@ -1,0 +1,345 @@
+"""Which layers to recompute: what a choice costs in memory and time, and the best choice.
+
+A plan cuts a chain of layers into segments. A *recomputed* segment keeps its input only; a *kept* one keeps all that
+its layers save. For layer i let s_i be the bytes it saves, its output among them, and o_i those of the output alone.
+A segment's input is the output of the layer before; it comes for free behind a kept segment (whose layers saved it) and in
+front of the chain (the caller's). While backward passes segment j, what the segments before it keep is there, and all of j:
+
+    kept before j:   K_j = sum over segments k < j of (input of k, unless free) + (s of k, if k is kept)
+    peak             = max over j of K_j + (input of j, unless free) + (s of j)
+    extra time       = forward time of the recomputed segments, at most one forward
+
+With n equal layers in k segments, the last one kept, the peak is (k - 1) + n / k outputs: 2 sqrt(n) - 1 for k = sqrt(n).
+Gradients, parameters and temporaries come on top, and are the same for all plans.
+
+Models that are not chains are cut where a single tensor holds everything that goes on: see `articulation_points`.
+Plans are of one level. Checkpoints may also be nested, for less memory and more time: see the sources.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016), sections 3 and 4; Griewank
+and Walther, "Algorithm 799: revolve" (2000), for the optimal nesting of equal steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+from braid.errors import ConfigError
+
+__all__ = [
+    "LayerCost",
+    "RecomputePlan",
+    "Segment",
+    "articulation_points",
+    "blocks",
+    "by_budget",
+    "equal_segments",
+    "least_budget",
+    "sqrt_segments",
+]
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+class LayerCost(NamedTuple):
+    """What a layer costs.
+
+    Attributes:
+        saved_bytes: What backward needs of it: the tensors that it saves and its output, not its input and parameters.
+        output_bytes: The output alone.
+        forward_s: Seconds of one forward.
+    """
+
+    saved_bytes: int
+    output_bytes: int
+    forward_s: float
+
+
+class Segment(NamedTuple):
+    """Layers `start` to `stop` (exclusive), recomputed or kept."""
+
+    start: int
+    stop: int
+    recomputed: bool
+
+
+class RecomputePlan(NamedTuple):
+    """Segments, one after the other.
+
+    Attributes:
+        segments: From the first layer to the last, without gaps.
+    """
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Of the whole chain."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def num_recomputed(self) -> int:
+        """Layers whose forward runs twice."""
+        return sum(s.stop - s.start for s in self.segments if s.recomputed)
+
+    def peak_bytes(self, layers: Sequence[LayerCost]) -> int:
+        """The most that is kept for backward at any time, see the module."""
+        kept = peak = 0
+        free = True
+        for start, stop, recomputed in self.segments:
+            kept += 0 if free else layers[start - 1].output_bytes
+            saved = sum(layer.saved_bytes for layer in layers[start:stop])
+            peak = max(peak, kept + saved)
+            kept += 0 if recomputed else saved
+            free = not recomputed
+        return peak
+
+    def recomputed_s(self, layers: Sequence[LayerCost]) -> float:
+        """Seconds that backward takes longer."""
+        return math.fsum(
+            layer.forward_s
+            for s in self.segments
+            if s.recomputed
+            for layer in layers[s.start : s.stop]
+        )
+
+    def check(self, num_layers: int) -> None:
+        """Refuse a plan for other layers.
+
+        Raises:
+            ConfigError: Gaps, empty segments, or another number of layers.
+        """
+        ends = [0, *(s.stop for s in self.segments)]
+        starts = [s.start for s in self.segments]
+        if (
+            ends[:-1] != starts
+            or ends[-1] != num_layers
+            or any(s.start >= s.stop for s in self.segments)
+        ):
+            msg = (
+                f"expected segments that hold layers 0 to {num_layers}, one after the other, found {self}: make the plan "
+                "for as many layers as there are"
+            )
+            raise ConfigError(msg)
+
+    def __str__(self) -> str:
+        """`(0 1 2 3) (4 5 6 7) 8 9`: recomputed segments in parentheses."""
+        texts = []
+        for start, stop, recomputed in self.segments:
+            text = " ".join(map(str, range(start, stop)))
+            texts.append(f"({text})" if recomputed else text)
+        return " ".join(texts) or "no layers"
+
+
+def equal_segments(num_layers: int, num_segments: int) -> RecomputePlan:
+    """Segments as equal as can be; all but the last are recomputed.
+
+    The last one's backward comes first, so to recompute it would cost time and save nothing.
+
+    Cost: peak about (k - 1) + n / k outputs of equal layers; n - n / k layers run again.
+
+    Raises:
+        ConfigError: More segments than layers, or none.
+    """
+    if not 1 <= num_segments <= max(num_layers, 1):
+        msg = f"expected 1 to {max(num_layers, 1)} segments for {num_layers} layers, found {num_segments}"
+        raise ConfigError(msg)
+    cuts = [num_layers * i // num_segments for i in range(num_segments + 1)]
+    return RecomputePlan(
+        tuple(
+            Segment(start, stop, recomputed=stop < num_layers)
+            for start, stop in pairwise(cuts)
+            if start < stop
+        )
+    )
+
+
+def sqrt_segments(num_layers: int) -> RecomputePlan:
+    """About sqrt(n) segments, the best number for equal layers.
+
+    Cost: peak 2 sqrt(n) - 1 outputs (n a square); n - sqrt(n) layers run again.
+
+    Source: Chen et al. (2016), section 3.
+    """
+    return equal_segments(num_layers, max(1, math.isqrt(num_layers)))
+
+
+def by_budget(
+    layers: Sequence[LayerCost], budget_bytes: int, *, grain_bytes: int = 1
+) -> RecomputePlan:
+    """The plan that recomputes the least time with a peak of at most `budget_bytes`.
+
+    A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i, extra seconds) of all
+    plans for the layers before i that fit; a pair goes if another is as good in both. With M the budget and o = 0 behind
+    the last layer:
+
+        F(0) = {(0, 0)}
+        keep layer i:            (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)                              if b + s_i <= M
+        recompute layers i..j-1: (b, t) of F(i)  ->  (b + o_(j-1), t + t_i + .. + t_(j-1)) of F(j)
+                                                                                    if b + s_i + .. + s_(j-1) <= M
+
+    The answer is the least t in F(n). It is exact because later segments feel nothing of earlier ones but b and t.
+
+    Args:
+        layers: See `measure`.
+        budget_bytes: For what is kept for backward; gradients, parameters and temporaries come on top.
+        grain_bytes: Round sizes up to multiples. Coarser is faster; the plan still keeps within the budget.
+
+    Cost: O(n^2 p) steps, p pairs per prefix: no more than budget / grain, in practice far fewer.
+
+    Raises:
+        ConfigError: Nothing fits; says what would.
+    """
+    grain = max(1, grain_bytes)
+    saved = [-(-layer.saved_bytes // grain) for layer in layers]
+    outputs = [-(-layer.output_bytes // grain) for layer in layers]
+    limit = budget_bytes // grain
+    n = len(layers)
+    reached: list[list[_Prefix]] = [[] for _ in range(n + 1)]
+    reached[0].append(_Prefix(0, 0.0, Segment(0, 0, recomputed=False), None))
+    for i in range(n):
+        for prefix in _undominated(reached[i]):
+            needed, extra_s = prefix.kept + saved[i], prefix.extra_s
+            if needed <= limit:
+                keep = Segment(i, i + 1, recomputed=False)
+                reached[i + 1].append(_Prefix(needed, extra_s, keep, prefix))
+            for j in range(i, n):
+                extra_s += layers[j].forward_s
+                if needed > limit:
+                    break
+                again = Segment(i, j + 1, recomputed=True)
+                reached[j + 1].append(_Prefix(prefix.kept + outputs[j], extra_s, again, prefix))
+                needed += saved[j + 1] if j + 1 < n else 0
+    if not reached[n]:
+        msg = (
+            f"expected a budget of at least {least_budget(layers)} bytes for these {n} layers, found {budget_bytes} "
+            f"(in grains of {grain}): no plan of one level keeps less; give more memory or cut layers finer"
+        )
+        raise ConfigError(msg)
+    return _plan_of(min(reached[n], key=lambda prefix: (prefix.extra_s, prefix.kept)))
+
+
+def least_budget(layers: Sequence[LayerCost]) -> int:
+    """The smallest peak, in bytes, that any plan of one level has.
+
+    Cost: O(n^2 log(bytes)): bisection; whether a budget suffices only the least kept bytes of each prefix decide.
+    """
+    top = RecomputePlan((Segment(0, len(layers), recomputed=False),)).peak_bytes(layers)
+    low, high = -1, top  # low does not suffice, high does
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _suffices(layers, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+class _Prefix(NamedTuple):
+    """A plan for the first layers: what later ones feel of it, and how it was reached."""
+
+    kept: int
+    extra_s: float
+    last: Segment
+    before: _Prefix | None
+
+
+def _undominated(prefixes: list[_Prefix]) -> list[_Prefix]:
+    """Those to which no other is at least as good in both."""
+    found: list[_Prefix] = []
+    for prefix in sorted(prefixes, key=lambda p: (p.kept, p.extra_s)):
+        if not found or prefix.extra_s < found[-1].extra_s:
+            found.append(prefix)
+    return found
+
+
+def _plan_of(prefix: _Prefix) -> RecomputePlan:
+    segments: list[Segment] = []
+    while prefix.before is not None:
+        last = prefix.last
+        if segments and not last.recomputed and not segments[-1].recomputed:
+            segments[-1] = Segment(last.start, segments[-1].stop, recomputed=False)
+        else:
+            segments.append(last)
+        prefix = prefix.before
+    return RecomputePlan(tuple(reversed(segments)))
+
+
+def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
+    """F(n) of `by_budget` is not empty; without seconds the least bytes of each F(i) decide."""
+    n = len(layers)
+    least = [0, *[math.inf] * n]
+    for i in range(n):
+        needed = least[i]
+        for j in range(i, n):
+            needed += layers[j].saved_bytes
+            if needed > budget:
+                break
+            kept = least[i] + layers[j].output_bytes
+            least[j + 1] = min(least[j + 1], needed if j == i else kept, kept)
+    return least[n] < math.inf
+
+
+def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
+    """Nodes that everything passes: all paths from a source of the graph to a sink go through each of them.
+
+    Behind such a node, and only there, one tensor is all that later nodes know of earlier ones, so a model of any shape is
+    a chain of what lies between them.
+
+    Args:
+        graph: For every node those that use its output; without cycles. A networkx.DiGraph will do.
+
+    Returns:
+        In the order of computation.
+
+    Raises:
+        ConfigError: The graph has a cycle.
+
+    Cost: O(nodes + edges): in any order of computation, the nodes that no edge jumps over.
+    Source: Chen et al. (2016), section 4.2; they call them splitting points of the memory-optimal path.
+    """
+    order = _order(graph)
+    position = {node: i for i, node in enumerate(order)}
+    users = {node: tuple(graph[node]) for node in graph}  # a DiGraph has no get
+    ends = [[position[user] for user in users.get(node, ())] for node in order]
+    sources = set(range(len(order))).difference(*ends)
+    points = []
+    furthest = max(sources, default=0)  # an edge leads from before the first node to every source,
+    for i, node in enumerate(order):
+        if furthest <= i:
+            points.append(node)
+        furthest = max(
+            [furthest, *ends[i]] if ends[i] else [len(order)]
+        )  # and from every sink behind the last
+    return points
+
+
+def blocks(graph: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
+    """The graph as a chain: nodes in order of computation, cut behind every articulation point.
+
+    Nodes behind the last point, if it is no sink, form a block of their own.
+    """
+    points = set(articulation_points(graph))
+    found: list[list[Node]] = [[]]
+    for node in _order(graph):
+        found[-1].append(node)
+        if node in points:
+            found.append([])
+    return [block for block in found if block]
+
+
+def _order(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
+    sorter: TopologicalSorter[Node] = TopologicalSorter()
+    for node in graph:
+        sorter.add(node)
+        for user in graph[node]:
+            sorter.add(user, node)
+    try:
+        return list(sorter.static_order())
+    except CycleError as exc:
+        cycle = " -> ".join(map(str, exc.args[1]))
+        msg = f"expected a graph without cycles, found {cycle}"
+        raise ConfigError(msg) from exc

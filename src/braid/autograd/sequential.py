@@ -1,0 +1,71 @@
+"""A chain of layers, some of them recomputed as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from braid.autograd.recompute import Around, checkpoint
+from braid.autograd.recompute_plan import RecomputePlan, equal_segments
+
+__all__ = ["checkpoint_sequential"]
+
+
+def checkpoint_sequential(
+    functions: Iterable[Callable[[Any], Any]],
+    plan: int | RecomputePlan,
+    x: Any,
+    *,
+    preserve_rng_state: bool | Sequence[torch.Generator] = True,
+    early_stop: bool = True,
+    around: Around | None = None,
+) -> Any:
+    """Call `functions` one after the other, each with the result of the one before; keep what `plan` says.
+
+    Args:
+        functions: Layers, such as an nn.Sequential.
+        plan: From `recompute_plan`, or a number of equal segments, of which all but the last are recomputed.
+        x: What the first is called with.
+        preserve_rng_state: See `checkpoint`, as the rest.
+        early_stop: Likewise.
+        around: Likewise.
+
+    Returns:
+        What the last returns.
+
+    Raises:
+        ConfigError: The plan is for another number of layers.
+
+    Cost: peak and time as `RecomputePlan.peak_bytes` and `recomputed_s` say.
+    """
+    layers = list(functions)
+    if isinstance(plan, int):
+        plan = equal_segments(len(layers), plan)
+    plan.check(len(layers))
+    for start, stop, recomputed in plan.segments:
+        segment = _Chain(layers[start:stop])
+        if recomputed:
+            x = checkpoint(
+                segment,
+                x,
+                preserve_rng_state=preserve_rng_state,
+                early_stop=early_stop,
+                around=around,
+            )
+        else:
+            x = segment(x)
+    return x
+
+
+class _Chain:
+    """Layers as one function."""
+
+    def __init__(self, layers: Sequence[Callable[[Any], Any]]) -> None:
+        self._layers = layers
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self._layers:
+            x = layer(x)
+        return x

@@ -1,0 +1,57 @@
+"""What a function depends on without being passed it: random generators and autocast, noted and brought back.
+
+A function that runs a second time computes the same only if it draws the same random numbers and rounds in the same places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+__all__ = ["Surroundings", "generators_of"]
+
+
+class Surroundings:
+    """The state at the time of construction.
+
+    Args:
+        generators: Whose states belong to it.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._states = [generator.get_state() for generator in generators]
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, all is as it was; afterwards the generators are where they were before."""
+        now = [generator.get_state() for generator in self._generators]
+        try:
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+            with contextlib.ExitStack() as stack:
+                for kind, enabled, dtype in self._autocast:
+                    cast = torch.autocast(
+                        kind, dtype=dtype, enabled=enabled, cache_enabled=self._cached
+                    )
+                    stack.enter_context(cast)
+                yield
+        finally:
+            for generator, state in zip(self._generators, now, strict=True):
+                generator.set_state(state)
+
+
+def generators_of(tensors: Sequence[torch.Tensor]) -> list[torch.Generator]:
+    """Torch's own generators: the CPU's, and those of the CUDA devices of `tensors` and the current one."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        indices = {x.device.index for x in tensors if x.is_cuda} | {torch.cuda.current_device()}
+        found += [torch.cuda.default_generators[index] for index in sorted(indices)]
+    return found

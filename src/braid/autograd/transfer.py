@@ -1,0 +1,84 @@
+"""Copies between devices that autograd knows, and waits between streams.
+
+A pipeline on one machine moves activations from device to device on streams of their own, so that copying overlaps with
+computing. Backward moves gradients the other way and has to wait the other way round: the dual of a copy from a to b is a
+copy from b to a, that of b waiting for a is a waiting for b.
+
+    compute on device 0 │ copy stream of 0 ── copy ─▶ copy stream of 1 │ wait │ compute on device 1
+
+Source: Kim et al., torchgpipe (2020), section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.autograd.linear_map import linear_map
+from braid.autograd.streams import (
+    Stream,
+    current_stream,
+    device_of,
+    record_stream,
+    use_stream,
+    wait_stream,
+)
+
+__all__ = ["copy", "wait"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
+    """The tensors on the device of `destination`.
+
+    Starts when what is queued on both streams so far has run. On one device nothing is copied, and the results share memory
+    with `xs`. Between devices the host goes on, unless the destination is the CPU.
+
+    Args:
+        xs: On the device of `source`, made or awaited there.
+        source: Stream that reads.
+        destination: Stream that writes; whoever uses the results elsewhere has to `wait` for it.
+
+    Backward: copy from `destination` to `source`.
+    """
+
+    def run(*ts: torch.Tensor) -> Tensors:
+        device = device_of(destination)
+        user = current_stream(device)
+        # torch queues a copy between devices on both current streams
+        with use_stream(source), use_stream(destination):
+            # into memory of the host, torch would not wait for the end
+            ys = tuple(_moved(t, device, non_blocking=device.type != "cpu") for t in ts)
+        wait_stream(destination, source)
+        for t, y in zip(ts, ys, strict=True):
+            record_stream(t, source)
+            record_stream(y, destination)
+            record_stream(y, user)
+        return ys
+
+    return linear_map(run, lambda *gs: copy(*gs, source=destination, destination=source), *xs)
+
+
+def wait(*xs: torch.Tensor, waiting: Stream, awaited: Stream) -> Tensors:
+    """The tensors, after whose making on `awaited` the stream `waiting` may use them.
+
+    Args:
+        xs: Handed on; the results share their memory.
+        waiting: Stream that will use them.
+        awaited: Stream on which they are made.
+
+    Backward: the other way round: `awaited` waits for `waiting`, which made the gradients.
+    """
+
+    def run(*ts: torch.Tensor) -> Tensors:
+        wait_stream(waiting, awaited)
+        for t in ts:
+            record_stream(t, waiting)
+        return tuple(t.detach() for t in ts)
+
+    return linear_map(run, lambda *gs: wait(*gs, waiting=awaited, awaited=waiting), *xs)
+
+
+def _moved(t: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+    y = t.to(device, non_blocking=non_blocking)
+    return y.detach() if y is t else y
