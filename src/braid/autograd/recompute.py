@@ -32,6 +32,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from braid.autograd.nested import put_tensors, take_tensors
@@ -68,7 +69,7 @@ def checkpoint(
     Collectives in it are called again, too, on all ranks at the same point of backward if their programs are the same.
 
     Args:
-        function: What to call.
+        function: What to call. Of an nn.Module, changes to all parameters are noticed; of other functions, to those saved.
         args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept as it is.
         preserve_rng_state: Draw the same random numbers again: from torch's default generators (True), these (a sequence),
             or nothing of the kind (False), which saves copying 5 KB.
@@ -154,6 +155,8 @@ class _Call:
         self.complete = False
         self._function = function
         self._tree = tree
+        named = function.named_parameters() if isinstance(function, nn.Module) else ()
+        self._parameters = [(name, parameter, _version(parameter)) for name, parameter in named]
         self._requires_grad = [x.requires_grad for x in tensors]
         kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._kept = kept.grad_fn
@@ -187,6 +190,10 @@ class _Call:
             return self._found.pop(slot)
 
     def _run_again(self) -> None:
+        for name, parameter, version in self._parameters:
+            if _version(parameter) != version:
+                what = f"parameter {name} of {type(self._function).__name__}"
+                raise RecomputeError(_changed(what, version, _version(parameter)))
         last = max(index for index, slot in enumerate(self._slots) if slot() is not None)
         num_saved = 0
 
@@ -220,12 +227,8 @@ class _Call:
                 f"in forward and is {now} now: it must depend on nothing that changed in between"
             )
             raise RecomputeError(msg)
-        if before.version != now.version:
-            msg = (
-                f"expected parameters as they were in forward, found that {where} ({now}) has been changed in place "
-                f"since (version {before.version}, now {now.version}): call backward before the optimizer's step"
-            )
-            raise RecomputeError(msg)
+        if before.version is not None and before.version != now.version:
+            raise RecomputeError(_changed(f"{where} ({now})", before.version, now.version))
         slot = self._slots[index]()
         if slot is not None:
             self._found[slot] = x.detach()
@@ -249,8 +252,19 @@ class _Call:
         raise RecomputeError(msg)
 
 
+def _changed(what: str, before: int, now: int | None) -> str:
+    return (
+        f"expected parameters as they were in forward, found that {what} has been changed in place since (version "
+        f"{before}, now {now}): call backward before the optimizer's step"
+    )
+
+
+def _version(x: torch.Tensor) -> int:
+    return x._version  # noqa: SLF001 - its name in torch's documentation, too
+
+
 def _note(x: torch.Tensor) -> _Note:
-    version = x._version if x.is_leaf and x.requires_grad else None  # noqa: SLF001 - in torch's notes, if not its list
+    version = _version(x) if x.is_leaf and x.requires_grad else None
     # the line outside of torch and this room that saved it
     frame = sys._getframe(2)  # noqa: SLF001 - the only way to see the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):

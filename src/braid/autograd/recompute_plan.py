@@ -198,20 +198,20 @@ def by_budget(
     outputs = [-(-layer.output_bytes // grain) for layer in layers]
     limit = budget_bytes // grain
     n = len(layers)
-    reached: list[list[_Prefix]] = [[] for _ in range(n + 1)]
-    reached[0].append(_Prefix(0, 0.0, Segment(0, 0, recomputed=False), None))
+    reached: list[dict[int, _Prefix]] = [{} for _ in range(n + 1)]  # by kept bytes
+    reached[0][0] = _Prefix(0, 0.0, Segment(0, 0, recomputed=False), None)
     for i in range(n):
-        for prefix in _undominated(reached[i]):
+        for prefix in _undominated(reached[i].values()):
             needed, extra_s = prefix.kept + saved[i], prefix.extra_s
             if needed <= limit:
                 keep = Segment(i, i + 1, recomputed=False)
-                reached[i + 1].append(_Prefix(needed, extra_s, keep, prefix))
+                _offer(reached[i + 1], _Prefix(needed, extra_s, keep, prefix))
             for j in range(i, n):
                 extra_s += layers[j].forward_s
                 if needed > limit:
                     break
                 again = Segment(i, j + 1, recomputed=True)
-                reached[j + 1].append(_Prefix(prefix.kept + outputs[j], extra_s, again, prefix))
+                _offer(reached[j + 1], _Prefix(prefix.kept + outputs[j], extra_s, again, prefix))
                 needed += saved[j + 1] if j + 1 < n else 0
     if not reached[n]:
         msg = (
@@ -219,7 +219,7 @@ def by_budget(
             f"(in grains of {grain}): no plan of one level keeps less; give more memory or cut layers finer"
         )
         raise ConfigError(msg)
-    return _plan_of(min(reached[n], key=lambda prefix: (prefix.extra_s, prefix.kept)))
+    return _plan_of(min(reached[n].values(), key=lambda prefix: (prefix.extra_s, prefix.kept)))
 
 
 def least_budget(layers: Sequence[LayerCost]) -> int:
@@ -247,7 +247,13 @@ class _Prefix(NamedTuple):
     before: _Prefix | None
 
 
-def _undominated(prefixes: list[_Prefix]) -> list[_Prefix]:
+def _offer(reached: dict[int, _Prefix], prefix: _Prefix) -> None:
+    rival = reached.get(prefix.kept)
+    if rival is None or prefix.extra_s < rival.extra_s:
+        reached[prefix.kept] = prefix
+
+
+def _undominated(prefixes: Iterable[_Prefix]) -> list[_Prefix]:
     """Those to which no other is at least as good in both."""
     found: list[_Prefix] = []
     for prefix in sorted(prefixes, key=lambda p: (p.kept, p.extra_s)):

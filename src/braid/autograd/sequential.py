@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from braid.autograd.recompute import Around, checkpoint
 from braid.autograd.recompute_plan import RecomputePlan, equal_segments
@@ -45,7 +46,7 @@ def checkpoint_sequential(
         plan = equal_segments(len(layers), plan)
     plan.check(len(layers))
     for start, stop, recomputed in plan.segments:
-        segment = _Chain(layers[start:stop])
+        segment = _chained(layers[start:stop])
         if recomputed:
             x = checkpoint(
                 segment,
@@ -59,13 +60,15 @@ def checkpoint_sequential(
     return x
 
 
-class _Chain:
-    """Layers as one function."""
+def _chained(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """Layers as one function; modules as one module, whose parameters are known."""
+    modules = [layer for layer in layers if isinstance(layer, nn.Module)]
+    if len(modules) == len(layers):
+        return nn.Sequential(*modules)
 
-    def __init__(self, layers: Sequence[Callable[[Any], Any]]) -> None:
-        self._layers = layers
-
-    def __call__(self, x: Any) -> Any:
-        for layer in self._layers:
+    def call(x: Any) -> Any:
+        for layer in layers:
             x = layer(x)
         return x
+
+    return call
