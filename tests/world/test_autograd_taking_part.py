@@ -220,10 +220,41 @@ def test_what_cannot_be_differentiated_is_refused_with_the_way_out(world):
     world(2, _refusals)
 
 
+def _checkpointed(group: Group) -> tuple[list[str], bool]:
+    """Collectives inside of checkpoints, nested, on ranks of which one needs no gradient of the input."""
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return autograd.all_reduce(group, x.exp(), "avg").sin()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return autograd.checkpoint(inner, autograd.all_gather(group, x.cos())).tanh()
+
+    x = torch.linspace(0, 1, 3, dtype=torch.float64).add(group.rank)
+    x.requires_grad_(group.rank != 1)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (outer(x * weight).sum() * (group.rank + 1)).backward()
+    expected, weight.grad = weight.grad.clone(), None
+    loss = autograd.checkpoint(outer, x * weight).sum() * (group.rank + 1)
+    start = len(_calls(group))
+    loss.backward()
+    names = [name.split("(")[0] for name in _calls(group)[start:] if "(" in name]
+    return names, torch.equal(weight.grad, expected)
+
+
+def test_checkpointed_collectives_are_called_again_in_backward(world):
+    again = ["all_gather", "all_reduce", "all_reduce"]  # the outer, as far as tanh; then the inner
+    duals = ["all_reduce", "reduce_scatter"]
+    for names, same in world(2, _checkpointed):
+        assert same
+        assert names == [*again, *duals]
+
+
 def test_every_collective_says_what_its_backward_does_and_costs():
-    for name in autograd.__all__:
-        function = getattr(autograd, name)
-        signature = inspect.signature(function)
-        if next(iter(signature.parameters), "") == "group":
-            assert "Backward:" in function.__doc__, name
-            assert "Cost:" in function.__doc__, name
+    functions = [
+        value for name in autograd.__all__ if inspect.isfunction(value := getattr(autograd, name))
+    ]
+    collectives = [f for f in functions if "group" in inspect.signature(f).parameters]
+    assert len(collectives) == 16
+    for function in collectives:
+        assert "Backward:" in function.__doc__, function
+        assert "Cost:" in function.__doc__, function

@@ -173,8 +173,7 @@ def by_budget(
     """The plan that recomputes the least time with a peak of at most `budget_bytes`.
 
     A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i, extra seconds) of all
-    plans for the layers before i that fit; a pair goes if another is as good in both. With M the budget and o = 0 behind
-    the last layer:
+    plans for the layers before i that fit; a pair goes if another is as good in both. With M the budget:
 
         F(0) = {(0, 0)}
         keep layer i:            (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)                              if b + s_i <= M
