@@ -231,6 +231,23 @@ def test_values_and_two_derivatives_equal_one_process(size, world):
         )
 
 
+def _kept(group: Group) -> list[str]:
+    """Cases whose graph keeps the input alive."""
+    found = []
+    for name, case in CASES.items():
+        live = autograd.LiveBytes()
+        x = live.watch(_input(group.rank) * 1)
+        y = case.apply(group, x)
+        del x
+        found += [name] if live.count() else []
+        y.sum().backward()
+    return found
+
+
+def test_collectives_do_not_keep_their_input_for_backward(world):
+    assert world(2, _kept) == [[], []]
+
+
 CHECKED = {
     name: CASES[name]
     for name in CASES

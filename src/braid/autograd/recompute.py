@@ -113,7 +113,7 @@ class _Slot:
 class _Note(NamedTuple):
     """What is remembered of a saved tensor."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     device: torch.device
     version: int | None  # of parameters: how often they had been changed in place
@@ -219,26 +219,26 @@ class _Call:
         self._check_count(num_saved, last)
 
     def _fill(self, index: int, x: torch.Tensor) -> None:
-        before, now = self._notes[index], _note(x)
-        where = f"saved tensor {index} of {len(self._notes)}"
-        if before[:3] != now[:3]:
+        before = self._notes[index]
+        if (before.shape, before.dtype, before.device) != (x.shape, x.dtype, x.device):
             msg = (
-                f"expected a function that computes the same in backward as in forward, found that {where} was {before} "
-                f"in forward and is {now} now: it must depend on nothing that changed in between"
+                f"expected a function that computes the same in backward as in forward, found that saved tensor {index} "
+                f"of {len(self._notes)} was {before} in forward and is {_note(x)} now: it must depend on nothing that "
+                "changed in between"
             )
             raise RecomputeError(msg)
-        if before.version is not None and before.version != now.version:
-            raise RecomputeError(_changed(f"{where} ({now})", before.version, now.version))
+        if before.version is not None and before.version != _version(x):
+            what = f"saved tensor {index} of {len(self._notes)} ({before})"
+            raise RecomputeError(_changed(what, before.version, _version(x)))
         slot = self._slots[index]()
         if slot is not None:
             self._found[slot] = x.detach()
 
     def _check_count(self, num_saved: int, last: int) -> None:
         expected = len(self._notes)
-        enough = num_saved > last if self._early_stop else num_saved == expected
-        if (
-            enough or not self.complete
-        ):  # a gradient taken inside the function sees a part of it only
+        # a gradient taken inside the function sees a part of it only
+        part = self._early_stop or not self.complete
+        if num_saved > last if part else num_saved == expected:
             return
         missing = (
             f"the first that is missing was {self._notes[num_saved]}"
@@ -252,7 +252,7 @@ class _Call:
         raise RecomputeError(msg)
 
 
-def _changed(what: str, before: int, now: int | None) -> str:
+def _changed(what: str, before: int, now: int) -> str:
     return (
         f"expected parameters as they were in forward, found that {what} has been changed in place since (version "
         f"{before}, now {now}): call backward before the optimizer's step"
@@ -266,7 +266,7 @@ def _version(x: torch.Tensor) -> int:
 def _note(x: torch.Tensor) -> _Note:
     version = _version(x) if x.is_leaf and x.requires_grad else None
     # the line outside of torch and this room that saved it
-    frame = sys._getframe(2)  # noqa: SLF001 - the only way to see the caller
+    frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
     while frame.f_back is not None and frame.f_code.co_filename.startswith(INNER):
         frame = frame.f_back
-    return _Note(tuple(x.shape), x.dtype, x.device, version, frame.f_code, frame.f_lineno)
+    return _Note(x.shape, x.dtype, x.device, version, frame.f_code, frame.f_lineno)
