@@ -41,6 +41,18 @@ def procs(pool: ProcessPool) -> World:
     return pool.run
 
 
+@pytest.fixture(scope="session")
+def portable_pool() -> Iterator[ProcessPool]:
+    with ProcessPool(portable=True) as processes:
+        yield processes
+
+
+@pytest.fixture
+def portable(portable_pool: ProcessPool) -> World:
+    """`portable(size, main, *args)`: ranks as processes that share no memory."""
+    return portable_pool.run
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
     """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs."""
@@ -56,7 +68,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     processes: ProcessPool | None = None
-    if names & {"pool", "procs"} or request.config.getoption("--world") == "procs":
+    if names & {"pool", "procs", "portable_pool"} or request.config.getoption("--world") == "procs":
         processes = request.getfixturevalue("pool")
         yield  # a pool's children and pipes outlive the test; they are checked when it closes
         return

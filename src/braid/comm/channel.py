@@ -118,6 +118,7 @@ class Port:
         ]
         self._directories[group_rank][0] = pages[group_rank]
         self._blocks: list[Block] = []
+        self._publish_directory()
 
     @staticmethod
     def first_page(transport: MemoryTransport) -> Block:
@@ -147,21 +148,32 @@ class Port:
         """Number of the channel of the group's n-th persistent request."""
         return 1 + 2 * self.size + number
 
-    def own_line(self, index: int) -> memoryview:
-        """Own control line of a channel; makes its page if need be."""
+    def own_place(self, index: int) -> int:
+        """Place of the own control line of a channel; makes its page if need be."""
         page, line = _place(index)
         directory = self._directories[self.rank]
         if not directory[page]:
             block = _new_page(self.transport, page)
             self._blocks.append(block)
             directory[page] = block.word
-        return self._line(self.rank, directory[page], line)
+            self._publish_directory(block)
+        return directory[page] + line  # a line is 64 bytes and so is the unit of the word
+
+    def readers(self, index: int) -> list[int]:
+        """Members that look at this rank's line of a channel: one if it is for messages, else all others."""
+        if 0 < index <= 2 * self.size:
+            return [member for member in [(index - 1) % self.size] if member != self.rank]
+        return [member for member in range(self.size) if member != self.rank]
 
     def line_of(self, member: int, index: int) -> memoryview | None:
         """Control line of a member; None while it has not made the page."""
         page, line = _place(index)
         word = self._directories[member][page]
-        return self._line(member, word, line) if word else None
+        return (
+            self.transport.arena.words(self.ranks[member], word + line, LINE_WORDS)
+            if word
+            else None
+        )
 
     def reached(self, wait: Wait | WaitAny) -> bool:
         """Whether the value that `wait` names, or one of them, has been published."""
@@ -189,8 +201,7 @@ class Port:
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = code | channel << 8
-        others = [rank for rank in self.ranks if rank != self.transport.rank]
-        self.transport.ring(self.transport.sleeper_words(others))
+        self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:
         """Text behind a digest that a member published."""
@@ -227,9 +238,13 @@ class Port:
         self._blocks.clear()
         self.held.clear()
 
-    def _line(self, member: int, page_word: int, line: int) -> memoryview:
-        # a line is 64 bytes and so is the unit of the word: the line's place is an addition
-        return self.transport.arena.words(self.ranks[member], page_word + line, LINE_WORDS)
+    def _publish_directory(self, page: Block | None = None) -> None:
+        """Let all members see the directory, and a new page before it."""
+        others = [rank for rank in self.ranks if rank != self.transport.rank]
+        word, nbytes = (page.word, page.nbytes) if page is not None else (0, 0)
+        self.transport.publish(
+            self.transport.audience(others), self._pages[self.rank], word, nbytes
+        )
 
 
 class Channel:
@@ -249,7 +264,9 @@ class Channel:
         "_arena",
         "_audience",
         "_lines",
+        "_nbytes",
         "_own",
+        "_place",
         "_port",
         "_scratch",
         "_slots",
@@ -278,14 +295,16 @@ class Channel:
         self._transport = port.transport
         self._arena = port.transport.arena
         self.ranks = port.ranks
-        self._own = port.own_line(index)
+        self._place = port.own_place(index)
+        self._own = self._arena.words(port.ranks[port.rank], self._place, LINE_WORDS)
         self._lines: list[memoryview | None] = [None] * port.size
         self._lines[port.rank] = self._own
-        self._audience = self._transport.sleeper_words([port.ranks[r] for r in self.others])
+        self._audience = self._transport.audience([port.ranks[r] for r in port.readers(index)])
         self._slots: list[Block | None] = [None, None]
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._word = 0
+        self._nbytes = 0  # of the slot, that the next step fills
 
     def counter(self, peer: int) -> int:
         """Last step that `peer` has published."""
@@ -312,6 +331,7 @@ class Channel:
             self._slots[parity] = block
             self._views.clear()
         self._word = block.word
+        self._nbytes = nbytes
         view = self._views.get((parity, numel, dtype))
         if view is None:
             if len(self._views) > MAX_VIEWS:
@@ -332,6 +352,7 @@ class Channel:
             private: Whether memory outside the arena is offered, too, by its address; it can be read only.
         """
         self._word = self.place(x, private=private)
+        self._nbytes = 0
 
     def place(self, x: torch.Tensor, *, private: bool = False) -> int:
         """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
@@ -349,8 +370,8 @@ class Channel:
         own[at + 1] = self._word
         own[at + 2] = self.site
         own[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
-        self._word = 0
-        self._transport.ring(self._audience)
+        self._transport.publish(self._audience, self._place, self._word, self._nbytes)
+        self._word = self._nbytes = 0
         return value
 
     def exchange(self) -> Steps:
@@ -474,7 +495,9 @@ def _place(index: int) -> tuple[int, int]:
 
 
 def _new_page(transport: MemoryTransport, page: int) -> Block:
-    block = transport.arena.allocate(PAGE_LINES * 4**page * LINE_WORDS * 8)
+    nbytes = PAGE_LINES * 4**page * LINE_WORDS * 8
+    # members learn of page 0 by other ways than through the memory, and may look at once
+    block = transport.arena.allocate(nbytes) if page else transport.arena.fresh(nbytes)
     words = transport.arena.words(transport.rank, block.word, block.nbytes // 8)
     words[:] = memoryview(bytes(block.nbytes)).cast("Q")
     return block

@@ -59,6 +59,7 @@ class _Job(NamedTuple):
     directory: str
     main: Callable[..., Any]
     args: tuple[Any, ...]
+    portable: bool
 
 
 class _Answer(NamedTuple):
@@ -103,9 +104,14 @@ class _Child:
 
 
 class ProcessPool:
-    """Reused processes; a context manager."""
+    """Reused processes; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        portable: Whether ranks send each other copies instead of sharing memory.
+    """
+
+    def __init__(self, *, portable: bool = False) -> None:
+        self._portable = portable
         self._directory = tempfile.TemporaryDirectory(prefix="braid-pool-")
         self._children: list[_Child] = []
         self._num_jobs = 0
@@ -138,7 +144,7 @@ class ProcessPool:
         directory.mkdir()
         children = self._children[:size]
         for rank, child in enumerate(children):
-            child.pipe.send(_Job(rank, size, str(directory), main, args))
+            child.pipe.send(_Job(rank, size, str(directory), main, args, self._portable))
         answers = self._collect(children, directory, timeout_s)
         return _results(answers)
 
@@ -248,7 +254,7 @@ def _carry_out(job: _Job) -> _Answer:
     group = None
     with contextlib.ExitStack() as stack:
         try:
-            transport = connect(job.rank, job.size, store, clock, health)
+            transport = connect(job.rank, job.size, store, clock, health, portable=job.portable)
             stack.callback(transport.close)
             recorder = _recorder(Path(job.directory), job.rank)
             context = RankContext(job.rank, job.size, clock, recorder, health, store)

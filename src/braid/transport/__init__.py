@@ -9,7 +9,7 @@ from braid.transport.base import MemoryTransport
 from braid.transport.context import RankContext
 from braid.transport.health import Health, Loss, Witness
 from braid.transport.inproc import Fabric
-from braid.transport.shm import connect
+from braid.transport.joining import connect
 from braid.transport.wait import Steps, Wait, WaitAny, Waiter
 
 __all__ = [

@@ -55,7 +55,7 @@ class Block(NamedTuple):
         return self.extent << OFFSET_BITS | self.offset // LINE_BYTES
 
 
-class _Extent:
+class OwnExtent:
     """One memory file with its free list, `[(offset, nbytes)]` in order of offset.
 
     `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it is mapped where torch mapped it, and gone
@@ -118,9 +118,9 @@ class Arena:
         self._peers = peers
         self._lock = threading.Lock()
         self._dead: deque[Block] = deque()  # filled by finalizers, which must not take the lock
-        self._extents: list[_Extent] = []
+        self._extents: list[OwnExtent] = []
         # (bases, extents) in order of base; replaced as one, since `locate` reads it without the lock
-        self._by_base: tuple[list[int], list[_Extent]] = ([], [])
+        self._by_base: tuple[list[int], list[OwnExtent]] = ([], [])
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
@@ -156,6 +156,10 @@ class Arena:
             extent = self._grow(max(size, EXTENT_BYTES))
             return Block(extent.number, extent.take(size), size)
 
+    def fresh(self, nbytes: int) -> Block:
+        """Like `allocate`, for words that peers may look at before they have been told what is there."""
+        return self.allocate(nbytes)
+
     def adopt(self, x: torch.Tensor) -> None:
         """Move the storage of `x` into shared memory, in place: every tensor on it follows.
 
@@ -175,7 +179,7 @@ class Arena:
             self._collect()
             number = self._next_number()
             file = MemoryFile(os.dup(fd), nbytes, keep_fd=True)
-            self._enter(_Extent(number, file, storage))
+            self._enter(OwnExtent(number, file, storage))
 
     def free(self, block: Block) -> None:
         """Return a block."""
@@ -219,13 +223,17 @@ class Arena:
 
     def words(self, rank: int, word: int, count: int) -> memoryview:
         """`count` 64-bit words of `rank` that begin at `word`, for control lines."""
+        return self.piece(rank, word, 8 * count).cast("Q")
+
+    def piece(self, rank: int, word: int, nbytes: int) -> memoryview:
+        """`nbytes` bytes of `rank` that begin at `word`."""
         start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
         extent_map = (
             self._extents[(word >> OFFSET_BITS) - 1].file.map
             if rank == self.rank
             else self._peers.extent(rank, word >> OFFSET_BITS)
         )
-        return memoryview(extent_map)[start : start + 8 * count].cast("Q")
+        return memoryview(extent_map)[start : start + nbytes]
 
     def fds(self) -> list[int]:
         """Descriptors of the extents."""
@@ -262,10 +270,12 @@ class Arena:
                 self._root.publish(extent.number, Extent(0, 0))
                 extent.file.close()
 
-    def _grow(self, nbytes: int) -> _Extent:
+    def _grow(self, nbytes: int) -> OwnExtent:
         number = self._next_number()
-        file = MemoryFile.create(-(-nbytes // PAGE_BYTES) * PAGE_BYTES, f"braid-arena-{self.rank}")
-        return self._enter(_Extent(number, file))
+        return self._enter(OwnExtent(number, self._new_file(-(-nbytes // PAGE_BYTES) * PAGE_BYTES)))
+
+    def _new_file(self, nbytes: int) -> MemoryFile:
+        return MemoryFile.create(nbytes, f"braid-arena-{self.rank}")
 
     def _next_number(self) -> int:
         number = len(self._extents) + 1
@@ -277,11 +287,11 @@ class Arena:
             raise CommError(msg)
         return number
 
-    def _enter(self, extent: _Extent) -> _Extent:
+    def _enter(self, extent: OwnExtent) -> OwnExtent:
         self._extents.append(extent)
         in_order = sorted((e for e in self._extents if not e.vacated), key=lambda e: e.base)
         self._by_base = ([e.base for e in in_order], in_order)
-        self._root.publish(extent.number, Extent(extent.file.fd, extent.file.nbytes))
+        self._root.publish(extent.number, Extent(max(0, extent.file.fd), extent.file.nbytes))
         return extent
 
     def _map(self, rank: int, number: int) -> torch.Tensor:

@@ -1,15 +1,16 @@
 """What a rank has to communicate through memory: arena, doorbells, and a way to its peers' memory.
 
 Processes and threads differ in one thing only, how peers' memory is found (`PeerMemory`): `shm` opens it through the
-kernel, `inproc` looks it up in a dictionary. Everything above runs on both, so every collective can be tested with
-threads and used with processes.
+kernel, `inproc` looks it up in a dictionary, `portable` keeps copies of what it has been sent. Everything above runs on
+all of them, so every collective can be tested with threads and used with processes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,8 +21,10 @@ from braid.transport.health import Health
 from braid.transport.memory import LEFT, SLEEPERS, STATE, PeerMemory, Root
 from braid.transport.wait import Doorbells, Waiter
 
-__all__ = ["MemoryTransport"]
+__all__ = ["ROOT_LINE", "Audience", "MemoryTransport"]
 
+Audience: TypeAlias = Sequence[Any]  # each transport's own
+ROOT_LINE = 0  # the place of the first line of the root; extents begin with 1
 LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
 
 
@@ -39,7 +42,11 @@ class MemoryTransport:
         crowded: Whether there are more ranks than cores here.
         may_pull: Whether all ranks may read each other's private memory.
         on_close: Called last by `close`, for what serves this transport.
+        arena: Own arena; one that peers can map when None.
+        waiter: How to wait; by looking at memory when None.
     """
+
+    shares_memory = True  # whether peers can read tensors of the arena where they lie
 
     def __init__(
         self,
@@ -54,6 +61,8 @@ class MemoryTransport:
         crowded: bool,
         may_pull: bool = False,
         on_close: Callable[[], None] | None = None,
+        arena: Arena | None = None,
+        waiter: Waiter | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -62,8 +71,8 @@ class MemoryTransport:
         self.crowded = crowded
         self.may_pull = may_pull
         self.bells = bells
-        self.arena = Arena(rank, root, peers)
-        self.waiter = Waiter(bells, health, clock, crowded=crowded)
+        self.arena = arena or Arena(rank, root, peers)
+        self.waiter = waiter or Waiter(bells, health, clock, crowded=crowded)
         self._root = root
         self._peers = peers
         self._fence = threading.Lock()
@@ -81,15 +90,24 @@ class MemoryTransport:
         """Name table of `rank`."""
         return self._root.names if rank == self.rank else self._peers.root(rank).names
 
-    def sleeper_words(self, ranks: list[int]) -> list[tuple[int, memoryview]]:
-        """Root words of `ranks`, to be handed to `ring`."""
+    def audience(self, ranks: Sequence[int]) -> Audience:
+        """Some peers, to be handed to `publish`."""
         return [(rank, self._peers.root(rank).words) for rank in ranks]
 
-    def ring(self, sleepers: list[tuple[int, memoryview]]) -> None:
-        """Wake those of `sleepers` that sleep; call after the values they wait for are stored."""
+    def publish(self, audience: Audience, line: int, block: int = 0, nbytes: int = 0) -> None:  # noqa: ARG002 - memory that is shared needs no more words
+        """Let `audience` see a line, and a block of the arena before it; wake those that sleep.
+
+        Call it after both have been stored. What is not published may be seen by peers or not.
+
+        Args:
+            audience: Made by `audience`.
+            line: Place of the line of eight words in the arena; `ROOT_LINE` for the root's first.
+            block: Place of what the line is about; 0 for nothing.
+            nbytes: Its length.
+        """
         self._fence.acquire()  # a full fence: our store before our look at their announcement
         self._fence.release()
-        for rank, words in sleepers:
+        for rank, words in audience:
             slots = words[SLEEPERS]
             if slots:
                 self._peers.ring(rank, slots)
@@ -108,7 +126,8 @@ class MemoryTransport:
 
     def fds(self) -> list[int]:
         """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
-        return [*self.bells.fds(), *self.arena.fds(), self._root.file.fd, *self.health.fds()]
+        root = [self._root.file.fd] if self._root.file.fd >= 0 else []
+        return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds()]
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
@@ -117,8 +136,9 @@ class MemoryTransport:
         at about the same time wait for each other here; one that ends early goes after `linger_s`.
         """
         self._root.words[STATE] = LEFT
-        others = self.sleeper_words([r for r in range(self.world_size) if r != self.rank])
-        self.ring(others)
+        ranks = [r for r in range(self.world_size) if r != self.rank]
+        self.publish(self.audience(ranks), ROOT_LINE)
+        others = [(rank, self._peers.root(rank).words) for rank in ranks]
         lost = self.health.lost
         deadline_ns = self.clock.now_ns() + round(linger_s * 1e9)
 

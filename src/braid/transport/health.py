@@ -64,7 +64,9 @@ class Health:
         self.epoch = 0
         self.lost: dict[int, Loss] = {}
         self._clock = clock
-        self._pidfds: dict[int, tuple[int, int]] = {}  # rank -> (pidfd, pid)
+        self._pids: dict[int, int] = {}  # of the ranks that are watched, by whatever means
+        self._pidfds: dict[int, int] = {}
+        self._gone: dict[int, Loss] = {}  # whose connection has ended
         self._has_left: Callable[[int], bool] = lambda _rank: False
         self._witnesses: list[Witness] = []
         self._on_loss: list[Callable[[], None]] = []
@@ -73,11 +75,26 @@ class Health:
     def watch(self, rank: int, pid: int) -> None:
         """Watch a process of this host."""
         try:
-            self._pidfds[rank] = (os.pidfd_open(pid), pid)
+            self._pidfds[rank] = os.pidfd_open(pid)
+            self._pids[rank] = pid
         except ProcessLookupError:
             self.report(Loss(rank, f"(pid {pid}) was gone before it could be watched"))
         except (OSError, AttributeError):
             return  # a kernel before 5.3, a sandbox or another system: the launcher's word remains
+
+    def expect_end(self, rank: int, pid: int) -> None:
+        """Watch a process whose end somebody else will notice and report by `ended`."""
+        self._pids[rank] = pid
+
+    def ended(self, rank: int, how: str, *, left: bool = False) -> None:
+        """Take the sign that the connection to a watched process has ended; `collect` makes it a verdict.
+
+        Args:
+            rank: Whose it is.
+            how: Clause on the process, if nobody knows better: "died".
+            left: See `Loss`.
+        """
+        self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", left))
 
     def hear(self, witness: Witness) -> None:
         """Listen to `witness` from now on."""
@@ -102,7 +119,7 @@ class Health:
 
     def fds(self) -> list[int]:
         """Descriptors that become readable when there is news."""
-        fds = [fd for rank, (fd, _) in self._pidfds.items() if rank not in self.lost]
+        fds = [fd for rank, fd in self._pidfds.items() if rank not in self.lost]
         fds += [fd for fd in (w.fileno() for w in self._witnesses) if fd >= 0]
         return fds
 
@@ -137,10 +154,11 @@ class Health:
                 raise PeerLostError(msg, rank=rank)
 
     def close(self) -> None:
-        """Close the pidfds."""
-        for fd, _ in self._pidfds.values():
+        """Close the pidfds and watch nobody any more."""
+        for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
+        self._pids.clear()
 
     def _hear_witnesses(self) -> None:
         for witness in self._witnesses:
@@ -151,19 +169,19 @@ class Health:
         """Ranks whose process has ended, or that have said that they leave and linger for a moment."""
         poller = select.poll()
         ranks = {}
-        left = []
-        for rank, (fd, _) in self._pidfds.items():
+        ended = []
+        for rank in self._pids:
             if rank in self.lost:
                 continue
-            if self._has_left(rank):
-                left.append(rank)
-            else:
-                poller.register(fd, select.POLLIN)
-                ranks[fd] = rank
-        return left + ([ranks[fd] for fd, _ in poller.poll(0)] if ranks else [])
+            if rank in self._gone or self._has_left(rank):
+                ended.append(rank)
+            elif rank in self._pidfds:
+                poller.register(self._pidfds[rank], select.POLLIN)
+                ranks[self._pidfds[rank]] = rank
+        return ended + ([ranks[fd] for fd, _ in poller.poll(0)] if ranks else [])
 
     def _judge(self, rank: int) -> None:
-        pid = self._pidfds[rank][1]
+        pid = self._pids[rank]
         if self._has_left(rank):
             self.report(Loss(rank, f"(pid {pid}) has already left", left=True))
             return
@@ -173,4 +191,4 @@ class Health:
             if rank in self.lost:
                 return
             self._clock.sleep(0.001)
-        self.report(Loss(rank, f"(pid {pid}) died"))
+        self.report(self._gone.get(rank, Loss(rank, f"(pid {pid}) died")))

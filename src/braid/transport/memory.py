@@ -15,7 +15,8 @@ The first such file is the rank's *root*; everything else is found from it:
            +--------------------+------------------------------+-------------------------------------+
 
 All words have one writer, the owner. 64-bit aligned stores are atomic, and x86 keeps the order of stores, so a peer
-that sees a word sees what was written before it (`require_ordered_stores`).
+that sees a word sees what was written before it. Where that does not hold (`has_ordered_stores`), and where a rank may not
+open another's memory, ranks keep copies of what they have been sent instead: see `portable`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from braid.errors import CommError, ConfigError, PeerLostError
+from braid.errors import CommError, PeerLostError
 from braid.events import NameTable
 from braid.transport.pull import pull
 
@@ -45,44 +46,35 @@ __all__ = [
     "PeerMemory",
     "Root",
     "RootAddress",
+    "has_ordered_stores",
     "open_through_proc",
-    "require_ordered_stores",
 ]
 
 MAX_EXTENTS = 4096
 ROOT_WORDS_BYTES = 4096
 DIRECTORY_BYTES = MAX_EXTENTS * 16
 NAMES_BYTES = 256 << 10
-ROOT_BYTES = ROOT_WORDS_BYTES + DIRECTORY_BYTES + NAMES_BYTES
+NAMES_START = ROOT_WORDS_BYTES + DIRECTORY_BYTES
+ROOT_BYTES = NAMES_START + NAMES_BYTES
 
 MAGIC = int.from_bytes(b"BRAIDRT1", "little")
 
 # root words
 PID, STATE, SLEEPERS, MARK, BASE = 0, 1, 2, 3, 4
 # values of STATE: what a peer that finds the process gone may conclude
-RUNNING, LEFT = 0, 1
+RUNNING, LEFT, CLOSED = 0, 1, 2
 
 
-def require_ordered_stores() -> None:
-    """Refuse processors on which plain stores may become visible out of order.
-
-    Raises:
-        ConfigError: This is not Linux on x86-64.
-    """
-    machine = platform.machine()
-    if machine not in {"x86_64", "AMD64"} or not sys.platform.startswith("linux"):
-        msg = (
-            f"expected Linux on x86-64 for shared memory between ranks, found {sys.platform} on "
-            f"{machine}, where plain flags in memory are unsafe: use one rank there for now"
-        )
-        raise ConfigError(msg)
+def has_ordered_stores() -> bool:
+    """Whether this is Linux on x86-64, where plain stores become visible in the order in which they were made."""
+    return platform.machine() in {"x86_64", "AMD64"} and sys.platform.startswith("linux")
 
 
 class MemoryFile:
     """An anonymous file in memory, mapped into this process.
 
     Args:
-        fd: Descriptor to map.
+        fd: Descriptor to map; -1 for memory of this process alone.
         nbytes: Length.
         keep_fd: Whether peers will open it through this descriptor.
     """
@@ -90,13 +82,15 @@ class MemoryFile:
     def __init__(self, fd: int, nbytes: int, *, keep_fd: bool) -> None:
         self.nbytes = nbytes
         populate = getattr(mmap, "MAP_POPULATE", 0)  # page faults now, not inside a collective
+        flags = mmap.MAP_SHARED | populate if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
-            self.map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | populate)
+            self.map = mmap.mmap(fd, nbytes, flags=flags)
         except OSError:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise
         self.fd = fd
-        if not keep_fd:
+        if fd >= 0 and not keep_fd:
             os.close(fd)
             self.fd = -1
 
@@ -121,6 +115,22 @@ class MemoryFile:
             )
             raise CommError(msg) from exc
         return cls(fd, nbytes, keep_fd=True)
+
+    @classmethod
+    def private(cls, nbytes: int) -> MemoryFile:
+        """Memory that no other process can open, all zero; its pages come when they are touched.
+
+        Raises:
+            CommError: The memory is not to be had.
+        """
+        try:
+            return cls(-1, nbytes, keep_fd=False)
+        except OSError as exc:
+            msg = (
+                f"expected {nbytes} bytes of memory, found too little ({exc.strerror}): use a smaller model or bucket, "
+                "or fewer ranks on this host"
+            )
+            raise CommError(msg) from exc
 
     def close(self) -> None:
         """Close the descriptor and, unless tensors still live in it, the mapping."""
@@ -166,15 +176,14 @@ class RootAddress(NamedTuple):
 
 
 class Root:
-    """The root file of one rank, own or mapped from a peer."""
+    """The root file of one rank: own, mapped from a peer, or a copy of a peer's."""
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
         view = memoryview(file.map)
         self.words = view[:ROOT_WORDS_BYTES].cast("Q")
-        end = ROOT_WORDS_BYTES + DIRECTORY_BYTES
-        self.directory = view[ROOT_WORDS_BYTES:end].cast("Q")
-        self.names = NameTable(view[end:ROOT_BYTES], threading.Lock())
+        self.directory = view[ROOT_WORDS_BYTES:NAMES_START].cast("Q")
+        self.names = NameTable(view[NAMES_START:ROOT_BYTES], threading.Lock())
         self._view = view
 
     @classmethod
@@ -205,7 +214,7 @@ class Root:
 
 
 class PeerMemory(Protocol):
-    """How this rank reaches the memory of its peers; one way for processes, one for threads."""
+    """How this rank reaches the memory of its peers: one way for processes, one for threads, one for copies."""
 
     def root(self, rank: int) -> Root:
         """Root of `rank`, which may be this rank."""

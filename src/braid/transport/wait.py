@@ -25,7 +25,7 @@ import ctypes
 import os
 import select
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from braid.clock import Clock
 from braid.transport.health import Health
 from braid.transport.memory import SLEEPERS, Root
 
-__all__ = ["Doorbells", "Steps", "Wait", "WaitAny", "Waiter"]
+__all__ = ["Doorbells", "Sleep", "Steps", "Wait", "WaitAny", "Waiter", "silent_pipe"]
 
 NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
@@ -80,7 +80,7 @@ class Doorbells:
 
     def __init__(self, root: Root) -> None:
         self._words = root.words
-        self._pipes = [_pipe() for _ in range(NUM_SLOTS)]
+        self._pipes = [silent_pipe() for _ in range(NUM_SLOTS)]
         self._free = list(range(NUM_SLOTS))
         self._lock = threading.Lock()
 
@@ -137,7 +137,7 @@ class Doorbells:
         self._pipes.clear()
 
 
-def _pipe() -> tuple[int, int]:
+def silent_pipe() -> tuple[int, int]:
     """A pipe whose ends never block and are not inherited."""
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -181,7 +181,7 @@ class Waiter:
                 if ready():
                     return self._now_ns() - start
             now = self._now_ns()
-        with _Sleep(self._bells) as sleep:
+        with Sleep(self._bells) as sleep:
             while not sleep.poll(ready, self._health.fds()):
                 self._health.collect()
                 if not ready():
@@ -189,14 +189,14 @@ class Waiter:
         return self._now_ns() - start
 
 
-class _Sleep:
+class Sleep:
     """A doorbell slot, held while one thread sleeps."""
 
     def __init__(self, bells: Doorbells) -> None:
         self._bells = bells
         self._slot = -1
 
-    def __enter__(self) -> _Sleep:
+    def __enter__(self) -> Sleep:
         self._slot = self._bells.acquire()
         return self
 
@@ -208,8 +208,16 @@ class _Sleep:
     ) -> None:
         self._bells.release(self._slot)
 
-    def poll(self, ready: Callable[[], bool], fds: list[int]) -> bool:
-        """Sleep once unless `ready()`; whether it held before the sleep."""
+    def poll(
+        self, ready: Callable[[], bool], fds: list[int], interests: Sequence[tuple[int, int]] = ()
+    ) -> bool:
+        """Sleep once unless `ready()`; whether it held before the sleep.
+
+        Args:
+            ready: See `Waiter.until`.
+            fds: Descriptors that end the sleep when they become readable.
+            interests: Others, with the events that do.
+        """
         if self._slot >= 0:
             self._bells.arm(self._slot)
         if ready():
@@ -217,6 +225,8 @@ class _Sleep:
         poller = select.poll()
         for fd in fds:
             poller.register(fd, select.POLLIN)
+        for fd, events in interests:
+            poller.register(fd, events)
         if self._slot < 0:
             poller.poll(SLOTLESS_SLEEP_MS)
             return False

@@ -1,0 +1,317 @@
+"""Connections to all peers: who sends, who receives, and who waits.
+
+Problem: a rank must take what its peers send even while it computes, or their sends would block for ever on full sockets; but
+a thread that receives costs a change of threads for every message of a rank that waits anyway.
+
+Idea: whoever waits (`LinkWaiter`) receives, and spends nothing on it. Only while nobody waits does one thread, the pump, do
+it instead; it sleeps in `poll` as long as nothing comes. Sending never waits: what a socket does not take at once stays
+in line and goes out when it does. How much that can be is bounded by the algorithms, which write into a slot again only
+when everybody has what was in it before. For the same reason slots need not be copied for the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from braid.clock import Clock
+from braid.errors import BraidError, PeerLostError
+from braid.transport.health import Health
+from braid.transport.memory import CLOSED, NAMES_START, STATE, Root
+from braid.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes, pack_writes
+from braid.transport.wait import Doorbells, Sleep, Waiter, silent_pipe
+from braid.wire import SocketConnection
+
+__all__ = ["Link", "LinkWaiter", "Links"]
+
+SPIN_NS = 50_000  # the answer of a peer that is there takes some 20 microseconds
+PAUSE_MS = 2  # of the pump while somebody else receives
+TURN_S = 1e-3  # how long to wait for a thread that is receiving just now
+FLUSH_MS = 50  # between two looks at the deadline
+
+
+class Link:
+    """The connection to one peer.
+
+    Attributes:
+        rank: Global rank of the peer.
+        fd: Descriptor of the socket.
+        backlog: Bytes that the socket has not taken yet.
+        open: Whether anything can come of it.
+
+    Args:
+        rank: See above.
+        connection: After its handshake; owned by this object.
+        root: Own root, whose name table the peer is sent as far as it has not got it.
+        memory: Where to put what comes.
+    """
+
+    def __init__(
+        self, rank: int, connection: SocketConnection, root: Root, memory: MirroredMemory
+    ) -> None:
+        self.rank = rank
+        self.fd = connection.fileno()
+        self.backlog = 0
+        self.open = True
+        self._connection = connection
+        self._memory = memory
+        self._targets = partial(memory.targets, rank)
+        self._root = memoryview(root.file.map)
+        self._names_used = self._root[NAMES_START : NAMES_START + 8].cast("Q")
+        self._names_sent = 0
+        self._lock = threading.Lock()
+
+    def send(self, writes: Writes, buffers: Sequence[memoryview]) -> None:
+        """Send writes, or put them in line; the buffers stay as they are until the peer has them.
+
+        Raises:
+            PeerLostError: The connection has ended.
+        """
+        with self._lock:
+            if self._names_used[0] != self._names_sent:
+                self._send_names()
+            self.backlog = self._connection.post(pack_writes(writes), buffers)
+
+    def flush(self) -> None:
+        """Send what the socket takes now; raises like `send`."""
+        with self._lock:
+            self.backlog = self._connection.flush()
+
+    def receive(self) -> bool:
+        """Take what has come; whether it was anything whole.
+
+        Raises:
+            PeerLostError: The connection has ended.
+            CommError: What came makes no sense.
+        """
+        came = False
+        while (frame := self._connection.try_recv(self._targets)) is not None:
+            self._memory.apply(self.rank, frame.meta)
+            came = True
+        return came
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.open = False
+        self.backlog = 0
+        self._connection.close()
+
+    def _send_names(self) -> None:
+        """Texts first: the count of bytes says which of them may be read."""
+        used, sent = self._names_used[0], self._names_sent
+        start = NAMES_START + 8 + sent
+        writes = Writes(
+            [(ROOT_EXTENT, start)], [(ROOT_EXTENT, NAMES_START, used.to_bytes(8, "little"))]
+        )
+        self._connection.post(pack_writes(writes), [self._root[start : NAMES_START + 8 + used]])
+        self._names_sent = used
+
+
+class Links:
+    """All connections of a rank; owns the pump.
+
+    Args:
+        rank: This rank, for the name of the thread.
+        links: By rank of the peer.
+        memory: Told of the end of a connection.
+        bells: Rung when something has come.
+        health: Likewise, told of the end.
+        clock: For `close`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Mapping[int, Link],
+        *,
+        memory: MirroredMemory,
+        bells: Doorbells,
+        health: Health,
+        clock: Clock,
+    ) -> None:
+        self.by_rank = dict(links)
+        self._memory = memory
+        self._bells = bells
+        self._health = health
+        self._clock = clock
+        self._by_fd = {link.fd: link for link in links.values()}
+        self._poller = select.poll()
+        for fd in self._by_fd:
+            self._poller.register(fd, select.POLLIN)
+        self._receiving = threading.Lock()
+        self._counting = threading.Lock()
+        self._num_waiting = 0
+        self._closing = False
+        self._wake = silent_pipe()
+        self._pump = threading.Thread(target=self._run, name=f"braid-transport-{rank}", daemon=True)
+        if links:
+            self._pump.start()
+
+    def fds(self) -> list[int]:
+        """All descriptors."""
+        return [*self._wake, *(link.fd for link in self.by_rank.values() if link.open)]
+
+    def interests(self) -> list[tuple[int, int]]:
+        """What to poll for: (descriptor, events)."""
+        return [
+            (link.fd, select.POLLIN | select.POLLOUT if link.backlog else select.POLLIN)
+            for link in self._by_fd.values()
+            if link.open
+        ]
+
+    def send(
+        self, audience: Sequence[Link], writes: Writes, buffers: Sequence[memoryview] = ()
+    ) -> None:
+        """Send writes to some peers; never waits, and does not mind those that are gone."""
+        self.drain()  # a broken connection is closed when it is sent on: take first what it has brought
+        backlog = False
+        for link in audience:
+            if link.open:
+                try:
+                    link.send(writes, buffers)
+                except PeerLostError:
+                    self._end(link)
+                backlog |= link.backlog > 0
+        if backlog and not self._num_waiting:
+            self._wake_pump()
+
+    def drain(self) -> bool:
+        """Take what has come from all peers and send what is in line; whether there was news. Never waits for long."""
+        if not self._receiving.acquire(timeout=TURN_S):  # another thread is at it
+            return False
+        news = False
+        try:
+            for fd, _ in self._poller.poll(0):
+                link = self._by_fd[fd]
+                if link.open:
+                    news |= self._attempt(link, link.receive)
+                if not link.open:
+                    self._poller.unregister(fd)
+            for link in self._by_fd.values():
+                if link.backlog:
+                    news |= self._attempt(link, link.flush)
+        finally:
+            self._receiving.release()
+        if news:
+            self._bells.ring_own()
+        return news
+
+    def begin_waiting(self) -> None:
+        """The calling thread receives from now on."""
+        with self._counting:
+            self._num_waiting += 1
+
+    def end_waiting(self) -> None:
+        """It does no longer."""
+        with self._counting:
+            self._num_waiting -= 1
+        if not self._num_waiting and any(link.backlog for link in self._by_fd.values()):
+            self._wake_pump()
+
+    def close(self, linger_s: float) -> None:
+        """Send what is in line, close all connections, join the pump.
+
+        Args:
+            linger_s: Seconds that peers have to take it.
+        """
+        deadline_ns = self._clock.now_ns() + round(linger_s * 1e9)
+        self.drain()
+        while any(link.backlog for link in self._by_fd.values()):
+            if self._clock.now_ns() > deadline_ns:
+                break
+            poller = select.poll()
+            for fd, events in self.interests():
+                poller.register(fd, events)
+            poller.poll(FLUSH_MS)
+            self.drain()
+        self._closing = True
+        if self._pump.ident is not None:
+            self._wake_pump()
+            self._pump.join()
+        for link in self.by_rank.values():
+            link.close()
+        for fd in self._wake:
+            os.close(fd)
+
+    def _attempt(self, link: Link, act: Callable[[], bool | None]) -> bool:
+        """Whether there is news: a whole frame, or the end."""
+        try:
+            return bool(act())
+        except PeerLostError:
+            self._end(link)
+        except BraidError as exc:
+            self._end(link, f"sent what makes no sense: {exc}")
+        return True
+
+    def _end(self, link: Link, how: str = "") -> None:
+        state = self._memory.root(link.rank).words[STATE]
+        link.close()
+        if how or state != CLOSED:
+            self._health.ended(link.rank, how or "died")
+        else:
+            self._health.ended(link.rank, "has closed its connections", left=True)
+        self._memory.ended(link.rank)
+
+    def _wake_pump(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake[1], b"!")
+
+    def _run(self) -> None:
+        pause = select.poll()
+        pause.register(self._wake[0], select.POLLIN)
+        while not self._closing:
+            poller = select.poll()
+            for fd, events in [(self._wake[0], select.POLLIN), *self.interests()]:
+                poller.register(fd, events)
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake[0], 4096)
+            if self._num_waiting:
+                pause.poll(PAUSE_MS)
+            elif not self._closing:
+                self.drain()
+
+
+class LinkWaiter(Waiter):
+    """Waits for what comes by links, and receives meanwhile.
+
+    Args:
+        bells: Doorbells of this rank.
+        health: Verdicts on peers.
+        clock: For the times of waits.
+        links: See the module.
+        crowded: More ranks than cores: sleep at once.
+    """
+
+    def __init__(
+        self, bells: Doorbells, health: Health, clock: Clock, links: Links, *, crowded: bool
+    ) -> None:
+        super().__init__(bells, health, clock, crowded=crowded)
+        self._links = links
+        self._spin_ns = 0 if crowded else SPIN_NS
+
+    def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
+        """See `Waiter.until`."""
+        if ready():
+            return 0
+        links = self._links
+        start = self._now_ns()
+        links.begin_waiting()
+        try:
+            while self._now_ns() - start < self._spin_ns:
+                links.drain()
+                if ready():
+                    return self._now_ns() - start
+            with Sleep(self._bells) as sleep:
+                while not sleep.poll(ready, self._health.fds(), links.interests()):
+                    links.drain()
+                    if not ready():
+                        self._health.collect()
+                        check()
+        finally:
+            links.end_waiting()
+        return self._now_ns() - start

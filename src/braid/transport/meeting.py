@@ -1,0 +1,153 @@
+"""Where the ranks of a host meet before they have anything in common but a store.
+
+Each rank says where it is and by which way it can be reached; each hears the others, compares, and refuses what cannot
+work with the same words on every rank. Whoever waits here also listens to the launcher, since a rank that died on its
+way will never come.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from braid.clock import Clock
+from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError
+from braid.store import Store
+from braid.transport.health import Health
+
+__all__ = ["LOOK_S", "Meeting"]
+
+LOOK_S = 0.25  # how often a rank that waits for others to join looks whether one of them has died
+
+
+class Meeting:
+    """One rank's part in it.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks that will come.
+        store: Shared by all of them.
+        clock: For the deadline.
+        health: Where the launcher's word on ranks that have ended arrives.
+        timeout_s: Seconds to wait for the others, in each step.
+
+    Raises:
+        RendezvousError: Another process has come as this rank.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        *,
+        clock: Clock,
+        health: Health,
+        timeout_s: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+        self.clock = clock
+        self.health = health
+        self.timeout_s = timeout_s
+        if store.add(f"shm/joined/{rank}", 1) > 1:
+            msg = (
+                f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): give every process "
+                "its own RANK, or use a fresh rendezvous address for a new job"
+            )
+            raise RendezvousError(msg)
+
+    def addresses(self, way: str, address: str) -> list[str]:
+        """Tell all ranks where this one is, and hear where they are.
+
+        Args:
+            way: How ranks reach each other; must be the same on all.
+            address: For that way.
+
+        Raises:
+            RendezvousError: Some ranks did not come; they are named.
+            ConfigError: They are on several hosts, or disagree on the way.
+        """
+        self.store.set(f"shm/address/{self.rank}", f"{_host()}|{way}|{address}".encode())
+        keys = [f"shm/address/{r}" for r in range(self.world_size)]
+        try:
+            self.wait(keys)
+        except CommTimeout as exc:
+            missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
+            msg = (
+                f"expected {self.world_size} ranks within {self.timeout_s:g} s, found all but {missing} (this is rank "
+                f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
+            )
+            raise RendezvousError(msg) from exc
+        said = [value.decode().split("|", 2) for value in self.store.multi_get(keys)]
+        hosts = [host for host, _, _ in said]
+        if len(set(hosts)) > 1:
+            table = "\n".join(
+                f"  rank {r}  {host.partition('/')[0]}" for r, host in enumerate(hosts)
+            )
+            msg = (
+                "expected all ranks on one host (memory is shared inside a host only), found\n"
+                f"{table}\nstart all ranks on one host"
+            )
+            raise ConfigError(msg)
+        _require_one_way([way for _, way, _ in said])
+        return [address for _, _, address in said]
+
+    def all_say(self, topic: str, word: str) -> list[str]:
+        """Tell all ranks a word and hear theirs."""
+        self.store.set(f"{topic}/{self.rank}", word.encode())
+        keys = [f"{topic}/{r}" for r in range(self.world_size)]
+        self.wait(keys)
+        return [value.decode() for value in self.store.multi_get(keys)]
+
+    def wait(self, keys: list[str]) -> None:
+        """Wait for keys of all ranks, but not for ranks of which the launcher says that they have ended.
+
+        Raises:
+            CommTimeout: They did not come.
+            PeerLostError: See above.
+        """
+        deadline_ns = self.clock.now_ns() + round(self.timeout_s * 1e9)
+        while True:
+            left_s = (deadline_ns - self.clock.now_ns()) / 1e9
+            try:
+                self.store.wait(keys, max(0.0, min(left_s, LOOK_S)))
+            except CommTimeout:
+                self.look()
+                if left_s <= LOOK_S:
+                    raise
+            else:
+                return
+
+    def look(self) -> None:
+        """Raise PeerLostError if a rank has died on its way here."""
+        self.health.collect()
+        for loss in self.health.lost.values():
+            msg = f"rank {loss.rank} {loss.reason}, before all ranks had joined"
+            raise PeerLostError(msg, rank=loss.rank) from None
+
+
+def _require_one_way(ways: list[str]) -> None:
+    if len(set(ways)) == 1:
+        return
+    usual = max(ways, key=ways.count)
+    clear = ways.count(usual) > len(ways) / 2  # with a tie nobody is the odd one
+    width = max(map(len, ways))
+    table = "\n".join(
+        f"  rank {r}  {way:<{width}}{'  <-- differs' if clear and way != usual else ''}".rstrip()
+        for r, way in enumerate(ways)
+    )
+    msg = (
+        f"expected all ranks to reach each other in the same way, found\n{table}\n"
+        "set BRAID_PORTABLE=1 for all ranks or for none"
+    )
+    raise ConfigError(msg)
+
+
+def _host() -> str:
+    """Name of this host and of its present boot; equal for processes that share memory."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    boot = path.read_text().strip() if path.exists() else ""
+    return f"{socket.gethostname()}/{boot}"
