@@ -67,9 +67,12 @@ class MemoryEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; algorithms that read private memory only where the host permits it."""
+        """Everything; algorithms that read peers' tensors where they lie only where the host permits it."""
+        shares = self.transport.shares_memory
+        registered = ("registered",) if shares else ()
         pulled = ("pulled",) if self.transport.may_pull else ()
-        return Capabilities(algorithms=("direct", "two_phase", "registered", "staged", *pulled))
+        algorithms = ("direct", "two_phase", *registered, "staged", *pulled)
+        return Capabilities(algorithms=algorithms, adopts=shares)
 
     def tune(self, timeout_s: float) -> None:
         """Measure what the choice of algorithms depends on. All members call it; cost: some 10 ms, once a job."""
