@@ -60,6 +60,7 @@ BRAID = JobEnvironment(
     log_dir="./runs/a3f",
     resume="auto",
     launched_by="braid",
+    portable=True,
 )
 
 
@@ -74,6 +75,16 @@ def test_torchs_contract_is_told_in_full():
         "NODE_RANK", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
         "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("variables", [{}, TORCHRUN], ids=["alone", "torchrun"])
+def test_the_portable_mode_is_asked_for_by_one_and_nothing_else(variables):
+    def portable(value):
+        return JobEnvironment.parse({**variables, "BRAID_PORTABLE": value}).portable
+
+    assert [portable(""), portable("0"), portable("1")] == [False, False, True]
+    with pytest.raises(ConfigError, match="BRAID_PORTABLE is 'yes', expected 0 or 1"):
+        portable("yes")
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "9")])

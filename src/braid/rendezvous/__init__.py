@@ -13,7 +13,7 @@ from braid.rendezvous.control import (
     Saved,
     Stop,
 )
-from braid.rendezvous.environment import JobEnvironment
+from braid.rendezvous.environment import JobEnvironment, wants_portable
 
 __all__ = [
     "ControlClient",
@@ -26,4 +26,5 @@ __all__ = [
     "RankLost",
     "Saved",
     "Stop",
+    "wants_portable",
 ]

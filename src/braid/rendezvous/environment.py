@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from braid.errors import ConfigError
 
-__all__ = ["JobEnvironment"]
+__all__ = ["JobEnvironment", "wants_portable"]
 
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -44,6 +44,7 @@ class JobEnvironment:
         resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
         launched_by: `braid`, `torchrun` (or anything that keeps its contract), or `single`.
         agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0 does.
+        portable: Whether ranks shall send each other copies even where they could share memory.
     """
 
     rank: int = 0
@@ -62,6 +63,7 @@ class JobEnvironment:
     resume: str = ""
     launched_by: str = "single"
     agent_store: bool = False
+    portable: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -97,7 +99,9 @@ class JobEnvironment:
         """
         if not any(environ.get(name) for name in (*CONTRACT[:2], "BRAID_STORE")):
             return cls(
-                log_dir=environ.get("BRAID_LOG_DIR", ""), resume=environ.get("BRAID_RESUME", "")
+                log_dir=environ.get("BRAID_LOG_DIR", ""),
+                resume=environ.get("BRAID_RESUME", ""),
+                portable=wants_portable(environ),
             )
         reader = _Reader(environ)
         rank = reader.required("RANK")
@@ -119,6 +123,7 @@ class JobEnvironment:
         local_world_size = reader.optional("LOCAL_WORLD_SIZE", world_size)
         node_rank = reader.optional("NODE_RANK", reader.optional("GROUP_RANK", 0))
         master_port = reader.optional("MASTER_PORT", 0)
+        portable = reader.switch("BRAID_PORTABLE")
         _refuse(reader.problems)
         return cls(
             rank=rank,
@@ -135,11 +140,12 @@ class JobEnvironment:
             resume=environ.get("BRAID_RESUME", ""),
             launched_by="braid" if by_braid else "torchrun",
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            portable=portable,
         )
 
     @classmethod
     def from_os(cls) -> JobEnvironment:
-        """Read the environment of this process; the only place that does."""
+        """Read the environment of this process; nothing but this module does."""
         return cls.parse(os.environ)
 
     def to_environ(self) -> dict[str, str]:
@@ -168,6 +174,7 @@ class JobEnvironment:
             "BRAID_LOG_DIR": self.log_dir,
             "BRAID_RESUME": self.resume,
             "BRAID_PLACE": f"{self.rank}/{self.world_size}" if self.store_address else "",
+            "BRAID_PORTABLE": "1" if self.portable else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 
@@ -192,11 +199,32 @@ class _Reader:
         value = self._environ.get(name, "")
         return self._number(name, value) if value else default
 
+    def switch(self, name: str) -> bool:
+        value = self._environ.get(name, "")
+        if value not in {"", "0", "1"}:
+            self.problems.append(f"{name} is {value!r}, expected 0 or 1")
+        return value == "1"
+
     def _number(self, name: str, value: str) -> int:
         if value.isascii() and value.isdigit() and len(value) < 19:
             return int(value)
         self.problems.append(f"{name} is {value!r}, expected a whole number >= 0")
         return 0
+
+
+def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether `BRAID_PORTABLE` asks for copies instead of shared memory, whoever started this process.
+
+    Args:
+        environ: The environment; that of this process when None.
+
+    Raises:
+        ConfigError: It is neither 0 nor 1.
+    """
+    reader = _Reader(os.environ if environ is None else environ)
+    portable = reader.switch("BRAID_PORTABLE")
+    _refuse(reader.problems)
+    return portable
 
 
 def _refuse(problems: list[str]) -> None:

@@ -51,6 +51,7 @@ PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
 class _Parts(NamedTuple):
     """What the launcher gives a rank."""
 
+    secret: Secret | None
     store: Store
     recorder: Recorder
     control: ControlClient | None
@@ -178,7 +179,7 @@ def join(
 
     Raises:
         RendezvousError: The launcher or some ranks did not come, or this rank is there already.
-        ConfigError: Ranks run on several hosts, or on a system without shared memory.
+        ConfigError: Ranks run on several hosts, or only some of them are to be portable.
     """
     clock = clock or MonotonicClock()
     parts = _parts(environment, timeout_s)
@@ -197,7 +198,14 @@ def join(
             store,
         )
         transport = connect(
-            environment.rank, environment.world_size, store, clock, health, timeout_s=timeout_s
+            environment.rank,
+            environment.world_size,
+            store,
+            clock,
+            health,
+            timeout_s=timeout_s,
+            portable=environment.portable,
+            secret=parts.secret,
         )
         if parts.control is not None:
             parts.control.send(Hello(os.getpid()))
@@ -216,7 +224,7 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
         )
         private = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
         ring = EventRing(private, PRIVATE_RECORDS, names_lock=threading.Lock())
-        return _Parts(store, Recorder(ring), None, None, (), stack.pop_all())
+        return _Parts(None, store, Recorder(ring), None, None, (), stack.pop_all())
 
 
 def _from_launcher(
@@ -239,7 +247,7 @@ def _from_launcher(
     stack.callback(faulthandler.unregister, signal.SIGUSR1)
     sockets = (connection, control)
     store, launcher = StoreClient(connection), _Launcher(control)
-    return _Parts(store, Recorder(ring), control, launcher, sockets, stack.pop_all())
+    return _Parts(secret, store, Recorder(ring), control, launcher, sockets, stack.pop_all())
 
 
 def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:

@@ -31,7 +31,7 @@ from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.errors import ConfigError, RendezvousError, StaleError
 from braid.events import EventRing, Recorder
-from braid.rendezvous import JobEnvironment
+from braid.rendezvous import JobEnvironment, wants_portable
 from braid.rendezvous.membership import join
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
@@ -200,7 +200,13 @@ class _Met:
         recorder = Recorder(EventRing(memory, PRIVATE_RECORDS, names_lock=threading.Lock()))
         size = len(meeting.ranks)
         self._transport = connect(
-            meeting.rank, size, store, clock, health, timeout_s=meeting.timeout_s
+            meeting.rank,
+            size,
+            store,
+            clock,
+            health,
+            timeout_s=meeting.timeout_s,
+            portable=wants_portable(),
         )
         context = RankContext(meeting.rank, size, clock, recorder, health, store)
         try:
