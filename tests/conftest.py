@@ -18,9 +18,10 @@ World = Callable[..., list[Any]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--world",
-        choices=("threads", "procs"),
+        choices=("threads", "procs", "portable"),
         default="threads",
-        help="run ranks as threads of this process (default) or as processes of a reused pool",
+        help="run ranks as threads of this process (default), as processes of a reused pool, or as such processes that "
+        "share no memory",
     )
 
 
@@ -30,8 +31,9 @@ def _one_thread_per_rank() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[ProcessPool]:
-    with ProcessPool() as processes:
+def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
+    portable = request.config.getoption("--world") == "portable"
+    with ProcessPool(portable=portable) as processes:
         yield processes
 
 
@@ -55,8 +57,8 @@ def portable(portable_pool: ProcessPool) -> World:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs."""
-    if request.config.getoption("--world") == "procs":
+    """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs or portable."""
+    if request.config.getoption("--world") != "threads":
         return request.getfixturevalue("procs")
     return run_threads
 
@@ -68,7 +70,8 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     processes: ProcessPool | None = None
-    if names & {"pool", "procs", "portable_pool"} or request.config.getoption("--world") == "procs":
+    of_pools = names & {"pool", "procs", "portable_pool"}
+    if of_pools or request.config.getoption("--world") != "threads":
         processes = request.getfixturevalue("pool")
         yield  # a pool's children and pipes outlive the test; they are checked when it closes
         return

@@ -28,7 +28,7 @@ from braid.wire import SocketConnection
 
 __all__ = ["Link", "LinkWaiter", "Links"]
 
-SPIN_NS = 50_000  # the answer of a peer that is there takes some 20 microseconds
+SPIN_NS = 200_000  # the answer of a peer that is there takes some 50 microseconds
 PAUSE_MS = 2  # of the pump while somebody else receives
 TURN_S = 1e-3  # how long to wait for a thread that is receiving just now
 FLUSH_MS = 50  # between two looks at the deadline
