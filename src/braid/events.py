@@ -39,6 +39,7 @@ MAGIC = int.from_bytes(b"BRAIDEV1", "little")
 HEADER_BYTES = 4096
 RECORD = struct.Struct("=8Q")
 NAME_HEAD = struct.Struct("=QH")
+MAX_KNOWN = 16384  # texts that a writer remembers, whether the table had room for them or not
 NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
@@ -129,8 +130,10 @@ class NameTable:
             NAME_HEAD.pack_into(self._memory, start, digest, len(raw))
             self._memory[start + NAME_HEAD.size : end] = raw
             self._used[0] = end - 8  # published last: a reader never sees half an entry
-            self._known[text] = digest
-            self._texts[digest] = text
+        elif len(self._known) >= MAX_KNOWN:
+            return digest
+        self._known[text] = digest
+        self._texts[digest] = text
         return digest
 
     def lookup(self, digest: int) -> str:

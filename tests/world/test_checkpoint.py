@@ -420,3 +420,13 @@ def test_no_pickle_is_in_a_checkpoint(tmp_path):
     (path,) = tmp_path.iterdir()
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
     assert read_manifest(path).braid.format == 1
+
+
+def test_one_strided_element_is_saved_and_compared(tmp_path):
+    def main(group: Group, path: Path) -> None:
+        x = torch.arange(4.0)[1::4]  # counts as contiguous, though its stride is 4
+        save(path, ReplicatedSnapshot({"x": x}), step=1, state={}, group=group)
+
+    for name in "ab":
+        run_threads(1, main, tmp_path / name)
+    assert compare(tmp_path / "a/step-00000001", tmp_path / "b/step-00000001") == (1, (), 0.0)

@@ -51,6 +51,8 @@ with group.context.events.span("step", seq=5):
     if mode == "async" and group.rank == 0:
         group.all_reduce(torch.ones(1 << 20), async_op=True)  # never waited for
         raise KeyError("no such column")
+    if mode == "async":  # not a collective: that would be another one than rank 0's
+        group.recv(torch.empty(1), 0)
     if mode == "fork" and os.fork() == 0:
         os._exit(0)
     if mode == "fork-raise":

@@ -120,7 +120,8 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+    bits = [t.contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8) for t in (x, y)]
+    return torch.equal(*bits)
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor) -> float:

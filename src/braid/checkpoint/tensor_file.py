@@ -133,5 +133,8 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    tensor = tensor.detach().cpu().contiguous()
+    flat = tensor.as_strided(
+        (tensor.numel(),), (1,)
+    )  # one element may have any stride and yet be contiguous
     return memoryview(flat.view(torch.uint8).numpy().data)

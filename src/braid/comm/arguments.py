@@ -100,7 +100,9 @@ def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> 
     if x.device.type not in device_types:
         return _pinned(x)
     if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return x.view(-1), None
+        flat = x.view(-1)
+        # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
+        return (flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))), None
     if written and any(
         stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)
     ):

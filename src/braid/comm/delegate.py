@@ -131,7 +131,7 @@ class DelegateEngine:
         """Hand `call` to the backend."""
         operation = self._operation(call)
         operation.advance()
-        return Work(operation, lambda _, timeout_s: operation.wait(timeout_s), background=False)
+        return Work(operation, _Operation.wait, _Operation.advance)
 
     def launch(self, calls: Sequence[Call]) -> list[Work]:
         """Hand several calls to the backend, in order."""
@@ -151,6 +151,10 @@ class DelegateEngine:
                 call.after()
 
         return self.start(call._replace(after=after))
+
+    def advance(self) -> bool:
+        """Take the steps that are possible now of what has been started, messages excepted."""
+        return self._last is not None and not self._last.done and self._last.advance()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An ordinary tensor on this engine's device."""

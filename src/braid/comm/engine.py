@@ -136,6 +136,10 @@ class Engine(Protocol):
         """Start persistent request `number`; its steps are taken by whoever waits in this process."""
         ...
 
+    def advance(self) -> bool:
+        """Take the steps that are possible now of what has been started; whether any could be taken."""
+        ...
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor where this engine moves it fastest."""
         ...

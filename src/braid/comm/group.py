@@ -230,6 +230,15 @@ class Group(Reducing, Moving, Messaging):
         tokens = [list(row) for row in zip(*columns, strict=True)]
         return self._subset([self.ranks.index(rank) for rank in ranks], tokens)
 
+    def advance(self) -> bool:
+        """Take the steps that are possible now of what this rank has started and nobody waits for; never blocks.
+
+        Returns:
+            Whether any could be taken.
+        """
+        moved = [engine.advance() for engine in self._engines()]
+        return any(moved)
+
     def abort(self, reason: str) -> None:
         """Leave every operation of this group for good; the members' waits end with CommError and `reason`."""
         if not self._closed:

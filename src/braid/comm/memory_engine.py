@@ -144,6 +144,10 @@ class MemoryEngine:
         operation.on_done(lambda: self._count(call, operation))
         return self._in_foreground(operation)
 
+    def advance(self) -> bool:
+        """Take the steps that are possible now, of everything that this rank has started in any of its groups."""
+        return self.progress.advance_started()
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Tensor in the arena: collectives on it need no copies."""
         return self.transport.arena.empty(shape, dtype)
@@ -185,11 +189,11 @@ class MemoryEngine:
 
     def _in_background(self, operation: Operation) -> Work:
         ended = self.progress.submit(operation)
-        return Work(operation, partial(self.progress.join, ended), background=True)
+        return Work(operation, partial(self.progress.join, ended), None)
 
     def _in_foreground(self, operation: Operation) -> Work:
         self._timed(self.progress.start, operation)
-        return Work(operation, partial(self._timed, self.progress.run), background=False)
+        return Work(operation, partial(self._timed, self.progress.run), self.progress.look)
 
     def _operation(
         self, call: Call, channel: Channel | None, scale: float | None = None

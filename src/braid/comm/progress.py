@@ -66,6 +66,11 @@ class Progress:
                         self._started.remove(operation)
         return moved
 
+    def look(self, operation: Operation) -> None:
+        """Take the steps that are possible now until `operation` has ended or nothing moves; never out of order."""
+        while not operation.done and self.advance_started():
+            pass
+
     def _heads(self) -> list[Operation]:
         """The first started operation of each channel."""
         heads: dict[Channel, Operation] = {}

@@ -275,19 +275,19 @@ class Work:
     Args:
         operation: What has been started.
         join: How to wait for it, (operation, seconds or None).
-        background: Whether the progress thread takes its steps.
+        look: Takes the steps that are possible now, of everything that was started before it, too; None where
+            the progress thread takes them.
     """
 
     def __init__(
         self,
         operation: Underway,
         join: Callable[[Any, float | None], None],
-        *,
-        background: bool,
+        look: Callable[[Any], object] | None,
     ) -> None:
         self._operation = operation
         self._join = join
-        self._background = background
+        self._look = look
         self.result: Any = None
         self._source: list[int] = []
 
@@ -316,7 +316,9 @@ class Work:
 
     def done(self) -> bool:
         """Whether it has ended, well or badly; takes the steps that are possible now."""
-        return self._operation.done if self._background else self._operation.advance()
+        if self._look is not None and not self._operation.done:
+            self._look(self._operation)
+        return self._operation.done
 
     def exception(self) -> BaseException | None:
         """What stopped it; None while it is under way or when it succeeded."""

@@ -95,7 +95,8 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Fail unless shape, dtype and every bit agree."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
-    bits = [x.reshape(-1).view(torch.uint8) if x.numel() else x for x in (found, expected)]
+    bits = [x.clone(memory_format=torch.contiguous_format) for x in (found, expected)]
+    bits = [x.as_strided((x.numel(),), (1,)).view(torch.uint8) for x in bits]
     differs = bits[0] != bits[1]
     assert not differs.any(), f"{int(differs.sum())} bytes differ: {found} != {expected}"
 
@@ -288,6 +289,19 @@ def background_work_keeps_order(group: Group) -> None:
     same(y, torch.full_like(y, float(group.size)))
 
 
+def asking_keeps_order(group: Group) -> None:
+    """Whoever only asks whether the last of several has ended gets them all done, in the order of the calls."""
+    x = torch.full((50_000,), float(group.rank + 1))
+    with group.coalesce() as batch:
+        batch.all_reduce(x)
+    last = group.all_reduce(x, "product", async_op=True)
+    while not last.done():
+        group.advance()
+    assert batch.work.done()
+    total = group.size * (group.size + 1) / 2
+    same(x, torch.full_like(x, total**group.size))
+
+
 def messages_keep_their_order(group: Group) -> None:
     """Send and recv around the ring: small, empty, larger than the slots, several under way."""
     n, me = group.size, group.rank
@@ -440,6 +454,7 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     scales_are_agreed_on,
     a_started_request_is_busy,
     background_work_keeps_order,
+    asking_keeps_order,
     messages_keep_their_order,
     groups_divide,
     many_groups_cost_little,

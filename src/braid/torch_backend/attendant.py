@@ -13,49 +13,14 @@ has nothing to do for operations that are waited for sooner than that, and ends 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from braid.torch_backend.futures import WorkFuture
 from braid.torch_backend.work import Started
 
-__all__ = ["Attendant", "InPassing"]
+__all__ = ["Attendant"]
 
 ROUND_S = 1e-3
 IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as several rounds
-
-
-class InPassing:
-    """A work of a group that was started without a thread; has the work's face.
-
-    Args:
-        work: As the batch that started it returned it.
-        advance: Takes the steps that are possible now, of everything that this rank has started, in its order.
-    """
-
-    def __init__(self, work: Any, advance: Callable[[], object]) -> None:
-        self.ended = False
-        self._work = work
-        self._advance = advance
-        work.add_done_callback(self._end)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Take steps until it has ended; raises what stopped it."""
-        self._work.wait(timeout_s)
-
-    def done(self) -> bool:
-        """Whether it has ended; takes the steps that are possible now."""
-        if not self.ended:
-            self._advance()
-        return self.ended
-
-    def exception(self) -> BaseException | None:
-        """What stopped it."""
-        error: BaseException | None = self._work.exception()
-        return error
-
-    def _end(self, _work: object) -> None:
-        self.ended = True
 
 
 class Attendant:
@@ -68,12 +33,12 @@ class Attendant:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._works: list[InPassing] = []
+        self._works: list[Started] = []
         self._futures: list[tuple[Started, WorkFuture]] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def attend(self, work: InPassing) -> None:
+    def attend(self, work: Started) -> None:
         """Take the steps of `work` until it is done."""
         with self._lock:
             self._works.append(work)

@@ -14,7 +14,6 @@ from torch.distributed import distributed_c10d
 
 from braid.comm import Group
 from braid.errors import StaleError
-from braid.torch_backend.attendant import InPassing
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
 from braid.torch_backend.foreign import Foreign
@@ -64,8 +63,6 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     ) -> None:
         super().__init__(group.rank, group.size)
         self._group: Any = group  # its overloads want literals; here async_op is a variable
-        engine: Any = group.engine  # of the kind that shares memory, which has a progress
-        self._advance: Callable[[], object] = engine.progress.advance_started
         self._home = home
         self._buckets = Buckets(group)
         self._foreign = foreign
@@ -141,10 +138,9 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self, work: Any, outputs: list[Any], source: Callable[[], int] | None = None
     ) -> PendingWork:
         """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
-        passing = InPassing(work, self._advance)
-        if not passing.ended:
-            self._home.attendant.attend(passing)
-        return self._started(passing, outputs, source)
+        if not work.done():
+            self._home.attendant.attend(work)
+        return self._started(work, outputs, source)
 
     def _started(
         self, work: Started, outputs: list[Any], source: Callable[[], int] | None = None
