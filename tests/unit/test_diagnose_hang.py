@@ -188,7 +188,7 @@ def test_receivers_that_face_each_other_are_told_to_let_one_send():
         RankView(
             rank,
             rank,
-            (operation(1, 80, channel=1 + rank, name="message(float32[4])"),),
+            (operation(1, 80, channel=1 + rank, name=f"recv(float32[4], from rank {1 - rank})"),),
             SLEEPS,
             WAITS,
         )
@@ -199,10 +199,28 @@ def test_receivers_that_face_each_other_are_told_to_let_one_send():
 
 def test_a_sender_waits_for_its_receiver_only():
     sender = RankView(
-        0, 0, (operation(5, 80, channel=3, name="message(float32[4])"),), SLEEPS, WAITS
+        0, 0, (operation(5, 80, channel=3, name="send(float32[4], to rank 2)"),), SLEEPS, WAITS
     )
     others = [RankView(r, r, (operation(1, 1, 1),), SLEEPS, IN_USERS_CODE) for r in (1, 2)]
     assert report(sender, *others).missing_ranks == (2,)
+
+
+def test_a_partner_that_exchanges_with_somebody_else_has_not_come():
+    text = "send(float32[4], to rank 1)"
+    sender = RankView(0, 0, (operation(5, 80, channel=2, name=text),), SLEEPS, WAITS)
+    text = "recv(float32[4], from rank 2)"
+    receiver = RankView(1, 1, (operation(5, 80, channel=2, name=text),), SLEEPS, WAITS)
+    third = RankView(2, 2, (operation(1, 1, 1),), RUNS, IN_USERS_CODE)
+    found = report(sender, receiver, third)
+    assert (found.missing_ranks, found.waiting_ranks, found.certain) == ((2,), (0, 1), True)
+
+
+def test_from_whom_a_message_should_come_may_be_unknown():
+    text = "recv(float32[4], from any rank)"
+    receiver = RankView(0, 0, (operation(5, 80, channel=1, name=text),), SLEEPS, WAITS)
+    others = [RankView(r, r, (operation(1, 1, 1),), RUNS, IN_USERS_CODE) for r in (1, 2)]
+    found = report(receiver, *others)
+    assert (found.missing_ranks, found.certain) == ((1, 2), False)
 
 
 def test_a_chain_of_waits_ends_at_the_rank_that_waits_for_nobody():
@@ -281,7 +299,17 @@ def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
 
 SPANS = st.builds(
     SpanView,
-    st.sampled_from([REDUCE, "message(int64[2])", "barrier()", "step", "wait", "data"]),
+    st.sampled_from(
+        [
+            REDUCE,
+            "recv(int64[2], from rank 1)",
+            "recv(int64[2], from any rank)",
+            "barrier()",
+            "step",
+            "wait",
+            "data",
+        ]
+    ),
     st.integers(1, 100).map(lambda t: t * S),
     st.sampled_from([OPEN, 0, S]),
     st.sampled_from([0, WORLD, OTHER]),

@@ -1,7 +1,8 @@
 """What a call is called: one text and one digest per kind of call, and the line of the program that made it.
 
 Peers compare digests; when they differ they look up the texts. So whatever is described is also entered into this rank's
-name table in shared memory, once, when it is first used.
+name table in shared memory, once, when it is first used. The two ends of a message are described alike to each other, and to
+the user as what they are: `send(float32[4], to rank 2)`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from braid.comm.all_reduce import ALGORITHMS
 from braid.comm.reduction import check_op
 from braid.errors import ConfigError
 from braid.events import NameTable, Recorder
-from braid.types import TensorSpec, text_digest
+from braid.types import TensorSpec
 
 __all__ = ["Describer", "Key"]
 
@@ -52,16 +53,18 @@ class Describer:
     Args:
         names: Name table of this rank, which peers read.
         events: Recorder of this rank.
+        ranks: Global ranks of the members.
     """
 
-    def __init__(self, names: NameTable, events: Recorder) -> None:
+    def __init__(self, names: NameTable, events: Recorder, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
         self._names = names
         self._events = events
         self._known: dict[Key, tuple[str, int]] = {}
         self._sites: set[int] = set()
 
     def describe(self, key: Key) -> tuple[str, int]:
-        """Text and digest of a call.
+        """Text of a call for the user, and the digest that peers compare.
 
         Raises:
             ConfigError: The reduction or algorithm does not exist, or not for this dtype.
@@ -81,10 +84,17 @@ class Describer:
         if key.dtype is not None and key.kind in REDUCTIONS:
             check_op(key.op, key.dtype)
         text = _text(key)
-        self._names.add(text)
+        digest = self._names.add(text)
+        if key.kind in {"send", "recv"}:
+            text = self._of_message(key, text)
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        return self._known.setdefault(key, (text, text_digest(text)))
+        return self._known.setdefault(key, (text, digest))
+
+    def _of_message(self, key: Key, text: str) -> str:
+        peer = f"rank {self._ranks[key.peer]}" if key.peer >= 0 else "any rank"
+        what = text.partition("(")[2].removesuffix(")")
+        return f"{key.kind}({what}, {'to' if key.kind == 'send' else 'from'} {peer})"
 
 
 def _check_algorithm(key: Key) -> None:

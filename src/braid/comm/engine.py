@@ -23,8 +23,8 @@ class Call(NamedTuple):
 
     Attributes:
         kind: Name of the operation.
-        text: The whole description, equal on all ranks.
-        digest: Its digest.
+        text: The whole description, for the user.
+        digest: Of the description that is equal on all ranks: for messages it does not name the ends.
         ins: Flat tensors that are read; parts for several members lie one after the other in one tensor.
         outs: Flat tensors that are written: one, or one per member.
         widths: Elements of each part of `ins[0]`; None where all are equal or there are none.

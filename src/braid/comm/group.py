@@ -80,7 +80,7 @@ class Group(Reducing, Moving, Messaging):
         self._engine = engine
         self._by_device: dict[str, Engine] = {}
         self._names = names
-        self._describer = Describer(names, context.events)
+        self._describer = Describer(names, context.events, ranks)
         self._deadline_s = FIRST_DEADLINE_S
         self._num_requests = 0
         self._closed = ""

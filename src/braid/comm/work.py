@@ -32,7 +32,7 @@ class Operation:
         port: The group's window on memory.
         channel: Its channel; `digest` and `site` are set from here.
         text: What is asked for, in words.
-        digest: Its digest.
+        digest: Of the words that all who take part use for it.
         steps: The algorithm.
         events: Where begin, end and waits are recorded.
         nbytes: For the record.
@@ -213,7 +213,8 @@ class Operation:
             answer = asked(port, member, channel.entry(member, exc.value))
             if member == port.rank:
                 answer = answer._replace(
-                    text=self.text, site=port.text_of(member, self._site) if self._site else ""
+                    text=port.text_of(member, self._digest),
+                    site=port.text_of(member, self._site) if self._site else "",
                 )
             answers.append(answer)
         return mismatch_table(answers, step=exc.value)

@@ -140,22 +140,20 @@ def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
 
 
 def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
-    members = [v for v in views if v.is_known_in(operation.group)]
-    others = [v for v in members if v.rank != view.rank]
+    others = [v for v in views if v.rank != view.rank]
+    if operation.partner is not None:
+        others = [v for v in others if v.rank == operation.partner]
+    else:
+        others = [v for v in others if v.is_known_in(operation.group)]
     if operation.is_message:
-        receiver = operation.channel - 1  # a message travels on the channel of its receiver
-        if len(members) == len(views) and view.rank != receiver:
-            others = [v for v in others if v.rank == receiver]
-        key = (operation.group, operation.channel)
-        return frozenset(
-            v.rank for v in others if key not in {(o.group, o.channel) for o in v.operations}
-        )
+        return frozenset(v.rank for v in others if not v.exchanges(operation, view.rank))
     return frozenset(v.rank for v in others if not v.has_reached(operation))
 
 
 def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
     """Whether it is not on record from whom a message should come."""
-    return blocked.operation.is_message and len(blocked.absent) > 1 and len(views) > 2
+    operation = blocked.operation
+    return operation.is_message and operation.partner is None and len(views) > 2
 
 
 def _reached(

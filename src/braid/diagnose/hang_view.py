@@ -6,6 +6,7 @@ knowledge, and its stacks come by a signal handler that needs neither the interp
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from braid.events import OPEN
 
 __all__ = ["Process", "RankView", "SpanView"]
 
+PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
 MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; what was long ago is past
 
 
@@ -57,7 +59,13 @@ class SpanView(NamedTuple):
     @property
     def is_message(self) -> bool:
         """Whether it concerns two members only."""
-        return self.name.startswith("message(")
+        return self.name.startswith(("send(", "recv("))
+
+    @property
+    def partner(self) -> int | None:
+        """Rank at the other end of a message; None for a collective, or a receive from whoever sends first."""
+        found = PARTNER.search(self.name) if self.is_message else None
+        return int(found[1]) if found else None
 
     @property
     def label(self) -> str:
@@ -185,6 +193,14 @@ class RankView(NamedTuple):
     def is_known_in(self, group: int) -> bool:
         """Whether it has used the group lately, and so is one of its members."""
         return any(span.group == group for span in self.spans)
+
+    def exchanges(self, message: SpanView, rank: int) -> bool:
+        """Whether it is at the other end of a message of `rank`: a message travels on the channel of its receiver."""
+        key = (message.group, message.channel)
+        return any(
+            (other.group, other.channel) == key and other.partner in {None, rank}
+            for other in self.operations
+        )
 
     def own_work_ns(self, operation: SpanView) -> float:
         """Median time between the latest collectives of that channel, less waits; 0 with fewer than three."""
