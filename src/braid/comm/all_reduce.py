@@ -64,7 +64,8 @@ def all_reduce(
     """
     private = algorithm == "pulled"
     offered = algorithm in {"pulled", "registered"}
-    if offered or (not forced and x.numel() * x.element_size() >= LARGE_BYTES):
+    large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
+    if offered or (large and not forced):
         ch.offer(x, private=private)
         yield from ch.exchange()
         if algorithm == "registered":
@@ -94,6 +95,7 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
         low, high = bounds[ch.rank], bounds[ch.rank + 1]
         ch.stage(part)
+        ch.divide(bounds, dtype)
         yield from ch.exchange()
         sources = [
             (part if r == ch.rank else ch.peek(r, numel, dtype))[low:high] for r in range(ch.size)

@@ -25,6 +25,7 @@ pages in the owner's arena, which grow by themselves: page k holds 64 * 4^k line
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -255,6 +256,7 @@ class Channel:
         size: Number of members.
         ranks: Global ranks of the members.
         others: Group ranks of the others.
+        shares: Whether peers may be able to read tensors where they lie, so that offering them makes sense.
         value: Last step that this rank has published.
         digest: Digest of the operation under way; set by the group.
         site: Digest of its call site.
@@ -266,6 +268,7 @@ class Channel:
         "_lines",
         "_nbytes",
         "_own",
+        "_parts",
         "_place",
         "_port",
         "_scratch",
@@ -278,6 +281,7 @@ class Channel:
         "others",
         "rank",
         "ranks",
+        "shares",
         "site",
         "size",
         "value",
@@ -294,6 +298,7 @@ class Channel:
         self._port = port
         self._transport = port.transport
         self._arena = port.transport.arena
+        self.shares = port.transport.shares_memory
         self.ranks = port.ranks
         self._place = port.own_place(index)
         self._own = self._arena.words(port.ranks[port.rank], self._place, LINE_WORDS)
@@ -305,6 +310,7 @@ class Channel:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._word = 0
         self._nbytes = 0  # of the slot, that the next step fills
+        self._parts: list[tuple[int, int]] | None = None  # what each of the others reads of them
 
     def counter(self, peer: int) -> int:
         """Last step that `peer` has published."""
@@ -344,6 +350,20 @@ class Channel:
         """Copy a flat tensor into the slot of the next step."""
         self.room(x.numel(), x.dtype).copy_(x)
 
+    def divide(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
+        """Say that member r will read elements `bounds[r]` to `bounds[r + 1]` of the slot just filled, and no others.
+
+        It saves sending the rest where memory is not shared.
+        """
+        if not self.shares:
+            size = dtype.itemsize
+            self._parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self.others]
+
+    def aim(self, member: int, numel: int, dtype: torch.dtype) -> None:
+        """Say that only `member` will read the `numel` elements of the slot just filled."""
+        if not self.shares:
+            self.divide([0] * (member + 1) + [numel] * (self.size - member), dtype)
+
     def offer(self, x: torch.Tensor, *, private: bool = False) -> None:
         """Let the next step point at the flat tensor `x` itself.
 
@@ -370,8 +390,9 @@ class Channel:
         own[at + 1] = self._word
         own[at + 2] = self.site
         own[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
-        self._transport.publish(self._audience, self._place, self._word, self._nbytes)
+        self._transport.publish(self._audience, self._place, self._word, self._nbytes, self._parts)
         self._word = self._nbytes = 0
+        self._parts = None
         return value
 
     def exchange(self) -> Steps:

@@ -92,7 +92,7 @@ def all_gather(
     longest = max(out.numel() for out in outs)
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     outs[ch.rank].copy_(x)
-    if longest > chunk:
+    if ch.shares and longest > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(offer or not out.numel() for offer, out in zip(ch.offers(), outs, strict=True)):
@@ -126,7 +126,7 @@ def gather(
         outs[root].copy_(x)
     lengths = [row[root] for row in sizes]
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
-    if max(lengths) > chunk:
+    if ch.shares and max(lengths) > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(ch.offers()[r] or not lengths[r] or r == root for r in range(ch.size)):
@@ -137,7 +137,9 @@ def gather(
             return
     for start in range(0, max(*lengths, 1), chunk):
         if not receiving:
-            ch.stage(x[start : start + chunk])
+            part = x[start : start + chunk]
+            ch.stage(part)
+            ch.aim(root, part.numel(), x.dtype)
         yield from ch.exchange()
         for peer in ch.round() if receiving else ():
             row = outs[peer][start : start + chunk]
@@ -163,7 +165,7 @@ def scatter(
         out.copy_(x[offsets[root] : offsets[root + 1]])
     chunk = chunk_of(CHUNK_BYTES // ch.size, out.dtype)
     longest = max(sizes[root])
-    if longest > chunk:
+    if ch.shares and longest > chunk:
         if sending:
             ch.offer(x, private=private)
         yield from ch.exchange()
@@ -208,7 +210,7 @@ def all_to_all(
     me = ch.rank
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(max(row) for row in sizes)
-    if longest > chunk:
+    if ch.shares and longest > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(offer or not ends[-1] for offer, ends in zip(ch.offers(), offsets, strict=True)):
@@ -243,6 +245,7 @@ def stage_rows(
         low = offsets[peer] + start
         numel = max(0, min(stride, offsets[peer + 1] - low))
         slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])
+    ch.divide([r * stride for r in range(ch.size + 1)], x.dtype)
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:

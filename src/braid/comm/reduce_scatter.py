@@ -50,7 +50,7 @@ def reduce_scatter(
     me = ch.rank
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(high - low for low, high in pairwise(offsets))
-    if longest > chunk:
+    if ch.shares and longest > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(ch.offers()):
@@ -78,25 +78,29 @@ def reduce(
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
         ch.stage(x)
+        ch.aim(root, numel, dtype)
         yield from ch.exchange()
         if me == root:
             rows = [x if r == me else ch.peek(r, numel, dtype) for r in range(n)]
             _combine_into(ch, rows, out, op)
         return
-    ch.offer(x, private=private)
-    yield from ch.exchange()
-    if all(ch.offers()):
-        yield from _reduce_part(ch, out, x, _remotes(ch, x), op, root)
-        return
+    if ch.shares:
+        ch.offer(x, private=private)
+        yield from ch.exchange()
+        if all(ch.offers()):
+            yield from _reduce_part(ch, out, x, _remotes(ch, x), op, root)
+            return
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
         count = part.numel()
         bounds = [count * r // n for r in range(n + 1)]
         ch.stage(part)
+        ch.divide(bounds, dtype)
         yield from ch.exchange()
         low, high = bounds[me], bounds[me + 1]
         rows = [(part if r == me else ch.peek(r, count, dtype))[low:high] for r in range(n)]
         own = ch.room(high - low, dtype)
         combine(rows, own, op, None)
+        ch.aim(root, high - low, dtype)
         yield from ch.exchange()
         if me == root:
             _collect(ch, target, own, bounds)

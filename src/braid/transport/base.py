@@ -94,7 +94,14 @@ class MemoryTransport:
         """Some peers, to be handed to `publish`."""
         return [(rank, self._peers.root(rank).words) for rank in ranks]
 
-    def publish(self, audience: Audience, line: int, block: int = 0, nbytes: int = 0) -> None:  # noqa: ARG002 - memory that is shared needs no more words
+    def publish(
+        self,
+        audience: Audience,
+        line: int,  # noqa: ARG002 - all of it can be seen already
+        block: int = 0,  # noqa: ARG002
+        nbytes: int = 0,  # noqa: ARG002
+        parts: Sequence[tuple[int, int]] | None = None,  # noqa: ARG002
+    ) -> None:
         """Let `audience` see a line, and a block of the arena before it; wake those that sleep.
 
         Call it after both have been stored. What is not published may be seen by peers or not.
@@ -104,6 +111,7 @@ class MemoryTransport:
             line: Place of the line of eight words in the arena; `ROOT_LINE` for the root's first.
             block: Place of what the line is about; 0 for nothing.
             nbytes: Its length.
+            parts: First and last byte of what each of the audience needs of it; None for all.
         """
         self._fence.acquire()  # a full fence: our store before our look at their announcement
         self._fence.release()

@@ -15,7 +15,7 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from braid.clock import Clock
@@ -163,13 +163,11 @@ class Links:
             if link.open
         ]
 
-    def send(
-        self, audience: Sequence[Link], writes: Writes, buffers: Sequence[memoryview] = ()
-    ) -> None:
-        """Send writes to some peers; never waits, and does not mind those that are gone."""
+    def send(self, frames: Iterable[tuple[Link, Writes, Sequence[memoryview]]]) -> None:
+        """Send each peer its writes; never waits, and does not mind those that are gone."""
         self.drain()  # a broken connection is closed when it is sent on: take first what it has brought
         backlog = False
-        for link in audience:
+        for link, writes, buffers in frames:
             if link.open:
                 try:
                     link.send(writes, buffers)

@@ -17,6 +17,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Sequence
+from itertools import repeat
 
 from braid.clock import Clock
 from braid.errors import CommTimeout, RendezvousError
@@ -95,13 +96,26 @@ class MirrorTransport(MemoryTransport):
         """Some peers, to be handed to `publish`."""
         return [self._links.by_rank[rank] for rank in ranks]
 
-    def publish(self, audience: Audience, line: int, block: int = 0, nbytes: int = 0) -> None:
+    def publish(
+        self,
+        audience: Audience,
+        line: int,
+        block: int = 0,
+        nbytes: int = 0,
+        parts: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         """Send `audience` a block of the arena and a line; see `MemoryTransport.publish`."""
-        writes, buffers = Writes([], [(*_place(line), self._line(line))]), []
-        if nbytes:
-            writes.large.append(_place(block))
-            buffers.append(self.arena.piece(self.rank, block, nbytes))
-        self._links.send(audience, writes, buffers)
+        small = [(*_place(line), self._line(line))]
+        if not nbytes:
+            self._links.send([(link, Writes([], small), ()) for link in audience])
+            return
+        extent, offset = _place(block)
+        data = self.arena.piece(self.rank, block, nbytes)
+        frames = []
+        for link, (start, end) in zip(audience, parts or repeat((0, nbytes)), strict=False):
+            large = [(extent, offset + start)] if start < end else []
+            frames.append((link, Writes(large, small), [data[start:end]] if large else []))
+        self._links.send(frames)
 
     def fds(self) -> list[int]:
         """Descriptors that a forked child must not keep."""
@@ -126,9 +140,8 @@ class MirrorTransport(MemoryTransport):
         """Tell all peers of an extent: they may hear of places in it by other ways."""
         offset = ROOT_WORDS_BYTES + 16 * number
         entry = bytes(self._memory[offset : offset + 16])
-        self._links.send(
-            list(self._links.by_rank.values()), Writes([], [(ROOT_EXTENT, offset, entry)])
-        )
+        writes = Writes([], [(ROOT_EXTENT, offset, entry)])
+        self._links.send([(link, writes, ()) for link in self._links.by_rank.values()])
 
 
 def connect_portable(meeting: Meeting, *, crowded: bool, secret: Secret | None) -> MirrorTransport:
