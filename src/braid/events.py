@@ -26,6 +26,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import NamedTuple
 
 from braid.clock import Clock, MonotonicClock
@@ -262,6 +263,14 @@ class EventRing:
         self._view.release()
 
 
+class _Inner(dict[str, bool]):
+    """By file: whether its frames are passed over in the search for the program's line."""
+
+    def __missing__(self, path: str) -> bool:
+        inner = self[path] = path.startswith(_INNER_ROOMS) or _TORCH in path
+        return inner
+
+
 class Span:
     """A span in progress; ends when the `with` block is left, or by `end()`."""
 
@@ -307,7 +316,9 @@ class Recorder:
         self._words = ring.records.cast("Q")
         self._header = ring.header
         self._capacity = ring.capacity
-        self._sites: dict[tuple[object, int], int] = {}
+        self._inner = _Inner()
+        # a code object is kept as long as its id is
+        self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
 
     def span(
         self,
@@ -360,19 +371,18 @@ class Recorder:
     def site(self) -> int:
         """Digest of the line of the program that is responsible for this call, as `file.py:41 in function`."""
         frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
-        while frame.f_back is not None:
-            path = frame.f_code.co_filename
-            if not path.startswith(_INNER_ROOMS) and _TORCH not in path:
-                break
-            frame = frame.f_back
-        key = (frame.f_code, frame.f_lasti)
-        digest = self._sites.get(key)
-        if digest is None:
-            path = frame.f_code.co_filename
-            here = os.getcwd() + os.sep  # noqa: PTH109 - likewise
-            text = f"{path.removeprefix(here)}:{frame.f_lineno} in {frame.f_code.co_name}"
-            digest = self._sites[key] = self.ring.names.add(text)
-        return digest
+        inner = self._inner
+        while inner[frame.f_code.co_filename] and (before := frame.f_back) is not None:
+            frame = before
+        code = frame.f_code
+        key = (id(code), frame.f_lasti)  # its own hash goes through all that it consists of
+        known = self._sites.get(key)
+        if known is None:
+            here = os.getcwd() + os.sep  # noqa: PTH109 - a string is what frames carry
+            path = code.co_filename.removeprefix(here)
+            digest = self.ring.names.add(f"{path}:{frame.f_lineno} in {code.co_name}")
+            known = self._sites[key] = (digest, code)
+        return known[0]
 
     def _write(  # noqa: PLR0917 - the words of one record
         self,
