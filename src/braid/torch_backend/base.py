@@ -70,7 +70,6 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._homes = homes
         self._timeout_s = seconds(foreign.timeout)
         self._name = self._desc = ""
-        self._sequence = 0
         self._coalesced: list[Started] | None = None
 
     # What torch asks about a group.
@@ -121,7 +120,6 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             opts: torch's options of the collective.
             several: Whether it is several operations, to be started as one.
         """
-        self._sequence += 1
         if not (opts.asyncOp or several):
             call(self._group, False)
             return FinishedWork(outputs)

@@ -27,7 +27,7 @@ from braid.torch_backend.shapes import (
     rows,
     tensors_of,
 )
-from braid.torch_backend.work import seconds
+from braid.torch_backend.work import FinishedWork, seconds
 
 __all__ = ["Collectives"]
 
@@ -46,9 +46,12 @@ class Collectives(BaseProcessGroup):
         op, factor = reduction(opts.reduceOp)
         if factor is not None:
             x.detach().mul_(factor)
-        if opts.asyncOp and inside_backward():
-            self._buckets.note(x)
         timeout_s = self._deadline(opts)
+        if not opts.asyncOp:  # straight on: small ones in a loop are what latency is felt in
+            self._group.all_reduce(x, op, timeout_s=timeout_s)
+            return FinishedWork(tensors)
+        if inside_backward():
+            self._buckets.note(x)
 
         def call(group: Any, background: bool) -> Any:
             return group.all_reduce(x, op, async_op=background, timeout_s=timeout_s)

@@ -1,7 +1,7 @@
 """torch's reductions by braid's names.
 
 `ReduceOp.SUM` is a `RedOpType`, `options.reduceOp` is a `ReduceOp` that wraps one, and `RedOpType.SUM == ReduceOp(SUM)` is
-False while the reverse is True. So operations are looked up by the wrapped value, never compared.
+False while the reverse is True. So operations are looked up by their number, never compared.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Reduction(NamedTuple):
     factor: float | torch.Tensor | None = None
 
 
-# by number, since hashing a RedOpType costs as much as a synchronisation
-_REDUCTIONS = {getattr(_KINDS, name.upper()).value: Reduction(name) for name in _NAMES}
+# by hash, which is the number of both kinds: to unwrap one costs as much as a synchronisation
+_REDUCTIONS = {hash(getattr(_KINDS, name.upper())): Reduction(name) for name in _NAMES}
 
 
 def reduction(op: Any) -> Reduction:
@@ -36,11 +36,10 @@ def reduction(op: Any) -> Reduction:
     Raises:
         ConfigError: torch has invented another one.
     """
-    kind = getattr(op, "op", op)
-    known = _REDUCTIONS.get(kind.value)
+    known = _REDUCTIONS.get(hash(op))
     if known is not None:
         return known
-    if kind == _KINDS.PREMUL_SUM:
+    if getattr(op, "op", op) == _KINDS.PREMUL_SUM:
         return Reduction("sum", op.factor if hasattr(op, "factor") else op.__getstate__()[1])
     msg = f"expected a reduction out of {', '.join(_NAMES)}, premul_sum, found {op!r}"
     raise ConfigError(msg)

@@ -32,7 +32,9 @@ def in_shared_memory(x: torch.Tensor) -> bool:
 
 
 def tensors_of(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A list, also of a single tensor."""
+    """A list, also of a single tensor; `x` itself if it is one."""
+    if type(x) is list:
+        return x
     return [x] if isinstance(x, torch.Tensor) else list(x)
 
 
