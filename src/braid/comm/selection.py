@@ -1,10 +1,11 @@
 """Which algorithm for which size: measured costs of a few primitives, closed forms over them, one table.
 
-Every algorithm's cost is a form over four primitives, of which three are piecewise in the size of the tensor, since a
+Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of the tensor, since a
 copy that stays in the cache is several times as fast as one that does not:
 
     a         one synchronisation of the group          copy(l)   a byte between a tensor and a slot
     add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
+    send(l)   a byte sent to one peer; nothing where memory is shared
 
 All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
 as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
@@ -16,14 +17,14 @@ Source: the a + b l model with piecewise b of Hockney, "The communication challe
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
 
 from braid.clock import Clock
 from braid.comm.channel import Channel, pieces
-from braid.transport import Steps
+from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 
@@ -33,6 +34,9 @@ SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change:
 REPEATS = 2
 CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
 NUM_SYNCS = 20
+LEAST_RATE = (
+    1e-12  # seconds per byte; a small one next to a slow synchronisation may come out negative
+)
 
 Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
@@ -46,6 +50,7 @@ class Costs(NamedTuple):
         add: Likewise.
         pull: Likewise; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
+        send: Like `copy`; empty where memory is shared.
     """
 
     sync_s: float
@@ -53,6 +58,7 @@ class Costs(NamedTuple):
     add: Piecewise
     pull: Piecewise
     measured: bool = False
+    send: Piecewise = ()
 
 
 # of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
@@ -77,8 +83,13 @@ def predicted_s(kind: str, algorithm: str, nbytes: int, size: int, costs: Costs)
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
     steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
+    sent = _SENT[kind, algorithm](size, nbytes) if (kind, algorithm) in _SENT else 0
     return (
-        steps * costs.sync_s + copied * rate["copy"] + added * rate["add"] + pulled * rate["pull"]
+        steps * costs.sync_s
+        + copied * rate["copy"]
+        + added * rate["add"]
+        + pulled * rate["pull"]
+        + sent * _at(costs.send, nbytes)
     )
 
 
@@ -109,6 +120,11 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("scatter", "pulled"): lambda n, l, _: (3, 0, 0, l / n),  # noqa: E741
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
+}
+# (n, l) -> bytes that a rank sends, where that decides: what an operation with one way to do it sends does not matter
+_SENT: dict[tuple[str, str], Callable[[int, int], float]] = {
+    ("all_reduce", "direct"): lambda n, l: (n - 1) * l,  # noqa: E741
+    ("all_reduce", "two_phase"): lambda n, l: 2 * (n - 1) / n * l,  # noqa: E741
 }
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
 
@@ -149,7 +165,9 @@ class Selection:
         lines = [
             f"{self.size} ranks, costs {origin}: synchronisation {self.costs.sync_s * 1e6:.1f} us"
         ]
-        for name, rates in zip(("copy", "add", "pull"), self.costs[1:4], strict=True):
+        primitives = list(zip(("copy", "add", "pull"), self.costs[1:4], strict=True))
+        primitives += [("send", self.costs.send)] if self.costs.send else []
+        for name, rates in primitives:
             at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(l)}" for l, rate in rates)  # noqa: E741
             lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
         for kind, (bounds, names) in self._tables.items():
@@ -204,15 +222,12 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
     for _ in range(NUM_SYNCS):
         yield from ch.exchange()
     figures = [(clock.now_ns() - start_ns) / NUM_SYNCS * 1e-9]
+    sends: list[float] = []
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
-            times = []
-            for _ in range(REPEATS):
-                spent: list[int] = []
-                for part in pieces(x[:nbytes], CHUNK_BYTES):
-                    yield from _pass(ch, clock, act, part, peer, spent)
-                times.append(sum(spent) * 1e-9 / nbytes)
-            figures.append(min(times))
+            used, sent = yield from _passes(ch, clock, act, x[:nbytes], peer, sync_s=figures[0])
+            figures.append(used)
+            sends += [sent] if act is _copy else []
     scratch = ch.scratch(CHUNK_BYTES, torch.uint8)
     for nbytes in MEASURED_BYTES:
         times = [0.0]
@@ -226,18 +241,43 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
             times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
         figures.append(min(times[1:], default=0.0))
     yield from ch.exchange()  # nobody reads `x` any more
+    figures += sends
     ch.stage(torch.tensor(figures, dtype=torch.float64))
     yield from ch.exchange()
     if ch.rank != 0:
         figures = ch.peek(0, len(figures), torch.float64).tolist()
     n = len(MEASURED_BYTES)
-    copies, adds, pulls = (
+    copies, adds, pulls, sent_at = (
         tuple(zip(MEASURED_BYTES, figures[1 + i * n : 1 + (i + 1) * n], strict=True))
-        for i in range(3)
+        for i in range(4)
     )
+    pulls = pulls if remote is not None else ()
     found.append(
-        Costs(figures[0], copies, adds, pulls if remote is not None else (), measured=True)
+        Costs(figures[0], copies, adds, pulls, measured=True, send=() if ch.shares else sent_at)
     )
+
+
+def _passes(
+    ch: Channel,
+    clock: Clock,
+    act: Callable[[torch.Tensor, torch.Tensor], int],
+    x: torch.Tensor,
+    peer: int,
+    *,
+    sync_s: float,
+) -> Generator[Wait | WaitAny, None, tuple[float, float]]:
+    """Seconds per byte that `act` takes, and that sending to one peer takes beyond a synchronisation."""
+    nbytes = x.numel()
+    uses, sends = [], []
+    for _ in range(REPEATS):
+        spent: list[int] = []
+        sent: list[int] = []
+        for part in pieces(x, CHUNK_BYTES):
+            yield from _pass(ch, clock, act, part, peer, spent=spent, sent=sent)
+        uses.append(sum(spent) * 1e-9 / nbytes)
+        beyond_s = sum(sent) * 1e-9 - len(sent) * sync_s
+        sends.append(max(LEAST_RATE, beyond_s / nbytes / (ch.size - 1)))
+    return min(uses), min(sends)
 
 
 def _pass(
@@ -246,13 +286,17 @@ def _pass(
     act: Callable[[torch.Tensor, torch.Tensor], int],
     part: torch.Tensor,
     peer: int,
+    *,
     spent: list[int],
+    sent: list[int],
 ) -> Steps:
     """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective."""
     start_ns = clock.now_ns()
     ch.stage(part)
     staged_ns = clock.now_ns() - start_ns
+    start_ns = clock.now_ns()
     yield from ch.exchange()
+    sent.append(clock.now_ns() - start_ns)
     theirs = ch.peek(peer, part.numel(), part.dtype)
     start_ns = clock.now_ns()
     weight = act(part, theirs)
