@@ -106,11 +106,20 @@ class Operation:
                 self._wait = next(self._steps)
         except StopIteration:
             self._finish()
+        except PeerLostError as exc:
+            self.fail(self._confirmed(exc))
         except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
             self.fail(exc)
         finally:
             self._lock.release()
         return self.done
+
+    def _confirmed(self, exc: PeerLostError) -> PeerLostError:
+        """What is known of a rank whose memory was found to be gone."""
+        loss = self.port.transport.health.confirm(exc.rank)
+        if loss is None:
+            return exc
+        return PeerLostError(f"rank {exc.rank} {loss.reason}", rank=exc.rank)
 
     def _begin(self) -> None:
         if self.port.stopped:

@@ -464,17 +464,41 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     registered_needs_registered_tensors,
 )
 
-# what the last rank does, while the others all-reduce four float32
-MISMATCHES: dict[str, Callable[[Group], object]] = {
-    "shape": lambda g: g.all_reduce(torch.ones(5)),
-    "dtype": lambda g: g.all_reduce(torch.ones(4, dtype=torch.float64)),
-    "reduction": lambda g: g.all_reduce(torch.ones(4), "max"),
-    "operation": lambda g: g.broadcast(torch.ones(4), 0),
-    "algorithm": lambda g: g.all_reduce(torch.ones(4), algorithm="two_phase"),
-    "root": lambda g: g.reduce(torch.ones(4)),
-    "barrier": lambda g: g.barrier(),
-    "parts": lambda g: g.all_to_all([torch.ones(1)] * g.size, out=[torch.ones(1)] * g.size),
-    "large": lambda g: g.all_reduce(torch.ones(400_000)),
+
+def _four(g: Group) -> object:
+    return g.all_reduce(torch.ones(4))
+
+
+def _two_in_order(g: Group) -> None:
+    g.all_reduce(torch.ones(4))
+    g.broadcast(torch.ones(2), 0)
+
+
+def _two_in_another_order(g: Group) -> None:
+    g.broadcast(torch.ones(2), 0)
+    g.all_reduce(torch.ones(4))
+
+
+# what the others do, what the last rank does
+MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object]]] = {
+    "shape": (_four, lambda g: g.all_reduce(torch.ones(5))),
+    "dtype": (_four, lambda g: g.all_reduce(torch.ones(4, dtype=torch.float64))),
+    "reduction": (_four, lambda g: g.all_reduce(torch.ones(4), "max")),
+    "operation": (_four, lambda g: g.broadcast(torch.ones(4), 0)),
+    "algorithm": (_four, lambda g: g.all_reduce(torch.ones(4), algorithm="two_phase")),
+    "order": (_two_in_order, _two_in_another_order),
+    "barrier": (_four, lambda g: g.barrier()),
+    "parts": (
+        _four,
+        lambda g: g.all_to_all([torch.ones(1)] * g.size, out=[torch.ones(1)] * g.size),
+    ),
+    "large": (_four, lambda g: g.all_reduce(torch.ones(400_000))),
+    "root": (lambda g: g.broadcast(torch.ones(4), 0), lambda g: g.broadcast(torch.ones(4), 1)),
+    "root of a sum": (lambda g: g.reduce(torch.ones(4), 0), lambda g: g.reduce(torch.ones(4), 1)),
+    "root that gathers": (
+        lambda g: g.gather(torch.ones(2), 0),
+        lambda g: g.gather(torch.ones(2), 1),
+    ),
 }
 
 
@@ -482,10 +506,7 @@ def check_mismatch(group: Group, kind: str) -> str:
     """Every rank raises the same MismatchError, whose table marks the odd rank; returns its text."""
     last = group.rank == group.size - 1
     try:
-        if last:
-            MISMATCHES[kind](group)
-        else:
-            group.all_reduce(torch.ones(4))
+        MISMATCHES[kind][last](group)
     except MismatchError as error:
         text = str(error)
     else:

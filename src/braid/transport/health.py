@@ -23,6 +23,7 @@ from braid.errors import PeerLostError
 __all__ = ["Health", "Loss", "Witness"]
 
 REASON_GRACE_S = 0.1  # how long a pidfd's verdict waits for the launcher to name the cause
+CONFIRM_S = 1.0  # how long a process may take from losing its memory to its end
 
 
 class Loss(NamedTuple):
@@ -133,6 +134,20 @@ class Health:
                 self._judge(rank)
         finally:
             self._looking.release()
+
+    def confirm(self, rank: int) -> Loss | None:
+        """Wait until the death of `rank`, whose memory is gone already, is what everybody can see.
+
+        Otherwise this rank might be gone before the others know why, and be blamed by them.
+
+        Returns:
+            The verdict; None if there was none within a second.
+        """
+        deadline_ns = self._clock.now_ns() + round(CONFIRM_S * 1e9)
+        while rank not in self.lost and self._clock.now_ns() < deadline_ns:
+            self.collect()
+            self._clock.sleep(0.001)
+        return self.lost.get(rank)
 
     def check(self, ranks: Iterable[int], epoch: int, *, needed: int = -1) -> None:
         """Raise if a rank that matters is lost.

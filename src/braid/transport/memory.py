@@ -33,6 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import psutil
 import torch
 
 from braid.errors import CommError, PeerLostError
@@ -101,6 +102,7 @@ class MemoryFile:
         Raises:
             CommError: The memory is not to be had.
         """
+        _require_memory(nbytes, name)
         fd = _anonymous_file(name)
         try:
             os.ftruncate(fd, nbytes)
@@ -114,7 +116,14 @@ class MemoryFile:
                 f"({exc.strerror}): use a smaller model or bucket, or fewer ranks on this host"
             )
             raise CommError(msg) from exc
-        return cls(fd, nbytes, keep_fd=True)
+        try:
+            return cls(fd, nbytes, keep_fd=True)
+        except (OSError, OverflowError) as exc:
+            msg = (
+                f"expected room for {nbytes:,} more bytes in the address space of this process for {name}, found too little "
+                f"({exc}): raise its limit (ulimit -v), or use a smaller model or bucket"
+            )
+            raise CommError(msg) from exc
 
     @classmethod
     def private(cls, nbytes: int) -> MemoryFile:
@@ -326,6 +335,17 @@ class MappedMemory:
             msg = f"descriptor {extent.fd} of rank {rank} is shorter than the {extent.nbytes} bytes it should have"
             raise PermissionError(msg)
         return MemoryFile(fd, extent.nbytes, keep_fd=False)
+
+
+def _require_memory(nbytes: int, name: str) -> None:
+    """The kernel would grant it piece by piece, and end some process when there is none left."""
+    free = psutil.virtual_memory().available
+    if nbytes > free:
+        msg = (
+            f"expected {nbytes:,} bytes of free memory on this host for {name}, found {free:,}: use a smaller model or "
+            "bucket, or fewer ranks on this host"
+        )
+        raise CommError(msg)
 
 
 def _anonymous_file(name: str) -> int:
