@@ -98,6 +98,12 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         """Torch's store, with this group's prefix."""
         return self._store
 
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self._group.statistics()["num_operations"])
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: every group counts from 0."""
+
     @property
     def _device_types(self) -> list[torch.device]:
         accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -27,15 +27,19 @@ _KINDS = dist.ProcessGroup.BackendType
 class Foreign:
     """The ordinary process group inside of one of ours.
 
+    Attributes:
+        ranks: Global ranks of the members.
+        timeout: Deadline of later operations.
+
     Args:
         options: What torch told the creator.
-        ranks: Global ranks of the members.
+        ranks: See above.
     """
 
     def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
         self.timeout: timedelta = options.timeout
         self._options = options
-        self._ranks = list(ranks)
+        self.ranks = ranks
         self._backends: dict[str, Any] = {}
         self._group: Any = None
 
@@ -115,7 +119,7 @@ class Foreign:
 
     def _described(self, options: Any) -> Any:
         options._timeout = self.timeout  # noqa: SLF001 - torch's name
-        options.global_ranks_in_group = self._ranks
+        options.global_ranks_in_group = list(self.ranks)
         options.group_name = self._options.group_id
         return options
 
@@ -127,5 +131,5 @@ class Foreign:
         options = c10d._DistributedBackendOptions()  # noqa: SLF001 - no public way
         options.store, options.group_rank, options.group_size = store, rank, size
         options.timeout, options.group_id = self.timeout, self._options.group_id
-        options.global_ranks_in_group = self._options.global_ranks_in_group
+        options.global_ranks_in_group = list(self.ranks)
         return plugin.creator_fn(options, None)

@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import weakref
+from collections import Counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +40,7 @@ from braid.torch_backend.attendant import Attendant
 from braid.torch_backend.backward import Backward
 from braid.transport import Health, MemoryTransport, RankContext, connect
 
-__all__ = ["Home", "Homes"]
+__all__ = ["Home", "Homes", "Meeting"]
 
 PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
 
@@ -99,6 +100,7 @@ class Home:
         self._owner = owner
         self._joining = joining
         self._groups: list[Group] = []
+        self._meetings: Counter[str] = Counter()
         self._pid = os.getpid()
         atexit.register(self.close)
 
@@ -111,7 +113,10 @@ class Home:
         """A new group of ranks that are at home here; called by its members only."""
         store = PrefixStore(f"braid/join-{self._joining}", _store(meeting))
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
-        group = self.world.select(ranks, store, name=f"{meeting.name} of torch")
+        # torch gives a name again when the group that had it is gone; what was said then is still in the store
+        name = f"{meeting.name} of torch {'_'.join(map(str, ranks))}"
+        self._meetings[name] += 1
+        group = self.world.select(ranks, store, name=f"{name}, {self._meetings[name]}")
         self._groups.append(group)
         return group
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
+from braid.errors import ConfigError
+from braid.torch_backend.base import c10d
 from braid.torch_backend.collectives import Collectives
+from braid.torch_backend.foreign import Foreign
+from braid.torch_backend.home import Homes, Meeting
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
-from braid.torch_backend.work import FinishedWork, PendingWork, together
+from braid.torch_backend.work import FinishedWork, PendingWork, seconds, together
 
 __all__ = ["BraidProcessGroup"]
 
@@ -18,7 +24,22 @@ SLOTS_BYTES = (
 
 
 class BraidProcessGroup(Collectives):
-    """Collectives, messages and batches; torch's docstrings apply."""
+    """Collectives, messages, batches and groups of some members; torch's docstrings apply."""
+
+    @classmethod
+    def open(cls, options: Any, homes: Homes) -> BraidProcessGroup:
+        """Make a group; its members call this.
+
+        Args:
+            options: torch's `_DistributedBackendOptions`.
+            homes: Where this process is a rank.
+        """
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        # braid needs a deadline; torch's unset one means its own default
+        timeout_s = seconds(options.timeout) or c10d.default_pg_timeout.total_seconds()
+        meeting = Meeting(options.store, options.group_id, ranks, options.group_rank, timeout_s)
+        home, group = homes.open(meeting)
+        return cls(home, group, Foreign(options, ranks), options.store, homes)
 
     # Messages.
 
@@ -66,3 +87,43 @@ class BraidProcessGroup(Collectives):
         if not parts:
             return FinishedWork([])
         return PendingWork(together(parts), [], self._settle_later)
+
+    # Groups of some members.
+
+    supports_splitting = True  # torch looks for it before it calls `split_group`
+    options = None  # that a new group would inherit
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing to do: those who are in no new group need not take part."""
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,  # noqa: ARG002 - torch's signature; nothing to be set
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,  # noqa: ARG002 - as above: a device's backend comes when it is needed
+    ) -> BraidProcessGroup | None:
+        """A new group of the members `ranks`, counted in this group; None for others, who need not call this.
+
+        Raises:
+            ConfigError: Ranks that are no members.
+            CommTimeout: Some did not come; they are named.
+        """
+        order = sorted(set(ranks))
+        if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < self.size():
+            msg = f"expected different ranks out of 0..{self.size() - 1} for a new group, found {list(ranks)}"
+            raise ConfigError(msg)
+        if self.rank() not in order:
+            return None
+        name = group_name or f"{self._name}:split:{'_'.join(map(str, order))}"
+        made = c10d._DistributedBackendOptions()  # noqa: SLF001 - no public way
+        made.store = c10d.PrefixStore(f"{name}/", self._store)
+        made.group_rank, made.group_size = order.index(self.rank()), len(order)
+        made.timeout, made.group_id = timeout or self._foreign.timeout, name
+        made.global_ranks_in_group = [self._foreign.ranks[rank] for rank in order]
+        group = self.open(made, self._homes)
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or f"{self._desc}:split")
+        return group

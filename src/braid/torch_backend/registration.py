@@ -6,10 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from braid.torch_backend.foreign import Foreign
-from braid.torch_backend.home import Homes, Meeting
+from braid.torch_backend.home import Homes
 from braid.torch_backend.process_group import BraidProcessGroup
-from braid.torch_backend.work import seconds
 
 __all__ = ["create", "register"]
 
@@ -27,13 +25,7 @@ def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
         RendezvousError: Some members did not come.
         ConfigError: They are not on one host.
     """
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    # braid needs a deadline; torch's unset one means its own default
-    timeout_s = seconds(options.timeout) or dist.distributed_c10d.default_pg_timeout.total_seconds()
-    meeting = Meeting(options.store, options.group_id, ranks, options.group_rank, timeout_s)
-    home, group = _HOMES.open(meeting)
-    foreign = Foreign(options, ranks)
-    return BraidProcessGroup(home, group, foreign, options.store, _HOMES)
+    return BraidProcessGroup.open(options, _HOMES)
 
 
 def register() -> None:
