@@ -9,6 +9,7 @@
     ├── RendezvousError  (RuntimeError)    ranks could not find or did not trust each other
     ├── StaleError       (RuntimeError)    an object of an earlier epoch, or of a closed group
     ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or does not fit
+    ├── RecomputeError   (RuntimeError)    a recomputed segment differs from the first time (in `braid.autograd`)
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
 Messages have four parts: what was expected, what was found, where (rank, group, operation, parameter)

@@ -100,6 +100,8 @@ def test_ranks_compute_the_same_bits_as_one_process_that_runs_their_shards(world
     assert curve.kinds == ["start", "eval", "checkpoint", "sample", "end"]
     assert compare(last(config), last(alone)).equal
     assert curve.losses[-1][1] < curve.losses[0][1]
+    numerics = read_manifest(last(config)).numerics
+    assert (numerics["sum_order"], numerics["algorithms"]["all_reduce"][0][0]) == ("rank", 0)
 
 
 @pytest.mark.parametrize("size", [1, 2])

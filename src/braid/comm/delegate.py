@@ -122,6 +122,10 @@ class DelegateEngine:
         """Which algorithm is chosen when, and why."""
         return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"
 
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """Nothing: the backend does not tell."""
+        return {}
+
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread."""
         operation = self._operation(call)

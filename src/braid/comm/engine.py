@@ -120,6 +120,10 @@ class Engine(Protocol):
         """Which algorithm is chosen when, and why."""
         ...
 
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """The same as plain data: operation -> [(from bytes, algorithm)]; empty if the backend does not tell."""
+        ...
+
     def run(self, call: Call) -> None:
         """Carry it out in this thread."""
         ...

@@ -104,6 +104,10 @@ class MemoryEngine:
         """Which algorithm is chosen when, and why."""
         return self.selection.explain()
 
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """The same as plain data."""
+        return self.selection.record()
+
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread, behind what is queued on the same channel."""
         operation = self._operation(call, None)

@@ -187,7 +187,8 @@ class Trainer:
             "world_size": self._group.size,
             "shards": self._num_shards,
             "threads": torch.get_num_threads(),
-            "sum_order": "rank",
+            "sum_order": "rank" if self._group.engine.capabilities.rank_order else "any",
+            "algorithms": self._group.engine.record(),
             "torch": str(torch.__version__),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }

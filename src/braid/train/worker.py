@@ -83,6 +83,7 @@ def _resume(
     notes = [f"passed over {path}: {reason}" for path, reason in loaded.skipped]
     then, now = loaded.manifest.numerics, trainer.numerics()
     del now["world_size"]  # the number of shards is what counts
+    del now["algorithms"]  # measured anew in every run; none of them changes the order of sums
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
     return str(loaded.path), tuple(notes)
