@@ -37,6 +37,7 @@ from braid.transport import Steps
 __all__ = ["ALGORITHMS", "all_reduce", "direct", "pulled", "registered", "two_phase"]
 
 CHUNK_BYTES = 256 << 10  # a slot and its reader fit into the second-level cache
+SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
 BLOCK_BYTES = 256 << 10  # likewise, for the block that is summed and stored while hot
 LARGE_BYTES = (
     32 << 10
@@ -77,7 +78,7 @@ def all_reduce(
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Copy in, wait, add everybody's slot in the order of ranks; one synchronisation per chunk."""
-    for part in pieces(x, CHUNK_BYTES):
+    for part in pieces(x, _chunk_bytes(ch)):
         ch.stage(part)
         own = ch.room(part.numel(), part.dtype)
         yield from ch.exchange()
@@ -90,7 +91,7 @@ def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
 
 def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Each rank sums its slice of everybody's slot, then fetches the other slices; two steps per chunk."""
-    for part in pieces(x, CHUNK_BYTES * ch.size // 2):
+    for part in pieces(x, _chunk_bytes(ch) * ch.size // 2):
         numel, dtype = part.numel(), part.dtype
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
         low, high = bounds[ch.rank], bounds[ch.rank + 1]
@@ -148,6 +149,10 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
         if bounds[peer] < bounds[peer + 1]:
             remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
     yield from ch.exchange()
+
+
+def _chunk_bytes(ch: Channel) -> int:
+    return CHUNK_BYTES if ch.shares else SENT_CHUNK_BYTES
 
 
 def _require_offers(ch: Channel) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from braid.clock import Clock
+from braid.comm.all_reduce import SENT_CHUNK_BYTES
 from braid.comm.channel import Channel, pieces
 from braid.transport import Steps, Wait, WaitAny
 
@@ -83,7 +84,9 @@ def predicted_s(kind: str, algorithm: str, nbytes: int, size: int, costs: Costs)
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
     steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
-    sent = _SENT[kind, algorithm](size, nbytes) if (kind, algorithm) in _SENT else 0
+    sent = 0.0
+    if costs.send and (kind, algorithm) in _SENT:
+        steps, sent = _SENT[kind, algorithm](size, nbytes)
     return (
         steps * costs.sync_s
         + copied * rate["copy"]
@@ -121,10 +124,13 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
-# (n, l) -> bytes that a rank sends, where that decides: what an operation with one way to do it sends does not matter
-_SENT: dict[tuple[str, str], Callable[[int, int], float]] = {
-    ("all_reduce", "direct"): lambda n, l: (n - 1) * l,  # noqa: E741
-    ("all_reduce", "two_phase"): lambda n, l: 2 * (n - 1) / n * l,  # noqa: E741
+# (n, l) -> synchronisations, bytes sent by each rank; for operations that have a choice where memory is not shared
+_SENT: dict[tuple[str, str], Callable[[int, int], tuple[float, float]]] = {
+    ("all_reduce", "direct"): lambda n, l: (_chunks(l, SENT_CHUNK_BYTES), (n - 1) * l),  # noqa: E741
+    ("all_reduce", "two_phase"): lambda n, l: (  # noqa: E741
+        2 * _chunks(l / n * 2, SENT_CHUNK_BYTES),
+        2 * (n - 1) / n * l,
+    ),
 }
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
 
@@ -324,8 +330,8 @@ def _at(rates: Piecewise, nbytes: int) -> float:
     return rates[max(0, index)][1]
 
 
-def _chunks(nbytes: float) -> int:
-    return max(1, -(-int(nbytes) // CHUNK_BYTES))
+def _chunks(nbytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
+    return max(1, -(-int(nbytes) // chunk_bytes))
 
 
 def _size(nbytes: int) -> str:
