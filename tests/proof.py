@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
+from braid.bench.comm_worker import Row
+from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, run_ddp
 from braid.bench.faults import FaultReport, run_fault_trials
 from braid.events import Recorder
 
@@ -41,12 +43,69 @@ for step in range(1000):
             loss.backward()
 """
 
+# what the README shows of a run that stands still
+HANGING_JOB = """\
+import time
+import torch
+import braid
+
+
+def load_shard(rank, step):
+    if (rank, step) == (1, 88):
+        time.sleep(14)  # an archive on a slow disk
+    return torch.randn(4, 8)
+
+
+group = braid.init()
+model = braid.DistributedDataParallel(torch.nn.Linear(8, 1), process_group=group)
+for step in range(100):
+    with group.context.events.span("step", seq=step):
+        loss = model(load_shard(group.rank, step)).square().mean()
+        loss.backward()
+"""
+
 NUM_TRIALS, SEED = 50, 2026
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB)
+SHOWN = (KIB, MIB, 16 * MIB)
+
+# least speed-up over Gloo: (operation, bytes, library) -> times
+FLOORS = {
+    ("all_reduce", KIB, "braid"): 8,
+    ("all_reduce", 16 * KIB, "braid"): 5,
+    ("all_reduce", 256 * KIB, "braid"): 4,
+    ("all_reduce", 256 * KIB, "registered"): 10,
+    ("all_reduce", MIB, "braid"): 2.5,
+    ("all_reduce", MIB, "registered"): 6,
+    ("all_reduce", 4 * MIB, "braid"): 2.5,
+    ("all_reduce", 4 * MIB, "registered"): 6,
+    ("all_reduce", 16 * MIB, "braid"): 4,
+    ("all_reduce", 16 * MIB, "registered"): 8,
+    ("all_reduce", 64 * MIB, "braid"): 2.3,
+    ("all_reduce", 64 * MIB, "registered"): 4,
+    ("all_gather", 32 * MIB, "braid"): 6,  # 16 MiB of each rank
+    ("reduce_scatter", 32 * MIB, "braid"): 6,
+    ("broadcast", 16 * MIB, "braid"): 2.5,
+    ("all_to_all", 16 * MIB, "braid"): 2.5,
+    ("send_recv", 16 * MIB, "braid"): 2.5,
+}
+# likewise over MPI, where it is installed, of all_reduce
+FLOORS_OVER_MPI = {
+    (4 * MIB, "braid"): 0.7,
+    (4 * MIB, "registered"): 2,
+    (16 * MIB, "braid"): 0.7,
+    (16 * MIB, "registered"): 2,
+}
+DDP_FLOORS = {"mlp": 1.2, "gpt": 1.1}
+LEAST_EXPOSED = 0.25  # of the step, for a speed-up to be demanded
+LEAST_GONE = 0.75
 
 
 def main() -> int:
-    comm = run_comm(CommBench(rounds=7, out=ROOT / "runs" / "proof-comm"))
+    comm = run_comm(CommBench(sizes_bytes=SIZES, rounds=7, out=ROOT / "runs" / "proof-comm"))
     plot(comm, ROOT / "docs" / "comm.png")
+    (ROOT / "docs" / "comm.md").write_text(comm_page(comm))
+    ddp = run_ddp(DdpBench(out=ROOT / "runs" / "proof-ddp"))
     faults = run_fault_trials(
         NUM_TRIALS, SEED, ROOT / "tests" / "world" / "comm_fault_job.py", stopped_limit_s=1.0
     )
@@ -56,13 +115,17 @@ def main() -> int:
         [
             f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`.",
             "",
-            *comm_table(comm),
+            *comm_summary(comm),
             "",
             (
-                "Median microseconds of `Group` called directly, against Gloo through `torch.distributed`, both in the same "
-                "two processes in alternating rounds (`braid bench comm`); `x` is the median ratio. Plot: "
-                "[docs/comm.png](docs/comm.png)."
+                "How many times as long Gloo takes through `torch.distributed`, in the same two processes in alternating "
+                "rounds (`braid bench comm`). Bytes are those of the largest full buffer of a rank. "
+                "[All sizes](docs/comm.md), [plot](docs/comm.png)."
             ),
+            "",
+            *ddp_table(ddp),
+            "",
+            "Median step of data parallel training on two ranks (`braid bench ddp`).",
             "",
             "| what | measured |",
             "|---|---|",
@@ -77,54 +140,115 @@ def main() -> int:
     )
     replace_section("figures", figures)
     replace_section("demo", f"```console\n$ make demo\n{demo}\n```")
-    replace_section("failure", f"```\n{run_failing_job()}\n```")
-    missed = targets_missed(comm, faults, import_ms, event_us, demo_s)
+    failing = run_job(FAILING_JOB, "runs/a3f")
+    failing = failing[failing.rindex("braid: run stopped") :].strip()
+    replace_section("failure", f"```\n{failing}\n```")
+    hanging = run_job(HANGING_JOB, "runs/b7e").strip()
+    replace_section("hang", f"```\n{hanging}\n```")
+    missed = targets_missed(comm, ddp, faults, import_ms, event_us, demo_s)
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
     print(figures)
     return 1 if missed else 0
 
 
-def comm_table(report: CommReport) -> list[str]:
+def comm_summary(report: CommReport) -> list[str]:
+    """One row per operation: speed-ups at some sizes."""
+    rows = {(row.operation, row.nbytes): row for row in report.rows}
+    columns = [("Group", "braid"), ("registered", "registered"), ("torch.distributed", "torch")]
+    heads = [f"{head}, {size_text(size)}" for head, _ in columns for size in SHOWN]
+    lines = [f"| operation | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for name in dict.fromkeys(row.operation for row in report.rows):
+        cells = []
+        for _, library in columns:
+            for size in SHOWN:
+                row = rows.get((name, size if name != "barrier" else 0))
+                shown = row is not None and library in row.ratio
+                shown = shown and (name != "barrier" or size == SHOWN[0])
+                cells.append(f"{row.ratio[library]:.1f}" if row and shown else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def comm_page(report: CommReport) -> str:
+    """Every row, for docs/comm.md."""
+    mpi = any("mpi" in row.seconds for row in report.rows)
+    libraries = ["braid", "registered", "torch", *(["mpi"] if mpi else [])]
+    heads = {"braid": "Group", "registered": "registered", "torch": "torch", "mpi": "MPI"}
+    head = "".join(f" {heads[name]} | x |" for name in libraries)
     lines = [
-        "| operation | bytes | Gloo | braid | x | braid, registered | x |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "# Collectives, measured",
+        "",
+        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`.",
+        "",
+        (
+            "Median microseconds, in the same two processes in alternating rounds; x is the median of Gloo's time over "
+            "this one's. Group: called directly; registered: likewise, on tensors of `Group.empty`; torch: "
+            "`torch.distributed` over braid. Bytes are those of the largest full buffer of a rank."
+        ),
+        "",
+        f"| operation | bytes | Gloo |{head}",
+        "|---|--:|--:|" + "--:|--:|" * len(libraries),
     ]
     for row in report.rows:
-        size = f"{row.nbytes >> 10} KiB" if row.nbytes < 1 << 20 else f"{row.nbytes >> 20} MiB"
-        cells = [row.operation, size if row.nbytes else "", f"{row.seconds['gloo'] * 1e6:,.0f}"]
-        for name in ("braid", "registered"):
+        cells = [row.operation, size_text(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
+        for name in libraries:
             known = name in row.seconds
             cells.append(f"{row.seconds[name] * 1e6:,.0f}" if known else "")
             cells.append(f"{row.ratio[name]:.1f}" if known else "")
         lines.append(f"| {' | '.join(cells)} |")
+    for words in report.explained.values():
+        lines += ["", "```", words.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def ddp_table(report: DdpReport) -> list[str]:
+    lines = [
+        "| model | wrapper | ms | times as fast as over Gloo | of Gloo's exposed communication gone |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for found in report.models:
+        what = f"{found.model}, {found.num_params / 1e6:.0f} M"
+        for name, step_s in found.step_s.items():
+            faster = f"{found.speedup[name]:.2f}" if name in found.speedup else ""
+            gone = f"{found.gone[name]:.0%}" if name in found.gone else ""
+            lines.append(f"| {what} | {HEADINGS[name]} | {step_s * 1e3:.0f} | {faster} | {gone} |")
     return lines
 
 
+def size_text(nbytes: int) -> str:
+    return "" if not nbytes else f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
+
+
 def targets_missed(
-    comm: CommReport, faults: FaultReport, import_ms: float, event_us: float, demo_s: float
+    comm: CommReport,
+    ddp: DdpReport,
+    faults: FaultReport,
+    import_ms: float,
+    event_us: float,
+    demo_s: float,
 ) -> list[str]:
-    ratios = {
-        (row.nbytes, name): ratio
-        for row in comm.rows
-        if row.operation == "all_reduce"
-        for name, ratio in row.ratio.items()
-    }
-    floors = {
-        (1 << 10, "braid"): 5,
-        (16 << 10, "braid"): 5,
-        (256 << 10, "braid"): 2,
-        (1 << 20, "braid"): 2,
-        (4 << 20, "braid"): 2,
-        (16 << 20, "braid"): 2,
-        (1 << 20, "registered"): 6,
-        (16 << 20, "registered"): 6,
-    }
+    rows: dict[tuple[str, int], Row] = {(row.operation, row.nbytes): row for row in comm.rows}
     missed = [
-        f"all_reduce {key}: {ratios[key]:.1f} x Gloo, expected at least {floor}"
-        for key, floor in floors.items()
-        if ratios[key] < floor
+        f"{name}, {size_text(size)}, {library}: {found:.1f} x Gloo, expected at least {floor}"
+        for (name, size, library), floor in FLOORS.items()
+        if (found := rows[name, size].ratio[library]) < floor
     ]
+    missed += [
+        f"all_reduce, {size_text(size)}, {library}: {found:.2f} x MPI, expected at least {floor}"
+        for (size, library), floor in FLOORS_OVER_MPI.items()
+        if comm.mpi and (found := rows["all_reduce", size].over_mpi[library]) < floor
+    ]
+    for model in ddp.models:
+        gone, faster = model.gone["torch"], model.speedup["torch"]
+        if gone < LEAST_GONE:
+            missed.append(
+                f"{model.model}: {gone:.0%} of the exposed communication gone, expected {LEAST_GONE:.0%}"
+            )
+        if model.exposed >= LEAST_EXPOSED and faster < DDP_FLOORS[model.model]:
+            missed.append(
+                f"{model.model}: {faster:.2f} x, expected at least {DDP_FLOORS[model.model]}"
+            )
     limits = [
         ("culprits wrong", NUM_TRIALS - faults.correct, 0),
         ("left behind", sum(faults.left_behind.values()), 0),
@@ -184,23 +308,13 @@ def run_demo() -> tuple[str, float]:
     return "\n".join(shown), elapsed_s
 
 
-def run_failing_job() -> str:
-    """The error block of a job whose rank 1 misses a file."""
+def run_job(text: str, log_dir: str) -> str:
+    """What `braid run` says of a job of four ranks."""
+    command = [sys.executable, "-m", "braid", "run", "-n", "4", "--log-dir", log_dir, "train.py"]
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "train.py").write_text(FAILING_JOB)
-        command = [
-            sys.executable,
-            "-m",
-            "braid",
-            "run",
-            "-n",
-            "4",
-            "--log-dir",
-            "runs/a3f",
-            "train.py",
-        ]
+        (Path(directory) / "train.py").write_text(text)
         done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=directory)
-    return done.stderr[done.stderr.rindex("braid: run stopped") :].strip()
+    return done.stderr
 
 
 def replace_section(name: str, text: str) -> None:
