@@ -11,6 +11,7 @@ import atexit
 import torch
 from torch import distributed as dist
 
+from braid import torch_backend
 from braid.comm import Group
 from braid.comm.delegate import DelegateEngine, make_nccl
 from braid.errors import StaleError
@@ -60,6 +61,7 @@ def init(*, timeout_s: float = 600.0) -> Group:
                     name="nccl",
                 )
             )
+        torch_backend.share(group)
         _DEFAULT.group = group
         _DEFAULT.membership = member
         atexit.register(shutdown)  # runs before the interpreter takes threads and memory away
@@ -82,6 +84,7 @@ def shutdown() -> None:
     if group is None or member is None:
         return
     atexit.unregister(shutdown)
+    torch_backend.share(None)
     if member.failed:
         group.abort(member.failure)
     group.close()

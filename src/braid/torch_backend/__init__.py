@@ -4,8 +4,8 @@ Importing this room registers the backend; with braid installed, `import torch` 
 """
 
 from braid.torch_backend.process_group import BraidProcessGroup
-from braid.torch_backend.registration import create, register
+from braid.torch_backend.registration import create, register, share
 
-__all__ = ["BraidProcessGroup", "create", "register"]
+__all__ = ["BraidProcessGroup", "create", "register", "share"]
 
 register()

@@ -30,7 +30,7 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
-from braid.errors import ConfigError, RendezvousError, StaleError
+from braid.errors import ConfigError, RendezvousError
 from braid.events import EventRing, Recorder
 from braid.rendezvous import JobEnvironment, wants_portable
 from braid.rendezvous.membership import join
@@ -149,9 +149,14 @@ class Home:
 
 
 class Homes:
-    """The homes of this process, by the global ranks that live there."""
+    """The homes of this process, by the global ranks that live there.
+
+    Attributes:
+        program: The world that the program has made itself, if it has.
+    """
 
     def __init__(self) -> None:
+        self.program: Group | None = None
         self._homes: dict[tuple[int, ...], Home] = {}
 
     def open(self, meeting: Meeting) -> tuple[Home, Group]:
@@ -163,7 +168,7 @@ class Homes:
         """
         home = next((h for h in self._homes.values() if set(meeting.ranks) <= set(h.ranks)), None)
         if home is None:
-            home = self._homes[meeting.ranks] = _new_home(meeting)
+            home = self._homes[meeting.ranks] = _new_home(meeting, self.program)
         try:
             return home, home.select(meeting)
         except BaseException:
@@ -232,13 +237,12 @@ class _Met:
         self._transport.close()
 
 
-def _new_home(meeting: Meeting) -> Home:
+def _new_home(meeting: Meeting, program: Group | None) -> Home:
     size = len(meeting.ranks)
     store = _store(meeting)
     joining = _join(meeting, store)
-    world = _world_of_program()
-    if world is not None and (world.rank, world.size) == (meeting.rank, size):
-        return Home(meeting.ranks, world, None, joining)
+    if program is not None and (program.rank, program.size) == (meeting.rank, size):
+        return Home(meeting.ranks, program, None, joining)
     environment = _environment()
     if environment is not None and (environment.rank, environment.world_size) == (
         meeting.rank,
@@ -262,21 +266,6 @@ def _has_spare_cores(size: int) -> bool:
     """Whether the ranks, all on this host, leave one core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (cores or 1) >= size * (torch.get_num_threads() + 1)
-
-
-def _world_of_program() -> Group | None:
-    """What `braid.init()` returned, if the program has called it.
-
-    The default context stands above this room, which must not import it; a program that has called `init` has.
-    """
-    context = sys.modules.get("braid.context")
-    if context is None:
-        return None
-    try:
-        world: Group = context.world()
-    except StaleError:
-        return None
-    return world
 
 
 def _environment() -> JobEnvironment | None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from braid.comm import Group
 from braid.torch_backend.home import Homes
 from braid.torch_backend.process_group import BraidProcessGroup
 
-__all__ = ["create", "register"]
+__all__ = ["create", "register", "share"]
 
 # The one state of this room: where this process is a rank. Nothing below reads it.
 _HOMES = Homes()
@@ -26,6 +27,11 @@ def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
         ConfigError: They are not on one host.
     """
     return BraidProcessGroup.open(options, _HOMES)
+
+
+def share(world: Group | None) -> None:
+    """Let process groups of as many ranks live in `world` from now on; None before it is closed."""
+    _HOMES.program = world
 
 
 def register() -> None:
