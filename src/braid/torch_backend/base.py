@@ -71,6 +71,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._timeout_s = seconds(foreign.timeout)
         self._name = self._desc = ""
         self._coalesced: list[Started] | None = None
+        self._splits: list[BaseProcessGroup] = []
 
     # What torch asks about a group.
 
@@ -111,7 +112,13 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return [_CPU, *(d for d in {*own, *self._foreign.devices} if d != _CPU)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self._foreign.backend(device)
+        if device.type == "cpu":
+            return self
+        if device.type not in {known.type for known in self._device_types}:
+            # torch asks for GPUs on machines that have none, and expects its own error
+            msg = f"expected a device of this machine, found {device}: it has no backend"
+            raise RuntimeError(msg)
+        return self._foreign.backend(device)
 
     # How everything is carried out.
 
@@ -170,6 +177,11 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
 
     # Its life.
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has been destroyed or aborted."""
+        return isinstance(self._group, _Ended)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Deadline of later operations."""
         self._timeout_s = seconds(timeout)
@@ -183,15 +195,18 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
 
     def abort(self) -> None:
         """Leave the group in the middle of whatever is under way; the members' waits end with CommError."""
-        if not isinstance(self._group, _Ended):
+        if not self.ended:
             self._group.abort(f"process group {self._name!r} was aborted")
         self._end(f"the process group {self._name!r} has been aborted", self._foreign.abort)
 
     def _end(self, text: str, end_foreign: Callable[[], None]) -> None:
-        group = self._group
-        if isinstance(group, _Ended):
+        if self.ended:
             return
-        self._group = _Ended(text)
+        group, self._group = self._group, _Ended(text)
+        for (
+            split
+        ) in self._splits:  # which torch may not know of, and which would keep the home open
+            split.shutdown()
         end_foreign()
         self._homes.leave(self._home, group)
 

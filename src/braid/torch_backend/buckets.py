@@ -14,6 +14,7 @@ once, at the second step.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 
 import torch
@@ -37,12 +38,13 @@ class Buckets:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._full = group.size == 1  # nobody to share with
+        # nobody to share with, or nothing that could be shared
+        self._off = group.size == 1 or not group.engine.capabilities.adopts
 
     def note(self, x: torch.Tensor) -> None:
         """Look at a tensor that is about to be reduced inside backward; at the second time it is moved."""
         nbytes = x.numel() * x.element_size()
-        if self._full or nbytes < BUCKET_BYTES:
+        if self._off or nbytes < BUCKET_BYTES:
             return
         storage = x.untyped_storage()
         if storage.nbytes() != nbytes or not x.is_contiguous() or storage.is_shared():
@@ -56,5 +58,7 @@ class Buckets:
         del self._seen[key]
         try:
             self._group.adopt(x)
-        except CommError:  # no room in /dev/shm: stay with copies, which always work
-            self._full = True
+        except CommError as exc:  # no room in /dev/shm: stay with copies, which always work
+            self._off = True
+            msg = f"DDP's gradients are copied into shared memory at each step instead of lying there: {exc}"
+            warnings.warn(msg, RuntimeWarning, stacklevel=2)

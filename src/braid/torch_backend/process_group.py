@@ -107,6 +107,8 @@ class BraidProcessGroup(Collectives):
     ) -> BraidProcessGroup | None:
         """A new group of the members `ranks`, counted in this group; None for others, who need not call this.
 
+        It ends with this group, if not before.
+
         Raises:
             ConfigError: Ranks that are no members.
             CommTimeout: Some did not come; they are named.
@@ -126,4 +128,5 @@ class BraidProcessGroup(Collectives):
         group = self.open(made, self._homes)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._desc}:split")
+        self._splits = [*(split for split in self._splits if not split.ended), group]
         return group
