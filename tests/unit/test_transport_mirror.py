@@ -31,7 +31,7 @@ WRITES = st.builds(
 @pytest.fixture
 def mirrors():
     """Rank 0's copies of the memory of rank 1."""
-    root = Root(MemoryFile.private(ROOT_BYTES))
+    root = Root(MemoryFile.private(ROOT_BYTES, "braid-test"))
     memory = MirroredMemory(0, 2, root)
     yield memory
     memory.close()
@@ -103,7 +103,7 @@ def test_an_extent_of_a_rank_that_has_ended_is_not_waited_for(mirrors):
 
 @pytest.fixture
 def arena():
-    root = Root(MemoryFile.private(ROOT_BYTES))
+    root = Root(MemoryFile.private(ROOT_BYTES, "braid-test"))
     memory = MirroredMemory(0, 1, root)
     announced = []
     arena = PrivateArena(0, root, memory, lambda n: announced.append((n, root.extent(n))))

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
+from braid.rendezvous import wants_portable
 from braid.testing.pool import ProcessPool
 
 WIDTH = 160  # 160 x 160 floats are a bucket that is worth moving
@@ -159,6 +160,7 @@ def test_power_sgd_waits_inside_of_callbacks(pool: ProcessPool, tmp_path: Path) 
     assert all(bool(torch.isfinite(p).all()) for p in ours[0])
 
 
+@pytest.mark.skipif(wants_portable(), reason="BRAID_PORTABLE: there is no shared memory")
 def test_buckets_of_stock_ddp_lie_in_shared_memory_after_two_steps(
     pool: ProcessPool, tmp_path: Path
 ) -> None:

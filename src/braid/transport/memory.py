@@ -126,17 +126,18 @@ class MemoryFile:
             raise CommError(msg) from exc
 
     @classmethod
-    def private(cls, nbytes: int) -> MemoryFile:
+    def private(cls, nbytes: int, name: str) -> MemoryFile:
         """Memory that no other process can open, all zero; its pages come when they are touched.
 
         Raises:
             CommError: The memory is not to be had.
         """
+        _require_memory(nbytes, name)
         try:
             return cls(-1, nbytes, keep_fd=False)
-        except OSError as exc:
+        except (OSError, OverflowError) as exc:
             msg = (
-                f"expected {nbytes} bytes of memory, found too little ({exc.strerror}): use a smaller model or bucket, "
+                f"expected {nbytes:,} bytes of memory for {name}, found too little ({exc}): use a smaller model or bucket, "
                 "or fewer ranks on this host"
             )
             raise CommError(msg) from exc

@@ -104,7 +104,8 @@ class MirroredMemory(PeerMemory):
     def __init__(self, rank: int, world_size: int, root: Root) -> None:
         self._rank = rank
         self._roots = [
-            root if r == rank else Root(MemoryFile.private(ROOT_BYTES)) for r in range(world_size)
+            root if r == rank else Root(MemoryFile.private(ROOT_BYTES, f"braid-mirror-{r}"))
+            for r in range(world_size)
         ]
         self._extents: dict[tuple[int, int], MemoryFile] = {}
         self._ended: set[int] = set()
@@ -140,7 +141,9 @@ class MirroredMemory(PeerMemory):
                 raise CommError(msg)
             file = self._extents.get((rank, extent_id))
             if file is None:
-                file = self._extents[rank, extent_id] = MemoryFile.private(nbytes)
+                file = self._extents[rank, extent_id] = MemoryFile.private(
+                    nbytes, f"braid-mirror-{rank}"
+                )
             return file.map
 
     def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
@@ -251,7 +254,7 @@ class PrivateArena(Arena):
         return 0
 
     def _new_file(self, nbytes: int) -> MemoryFile:
-        return MemoryFile.private(nbytes)
+        return MemoryFile.private(nbytes, f"braid-arena-{self.rank}")
 
     def _enter(self, extent: OwnExtent) -> OwnExtent:
         entered = super()._enter(extent)

@@ -157,7 +157,7 @@ def connect_portable(meeting: Meeting, *, crowded: bool, secret: Secret | None) 
     """
     rank, world_size, health = meeting.rank, meeting.world_size, meeting.health
     with contextlib.ExitStack() as undo:
-        root = Root(MemoryFile.private(ROOT_BYTES))
+        root = Root(MemoryFile.private(ROOT_BYTES, f"braid-root-{rank}"))
         undo.callback(root.close)
         bells = Doorbells(root)
         undo.callback(bells.close)
