@@ -161,7 +161,8 @@ class Operation:
             if state.code == ABANDONED:
                 reason = port.text_of(member, state.reason)
                 msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
-                raise CommError(msg)
+                # whose deadline comes first is chance: all that wait for a missing rank raise the same
+                raise CommTimeout(msg) if reason.startswith("CommTimeout:") else CommError(msg)
             # its state first: what it published before it closed the group still counts
             if state.code == CLOSED and needed == [member] and not port.reached(wait):
                 rank = port.ranks[member]
