@@ -60,6 +60,8 @@ _INNER_ROOMS = tuple(
     )
 )
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
+# decorators of these lie between as well: @deprecated on torch's functions, @no_grad and the like on the program's
+_DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
 
 # header words
 _MAGIC, _CAPACITY, _HEAD, _CLOCK_OFFSET, _RANK, _PID = range(6)
@@ -267,7 +269,8 @@ class _Inner(dict[str, bool]):
     """By file: whether its frames are passed over in the search for the program's line."""
 
     def __missing__(self, path: str) -> bool:
-        inner = self[path] = path.startswith(_INNER_ROOMS) or _TORCH in path
+        inner = path.startswith(_INNER_ROOMS) or _TORCH in path or path.endswith(_DECORATORS)
+        self[path] = inner
         return inner
 
 
