@@ -111,11 +111,12 @@ class BraidProcessGroup(Collectives):
 
         Raises:
             ConfigError: Ranks that are no members.
+            StaleError: This group has ended.
             CommTimeout: Some did not come; they are named.
         """
-        order = sorted(set(ranks))
-        if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < self.size():
-            msg = f"expected different ranks out of 0..{self.size() - 1} for a new group, found {list(ranks)}"
+        order, size = sorted(set(ranks)), self._group.size
+        if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
+            msg = f"expected different ranks out of 0..{size - 1} for a new group, found {list(ranks)}"
             raise ConfigError(msg)
         if self.rank() not in order:
             return None
