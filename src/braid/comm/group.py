@@ -167,6 +167,8 @@ class Group(Reducing, Moving, Messaging):
     def adopt(self, x: torch.Tensor) -> None:
         """Move the storage of `x` into such memory, in place; every tensor on it follows. Not a collective.
 
+        Does nothing where there is no such memory (`engine.capabilities.adopts`).
+
         Raises:
             CommError: There is too little space in /dev/shm, where torch keeps shared storages.
         """

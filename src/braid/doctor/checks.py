@@ -71,12 +71,15 @@ def check_versions(facts: Versions) -> list[Finding]:
 
 
 def check_system(facts: System) -> Finding:
-    """Shared memory between ranks needs Linux on x86-64."""
+    """Ranks share memory on Linux on x86-64, and send each other copies elsewhere."""
     libc = f", glibc {facts.glibc}" if facts.glibc else ""
     found = f"{facts.platform} {facts.kernel} on {facts.machine}{libc}"
     if facts.platform != "linux" or facts.machine not in {"x86_64", "AMD64"}:
-        advice = "use Linux on x86-64 for more than one rank; one rank works everywhere"
-        return problem("system", found, advice)
+        advice = "use Linux on x86-64 where speed matters: here ranks send each other copies over loopback sockets"
+        return note("system", found, advice)
+    if facts.portable:
+        advice = "unset BRAID_PORTABLE where speed matters: with it ranks send each other copies over loopback sockets"
+        return note("system", f"{found}, BRAID_PORTABLE=1", advice)
     if _numbers(facts.kernel)[:2] < OLDEST_KERNEL:
         advice = f"a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on lets ranks see each other's deaths at once"
         return note("system", found, advice)

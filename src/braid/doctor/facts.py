@@ -34,12 +34,16 @@ class Versions(NamedTuple):
 
 
 class System(NamedTuple):
-    """Platform, as in `sys.platform` and uname(2); `glibc` is empty with another C library."""
+    """Platform, as in `sys.platform` and uname(2); `glibc` is empty with another C library.
+
+    `portable` is whether the environment forbids to share memory.
+    """
 
     platform: str
     machine: str
     kernel: str
     glibc: str
+    portable: bool = False
 
 
 class Cores(NamedTuple):

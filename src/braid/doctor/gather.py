@@ -33,6 +33,7 @@ from braid.doctor.facts import (
     Versions,
 )
 from braid.launch.memory import cgroup_paths, parse_limit
+from braid.rendezvous import wants_portable
 
 __all__ = [
     "accelerators",
@@ -78,7 +79,8 @@ def system() -> System:
     """Platform, kernel, C library."""
     library, version = platform.libc_ver()
     glibc = version if library == "glibc" else ""
-    return System(sys.platform, platform.machine(), platform.release(), glibc)
+    portable = wants_portable()
+    return System(sys.platform, platform.machine(), platform.release(), glibc, portable)
 
 
 def cores() -> Cores:
