@@ -345,6 +345,30 @@ def groups_divide(group: Group) -> None:
             part.close()
 
 
+@needs("requests_any_order")
+def groups_are_used_in_different_orders(group: Group) -> None:
+    """Ranks that start operations of several groups each in an order of its own, and wait in another, do not deadlock."""
+    n, me = group.size, group.rank
+    parts = [part for part in (group.split(0) for _ in range(3)) if part is not None]
+    order = [(me + i) % len(parts) for i in range(len(parts))]
+    for background in (False, True):
+        xs = [torch.full((70_000,), float(i + me)) for i in range(len(parts))]
+        waits: dict[int, Callable[[], None]] = {}
+        for i in order:
+            if background:
+                waits[i] = parts[i].all_reduce(xs[i], async_op=True).wait
+            else:
+                with parts[i].coalesce() as batch:
+                    batch.all_reduce(xs[i])
+                waits[i] = batch.work.wait
+        for i in order if background else order[::-1]:
+            waits[i]()
+        for i, x in enumerate(xs):
+            same(x, torch.full_like(x, float(n * i + n * (n - 1) // 2)))
+    for part in parts:
+        part.close()
+
+
 def many_groups_cost_little(group: Group) -> None:
     """Groups may be made and closed often, staging included."""
     parts = [group.split(0) for _ in range(20)]
@@ -457,6 +481,7 @@ GROUP_CLAIMS: tuple[Callable[[Group], None], ...] = (
     asking_keeps_order,
     messages_keep_their_order,
     groups_divide,
+    groups_are_used_in_different_orders,
     many_groups_cost_little,
     bad_arguments_are_refused,
     closed_groups_say_so,
