@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,14 +164,71 @@ def test_power_sgd_waits_inside_of_callbacks(pool: ProcessPool, tmp_path: Path) 
 
 
 @pytest.mark.skipif(wants_portable(), reason="BRAID_PORTABLE: there is no shared memory")
-def test_buckets_of_stock_ddp_lie_in_shared_memory_after_two_steps(
+
+# Buckets in shared memory.
+
+
+def in_registered_memory(x: torch.Tensor) -> bool:
+    """Whether peers read `x` where it lies."""
+    world: Any = dist.group.WORLD
+    return world._group.engine.transport.arena.origin(x.data_ptr()) is not None
+
+
+def _where_gradients_lie(options: dict[str, Any], steps: int) -> Any:
+    model = DistributedDataParallel(Model(), gradient_as_bucket_view=True, **options)
+    places, seen = [], []
+    for _ in range(steps):
+        train(model, steps=1)
+        grads = [p.grad for p in model.parameters() if p.numel() >= WIDTH * WIDTH]
+        places.append([in_registered_memory(grad) for grad in grads])
+        seen.append([grad.data_ptr() for grad in grads])
+    rebuilt = model._get_ddp_logging_data().get("has_rebuilt_buckets", 0)
+    moved = [before != after for before, after in itertools.pairwise(seen)]
+    return places, moved, bool(rebuilt)
+
+
+def test_buckets_are_registered_anew_after_ddp_has_rebuilt_them(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    assert run(pool, tmp_path, 2, _shared_gradients) == [[True, True], [True, True]]
+    # the second step begins with new buckets, which are moved when they are reduced for the second time
+    away, there = [False, False], [True, True]
+    expected = [away, away, there, there], [True, True, False], True
+    assert run(pool, tmp_path, 2, _where_gradients_lie, {}, 4) == [expected] * 2
 
 
-def _shared_gradients() -> list[bool]:
-    model = DistributedDataParallel(Model(), gradient_as_bucket_view=True)
-    train(model, steps=4)
-    large = [p.grad for p in model.parameters() if p.numel() >= WIDTH * WIDTH]
-    return [grad is not None and grad.is_shared() for grad in large]
+def test_buckets_that_stay_are_registered_at_the_second_step(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    away, there = [False, False], [True, True]
+    expected = [away, there, there], [True, False], False
+    options = {"find_unused_parameters": True}  # then DDP keeps its first buckets
+    assert run(pool, tmp_path, 2, _where_gradients_lie, options, 3) == [expected] * 2
+
+
+def _without_space(ranks: list[int]) -> Any:
+    def statvfs(_path: str) -> Any:
+        return SimpleNamespace(f_bavail=3, f_frsize=4096)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if dist.get_rank() in ranks:
+            patch.setattr("braid.transport.arena.os.statvfs", statvfs)
+        model = DistributedDataParallel(Model(), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
+        parameters = train(model)
+    grads = [p.grad for p in model.parameters() if p.numel() >= WIDTH * WIDTH]
+    said = [str(w.message) for w in caught if w.category is RuntimeWarning]
+    return parameters, said, [in_registered_memory(grad) for grad in grads]
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_training_goes_on_without_room_for_buckets(
+    pool: ProcessPool, tmp_path: Path, ranks: list[int]
+) -> None:
+    answers = run(pool, tmp_path, 2, _without_space, ranks)
+    usual, _ = run(pool, tmp_path, 2, small_buckets)
+    for rank, (parameters, said, registered) in enumerate(answers):
+        torch.testing.assert_close(parameters, usual, rtol=0, atol=0)
+        assert registered == [rank not in ranks] * 2
+        assert len(said) == (rank in ranks)
+        assert not any("\n" in text for text in said)
+        assert all("bytes free in /dev/shm, found 12,288" in text for text in said)
