@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
 from braid.rendezvous import wants_portable
+from braid.rendezvous import wants_portable
 from braid.testing.pool import ProcessPool
 
 WIDTH = 160  # 160 x 160 floats are a bucket that is worth moving
@@ -167,6 +168,8 @@ def test_power_sgd_waits_inside_of_callbacks(pool: ProcessPool, tmp_path: Path) 
 
 # Buckets in shared memory.
 
+shares_memory = pytest.mark.skipif(wants_portable(), reason="BRAID_PORTABLE: nothing is shared")
+
 
 def in_registered_memory(x: torch.Tensor) -> bool:
     """Whether peers read `x` where it lies."""
@@ -187,6 +190,7 @@ def _where_gradients_lie(options: dict[str, Any], steps: int) -> Any:
     return places, moved, bool(rebuilt)
 
 
+@shares_memory
 def test_buckets_are_registered_anew_after_ddp_has_rebuilt_them(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
@@ -196,6 +200,7 @@ def test_buckets_are_registered_anew_after_ddp_has_rebuilt_them(
     assert run(pool, tmp_path, 2, _where_gradients_lie, {}, 4) == [expected] * 2
 
 
+@shares_memory
 def test_buckets_that_stay_are_registered_at_the_second_step(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
@@ -220,6 +225,7 @@ def _without_space(ranks: list[int]) -> Any:
     return parameters, said, [in_registered_memory(grad) for grad in grads]
 
 
+@shares_memory
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_training_goes_on_without_room_for_buckets(
     pool: ProcessPool, tmp_path: Path, ranks: list[int]
