@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import both, run
 
 from braid.rendezvous import wants_portable
-from braid.rendezvous import wants_portable
 from braid.testing.pool import ProcessPool
 
 WIDTH = 160  # 160 x 160 floats are a bucket that is worth moving
@@ -163,8 +162,6 @@ def test_power_sgd_waits_inside_of_callbacks(pool: ProcessPool, tmp_path: Path) 
     torch.testing.assert_close(ours[0], ours[1], rtol=0, atol=0)
     assert all(bool(torch.isfinite(p).all()) for p in ours[0])
 
-
-@pytest.mark.skipif(wants_portable(), reason="BRAID_PORTABLE: there is no shared memory")
 
 # Buckets in shared memory.
 
