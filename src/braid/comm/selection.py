@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Generator
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ __all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 CHUNK_BYTES = 256 << 10
 MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
-REPEATS = 2
+REPEATS = 3
 CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
 NUM_SYNCS = 20
 LEAST_RATE = (
@@ -203,11 +204,12 @@ class Selection:
         bounds: list[int] = []
         names = [_FIRST.get(kind, "staged")]
         for nbytes in SIZES:
-            best = min(
-                self._names(kind),
-                key=lambda name: predicted_s(kind, name, nbytes, self.size, self.costs),
-            )
-            if best != names[-1]:
+            times = {
+                name: predicted_s(kind, name, nbytes, self.size, self.costs)
+                for name in self._names(kind)
+            }
+            best = min(times, key=times.__getitem__)
+            if times[best] < CLEARLY * times[names[-1]]:
                 bounds.append(nbytes)
                 names.append(best)
         return bounds, names
@@ -224,10 +226,13 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
         ch.offer(x, private=True)
     yield from ch.exchange()
     remote = ch.remote(peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
-    start_ns = clock.now_ns()
+    syncs = []
     for _ in range(NUM_SYNCS):
+        start_ns = clock.now_ns()
         yield from ch.exchange()
-    figures = [(clock.now_ns() - start_ns) / NUM_SYNCS * 1e-9]
+        syncs.append(clock.now_ns() - start_ns)
+    # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
+    figures = [median(syncs) * 1e-9]
     sends: list[float] = []
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
