@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -58,6 +59,7 @@ class MemoryEngine:
         self._inboxes: dict[int, message.Inbox] = {}
         self._named = 0  # receives from a named source that have not ended
         self._any = 0  # likewise, from any source
+        self._ordering = threading.Lock()  # threads take their places on a channel one by one
         self._first_pages: dict[int, Block] = {}
 
     @property
@@ -83,21 +85,20 @@ class MemoryEngine:
         steps = measure(self._collectives, self.transport.clock, may_pull=may_pull, found=found)
         text = "measure_costs()"
         digest = self.transport.names.add(text)
-        self._timed(
-            self.progress.run,
-            Operation(
-                self.port,
-                self._collectives,
-                text,
-                digest,
-                steps,
-                events=self._events,
-                nbytes=0,
-                site=0,
-                timeout_s=timeout_s,
-                epoch=0,
-            ),
+        operation = Operation(
+            self.port,
+            self._collectives,
+            text,
+            digest,
+            steps,
+            events=self._events,
+            nbytes=0,
+            site=0,
+            timeout_s=timeout_s,
+            epoch=0,
         )
+        self.progress.enlist(operation)
+        self._timed(self.progress.run, operation)
         self.selection = Selection(found[0], self.port.size, may_pull=may_pull)
 
     def explain(self) -> str:
@@ -111,17 +112,29 @@ class MemoryEngine:
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread, behind what is queued on the same channel."""
         operation = self._operation(call, None)
-        if self.progress.busy(operation.channel):
-            self.progress.join(self.progress.submit(operation), operation)
-        else:
+        ended = None
+        with self._ordering:
+            if self.progress.busy(operation.channel):
+                self.progress.refuse_own_thread(operation)
+                ended = self.progress.submit(operation)
+            else:
+                self.progress.enlist(operation)
+        if ended is None:
             self._timed(self.progress.run, operation)
+        else:
+            self.progress.join(ended, operation)
         self._count(call, operation)
 
     def start(self, call: Call) -> Work:
         """Hand `call` to the progress thread, or put it behind what was started on its channel."""
         operation = self._operation(call, None)
-        behind = self.progress.pending(operation.channel)
-        work = self._in_foreground(operation) if behind else self._in_background(operation)
+        with self._ordering:
+            if self.progress.pending(operation.channel):
+                self.progress.enlist(operation)
+                ended = None
+            else:
+                ended = self.progress.submit(operation)
+        work = self._work(operation, ended)
         self._count(call, operation)
         return work
 
@@ -130,10 +143,13 @@ class MemoryEngine:
         works = []
         for call in calls:
             operation = self._operation(call, None)
-            if self.progress.busy(operation.channel):
-                works.append(self._in_background(operation))
-            else:
-                works.append(self._in_foreground(operation))
+            with self._ordering:
+                if self.progress.busy(operation.channel):
+                    ended = self.progress.submit(operation)
+                else:
+                    self.progress.enlist(operation)
+                    ended = None
+            works.append(self._work(operation, ended))
             self._count(call, operation)
         return works
 
@@ -146,7 +162,8 @@ class MemoryEngine:
             call = call._replace(text=text, digest=text_digest(text))
         operation = self._operation(call, channel, scale)
         operation.on_done(lambda: self._count(call, operation))
-        return self._in_foreground(operation)
+        self.progress.enlist(operation)
+        return self._work(operation, None)
 
     def advance(self) -> bool:
         """Take the steps that are possible now, of everything that this rank has started in any of its groups."""
@@ -191,11 +208,10 @@ class MemoryEngine:
         if not self._owns_progress:  # the group of all ranks ends with the transport
             self.port.close()
 
-    def _in_background(self, operation: Operation) -> Work:
-        ended = self.progress.submit(operation)
-        return Work(operation, partial(self.progress.join, ended), None)
-
-    def _in_foreground(self, operation: Operation) -> Work:
+    def _work(self, operation: Operation, ended: threading.Event | None) -> Work:
+        """Of one that has been submitted, or, without `ended`, enlisted."""
+        if ended is not None:
+            return Work(operation, partial(self.progress.join, ended), None)
         self._timed(self.progress.start, operation)
         return Work(operation, partial(self._timed, self.progress.run), self.progress.look)
 

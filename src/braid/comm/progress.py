@@ -5,9 +5,10 @@ bucket B, and each advanced only what it waits for, neither would end (MPI calls
 that waits, in `run` or in `join`, takes the steps of every started request as they become possible.
 
 `submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were
-submitted; those of different channels advance independently, so a late one blocks nobody else. The thread exists only while something is under way; while it runs, the
-interpreter's switch interval is lowered (5 ms by default, which a 1 MiB all-reduce would pay several times) and put back
-afterwards.
+submitted; those of different channels advance independently, so a late one blocks nobody else. What threads of the
+program start or run on one channel takes its place in the same way (`enlist`). The progress thread exists only while
+something is under way; while it runs, the interpreter's switch interval is lowered (5 ms by default, which a 1 MiB
+all-reduce would pay several times) and put back afterwards.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = ["Progress"]
 
 SWITCH_INTERVAL_S = 1e-4
 CLOSE_GRACE_S = 5.0
+LOOK_S = 0.05  # how often a thread that waits for the progress thread looks whether another has started something
 
 
 class Progress:
@@ -39,17 +41,27 @@ class Progress:
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        self._started: list[Operation] = []  # requests that nobody may be waiting for yet
+        self._started: list[Operation] = []  # in order, whether somebody waits for them or not
+        self._num_started = 0  # how many nobody was waiting for when they began
         self._queues: dict[Channel, deque[Operation]] = {}
         self._thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
 
+    def enlist(self, operation: Operation) -> None:
+        """Give `operation` its place in the order of its channel; then `start` it or `run` it."""
+        self._started.append(operation)
+
     def start(self, operation: Operation) -> None:
-        """Take the steps that are possible now; later ones are taken by whoever waits, in order on each channel."""
+        """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits."""
         self.advance_started()
-        if self.pending(operation.channel) or not operation.advance():
-            self._started.append(operation)
+        if not self._behind(operation):
+            operation.advance()
+        if operation.done:
+            self._strike(operation)
+        else:
+            self._num_started += 1
+            self._transport.bells.ring_own()  # threads that wait take its steps from now on
 
     def pending(self, channel: Channel) -> bool:
         """Whether something that was started on `channel` has not ended."""
@@ -62,8 +74,7 @@ class Progress:
             if operation.ready():
                 moved = True
                 if operation.advance():
-                    with contextlib.suppress(ValueError):  # another thread was faster
-                        self._started.remove(operation)
+                    self._strike(operation)
         return moved
 
     def look(self, operation: Operation) -> None:
@@ -78,13 +89,19 @@ class Progress:
             if not operation.done:
                 heads.setdefault(operation.channel, operation)
             else:
-                with contextlib.suppress(ValueError):
-                    self._started.remove(operation)
+                self._strike(operation)
         return list(heads.values())
 
+    def _strike(self, operation: Operation) -> None:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            self._started.remove(operation)
+
     def _behind(self, operation: Operation) -> bool:
-        """Whether something that was started earlier on its channel has not ended."""
-        for other in self._started:
+        """Whether something that was started earlier on its channel has not ended; not if it has ended itself."""
+        started = self._started
+        if operation.done or len(started) < 2:  # the usual case: it is alone
+            return False
+        for other in tuple(started):
             if other is operation:
                 return False
             if other.channel is operation.channel and not other.done:
@@ -95,7 +112,7 @@ class Progress:
         """Take all steps of `operation` in this thread, and those of started ones in between.
 
         Args:
-            operation: Started or new.
+            operation: Enlisted.
             timeout_s: Seconds for this wait, within the operation's own deadline.
 
         Raises:
@@ -103,17 +120,17 @@ class Progress:
             CommError: What stopped it.
         """
         late = self._late(timeout_s)
-        if self._started and self.pending(operation.channel) and operation not in self._started:
-            self._started.append(operation)
         try:
-            while (self._started and self._behind(operation)) or not operation.advance():
-                if self._started and self.advance_started():
+            while self._behind(operation) or not operation.advance():
+                if len(self._started) > 1 and self.advance_started():
                     continue
                 if late is not None and late():
                     break
                 self._wait(operation, late)
         except BaseException as exc:  # noqa: BLE001 - an interrupt, say: peers must hear of it
             operation.fail(exc)
+        if operation.done:
+            self._strike(operation)
         _raise_error(operation)
         if not operation.done:
             raise CommTimeout(_impatient(operation, timeout_s))
@@ -146,14 +163,26 @@ class Progress:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
+        self.refuse_own_thread(operation)
         late = self._late(timeout_s)
-        while self._started and not operation.done and not (late is not None and late()):
-            if not self.advance_started():
+        while not ended.is_set() and not (late is not None and late()):
+            if not self._started:
+                ended.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s))
+            elif not self.advance_started():
                 ready = self._anything_ready(operation, late, is_ready=ended.is_set)
                 self._transport.waiter.until(ready, lambda: None)
-        if not ended.wait(0 if late is not None and late() else timeout_s):
+        if not ended.is_set():
             raise CommTimeout(_impatient(operation, timeout_s))
         _raise_error(operation)
+
+    def refuse_own_thread(self, operation: Operation) -> None:
+        """Raise StaleError in the progress thread, which would wait for itself."""
+        if threading.current_thread() is self._thread and not operation.done:
+            msg = (
+                f"expected {operation.text} to be waited for in a thread of the program, found that a callback waits for "
+                "it in the thread that carries it out: start it there with async_op, and wait for it elsewhere"
+            )
+            raise StaleError(msg)
 
     def submit(self, operation: Operation) -> threading.Event:
         """Take over an operation; the event is set when it has ended."""
@@ -183,7 +212,9 @@ class Progress:
             if operation.port is port and not operation.done:
                 msg = f"expected {operation.text} to end before its group was closed, found it under way"
                 operation.fail(StaleError(msg))
-        self._started = [o for o in self._started if o.port is not port]
+        for operation in tuple(self._started):
+            if operation.port is port:
+                self._strike(operation)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
         """Join the thread.
@@ -220,13 +251,17 @@ class Progress:
         late: Callable[[], bool] | None,
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
-        """`operation` can move (or `is_ready`), or a started one can, or it is late."""
-        heads = self._heads() if self._started else []
+        """`operation` can move (or `is_ready`), or a started one can, or one has been started, or it is late."""
+        seen = self._num_started
+        heads = self._heads() if len(self._started) > 1 else []
         looks = [o.ready for o in heads if o is not operation]
         if is_ready is not None or not self._behind(operation):
             looks.append(is_ready or operation.ready)
         looks += [late] if late is not None else []
-        return looks[0] if len(looks) == 1 else lambda: any(look() for look in looks)
+        if len(looks) == 1:
+            look_at_one = looks[0]
+            return lambda: look_at_one() or self._num_started != seen
+        return lambda: self._num_started != seen or any(look() for look in looks)
 
     def _run(self) -> None:
         interval = sys.getswitchinterval()

@@ -108,8 +108,10 @@ class Operation:
             self._finish()
         except PeerLostError as exc:
             self.fail(self._confirmed(exc))
-        except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
-            self.fail(exc)
+        except BaseException as exc:
+            self.fail(exc)  # kept for whoever waits for it
+            if not isinstance(exc, Exception):  # an interrupt is for the thread, whatever it was at
+                raise
         finally:
             self._lock.release()
         return self.done
@@ -235,7 +237,7 @@ class Operation:
             if not self.done:
                 self._ended.append(call)
                 return
-        call()
+        _call_back(call)
 
     def note_wait(self, waited_ns: int) -> None:
         """Record that a thread has waited for this operation."""
@@ -256,7 +258,16 @@ class Operation:
         if self._span is not None:
             self._span.end()
         for call in self._ended:
-            call()
+            _call_back(call)
+
+
+def _call_back(call: Callable[[], None]) -> None:
+    """Whoever takes the steps goes on, whatever the program's callback raises: that goes the way of a thread's errors."""
+    try:
+        call()
+    except Exception as exc:  # noqa: BLE001 - nobody is there to catch it
+        thread = threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs((type(exc), exc, exc.__traceback__, thread)))
 
 
 class Underway(Protocol):

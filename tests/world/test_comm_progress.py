@@ -1,0 +1,133 @@
+"""Who takes the steps: several threads of one rank, callbacks, requests that another thread starts."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from braid.comm import Group
+from braid.errors import StaleError
+from braid.testing.worlds import run_threads
+
+NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
+
+
+def _waits_for_what_has_ended(group: Group, gate: threading.Event) -> bool:
+    with group.coalesce() as first:
+        first.all_reduce(torch.ones(2))
+    if group.rank == 1:
+        first.work.wait()
+        came = gate.wait(2)
+        group.barrier()
+        return came
+    while not first.work.done():
+        pass
+    with group.coalesce() as second:
+        second.barrier()
+    first.work.wait()  # the other rank comes to the barrier only after this
+    gate.set()
+    second.work.wait()
+    return True
+
+
+def test_waiting_for_what_has_ended_does_not_wait_for_what_was_started_later():
+    assert run_threads(2, _waits_for_what_has_ended, threading.Event()) == [True, True]
+
+
+def _callback_raises(group: Group) -> float:
+    work = group.all_reduce(torch.ones(1), async_op=True)
+    called = threading.Event()
+
+    def complain(_work: object) -> None:
+        called.set()
+        msg = "callback of the program"
+        raise ValueError(msg)
+
+    work.add_done_callback(complain)
+    called.wait(10)
+    x = torch.ones(1)
+    group.all_reduce(x, async_op=True).wait(10)
+    return x.item()
+
+
+def test_background_operations_go_on_after_a_callback_that_raises(monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(str(args.exc_value)))
+    assert run_threads(2, _callback_raises) == [2.0, 2.0]
+    assert seen == ["callback of the program"] * 2
+
+
+def _callback_waits(group: Group, ready: threading.Event) -> str:
+    if group.rank == 1:
+        ready.wait(10)
+        group.all_reduce(torch.ones(1))
+        group.barrier()
+        return ""
+    said: list[str] = []
+    called = threading.Event()
+
+    def reduce_more(_work: object) -> None:
+        try:
+            group.all_reduce(torch.ones(1), timeout_s=5)
+        except StaleError as error:
+            said.append(str(error))
+        called.set()
+
+    group.all_reduce(torch.ones(1), async_op=True).add_done_callback(reduce_more)
+    later = group.barrier(
+        async_op=True
+    )  # so that the callback's operation would have to wait in line
+    ready.set()
+    later.wait(10)
+    called.wait(10)
+    return said[0]
+
+
+def test_a_callback_that_waits_in_the_progress_thread_is_refused_with_a_reason():
+    text, _ = run_threads(2, _callback_waits, threading.Event())
+    assert (
+        "expected all_reduce(float32[1], sum) to be waited for in a thread of the program" in text
+    )
+
+
+def _in_two_threads(group: Group) -> list[float]:
+    sums = [0.0, 0.0]
+
+    def reduce(index: int) -> None:
+        for _ in range(10):
+            x = torch.ones(NUMEL)
+            group.all_reduce(x, timeout_s=10)
+            sums[index] += x.sum().item() / NUMEL
+
+    threads = [threading.Thread(target=reduce, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def test_two_threads_of_a_rank_may_use_one_group(world):
+    assert world(2, _in_two_threads) == [[20.0, 20.0]] * 2
+
+
+def _another_thread_starts(group: Group, waiting: threading.Event) -> bool:
+    first, second = (group.persistent("all_reduce", torch.ones(NUMEL)) for _ in range(2))
+    if group.rank == 1:
+        waiting.wait(10)
+        second.start().wait(5)  # the steps of rank 0 are taken by its thread that waits for `first`
+        first.start().wait(10)
+        return True
+    work = first.start()
+    works = []
+    thread = threading.Timer(0.1, lambda: (works.append(second.start()), waiting.set()))
+    thread.start()
+    work.wait(20)
+    thread.join()
+    works[0].wait(10)
+    return True
+
+
+def test_a_thread_that_waits_takes_the_steps_of_what_another_starts_meanwhile():
+    assert run_threads(2, _another_thread_starts, threading.Event()) == [True, True]
