@@ -16,6 +16,7 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
+from braid.comm.channel import Port
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
 from braid.events import Recorder
 from braid.store import HashStore
@@ -399,3 +400,23 @@ def test_training_ends_with_the_same_bits_as_in_shared_memory(tmp_path):
     assert (way, portable_way) == ("MemoryTransport", "MirrorTransport")
     for found, expected in zip(portable_weights, weights, strict=True):
         same(found, expected)
+
+
+def test_what_is_written_to_a_new_page_of_lines_is_not_sent_with_the_page(monkeypatch):
+    transports = _join_all([{}, {}])
+    frames: list = []
+    try:
+        pages = [Port.first_page(transport).word for transport in transports]
+        port = Port(transports[0], (0, 1), 0, pages)
+        monkeypatch.setattr(
+            transports[0]._links, "send", frames.extend
+        )  # as to a peer that is stopped
+        channel = port.channel(100)
+        page = frames.pop()
+        channel.stage(torch.ones(4))
+        channel.post()
+        (data,) = page[2]
+        assert bytes(data) == bytes(len(data))
+    finally:
+        monkeypatch.undo()
+        _close_all(transports)

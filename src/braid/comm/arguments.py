@@ -143,6 +143,14 @@ def apart(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
     return x
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may have memory in common, whatever their strides."""
+    storages = sorted(
+        (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (one, other)
+    )
+    return sum(storages[0]) > storages[1][0]
+
+
 def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
     """The tensor for a result: the user's if it fits, else a new one like `x`.
 

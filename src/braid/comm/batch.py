@@ -6,7 +6,8 @@
     batch.work.wait()
 
 Inside the block operations are only written down. At its end they are all started, so it does not matter in which order
-messages are written down; neighbours that are the same all-reduce on different tensors are fused into one.
+messages are written down; neighbours that are the same all-reduce on small tensors are fused into one. So none
+of these may share memory with what comes before it in the block.
 """
 
 from __future__ import annotations
@@ -141,25 +142,61 @@ def fuse(orders: Sequence[Order]) -> list[Order]:
     """Join neighbouring all-reduces of small tensors of one dtype and op into one each.
 
     Ranks that write down the same calls fuse them alike, since it depends on their descriptions only.
+
+    Raises:
+        ConfigError: Some of them share memory.
     """
-    fused: list[Order] = []
-    run: list[Order] = []
+    runs: list[list[Order]] = []
     for order in orders:
-        if run and not _alike(run[-1], order):
-            fused.append(_joined(run))
-            run = []
-        if order.key.kind == "all_reduce" and 0 < order.nbytes <= FUSED_BYTES:
-            run.append(order)
+        if runs and _alike(runs[-1][-1], order):
+            runs[-1].append(order)
         else:
-            fused.append(order)
-    if run:
-        fused.append(_joined(run))
-    return fused
+            runs.append([order])
+    lengths = [len(run) for run in runs for _ in run]
+    _check_apart(orders, {number for number, length in enumerate(lengths) if length > 1})
+    return [_joined(run) for run in runs]
 
 
 def _alike(one: Order, other: Order) -> bool:
     alike = one.key._replace(shape=None) == other.key._replace(shape=None)
-    return alike and 0 < other.nbytes <= FUSED_BYTES
+    return alike and _fusible(one) and _fusible(other)
+
+
+def _fusible(order: Order) -> bool:
+    """An algorithm that was asked for by name is asked for these tensors, not for a copy of them."""
+    key = order.key
+    small = 0 < order.nbytes <= FUSED_BYTES
+    return small and key.kind == "all_reduce" and key.algorithm is None
+
+
+def _check_apart(orders: Sequence[Order], fused: set[int]) -> None:
+    """Refuse to fuse an all-reduce of what an earlier operation of the block changes: it is copied before that.
+
+    Args:
+        orders: Of the block.
+        fused: Numbers of those that are fused with others.
+
+    Raises:
+        ConfigError: Names both.
+    """
+    spans = sorted(
+        (x.data_ptr(), x.data_ptr() + nbytes_of(x), number)
+        for number, order in enumerate(orders)
+        for x in order.outs
+        if x.numel()
+    )
+    for i, (_, end, number) in enumerate(spans):
+        for start, _, other in spans[i + 1 :]:
+            if start >= end:
+                break
+            first, second = sorted((number, other))
+            if second in fused and first != second:
+                msg = (
+                    f"expected tensors of their own for the small all-reduces of a coalesced block, found that "
+                    f"{orders[first].key.kind} (number {first + 1}) and {orders[second].key.kind} (number {second + 1}) "
+                    "share memory: make them one after the other, in two blocks"
+                )
+                raise ConfigError(msg)
 
 
 def _joined(run: Sequence[Order]) -> Order:

@@ -149,6 +149,10 @@ class Port:
         """Number of the channel of the group's n-th persistent request."""
         return 1 + 2 * self.size + number
 
+    def carries_messages(self, index: int) -> bool:
+        """Whether a channel is between two members: for sending or acknowledging."""
+        return 0 < index <= 2 * self.size
+
     def own_place(self, index: int) -> int:
         """Place of the own control line of a channel; makes its page if need be."""
         page, line = _place(index)
@@ -162,7 +166,7 @@ class Port:
 
     def readers(self, index: int) -> list[int]:
         """Members that look at this rank's line of a channel: one if it is for messages, else all others."""
-        if 0 < index <= 2 * self.size:
+        if self.carries_messages(index):
             return [member for member in [(index - 1) % self.size] if member != self.rank]
         return [member for member in range(self.size) if member != self.rank]
 
@@ -243,9 +247,9 @@ class Port:
         """Let all members see the directory, and a new page before it."""
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         word, nbytes = (page.word, page.nbytes) if page is not None else (0, 0)
-        self.transport.publish(
-            self.transport.audience(others), self._pages[self.rank], word, nbytes
-        )
+        audience = self.transport.audience(others)
+        # lines of a new page are written long before a slow peer has it: what they say must come after their data
+        self.transport.publish(audience, self._pages[self.rank], word, nbytes, changes=True)
 
 
 class Channel:

@@ -65,8 +65,20 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
     return "\n".join(lines)
 
 
-def timeout_text(port: Port, channel: Channel, operation: str, timeout_s: float) -> str:
-    """The message of a CommTimeout: who has not come, and what it last asked for."""
+def timeout_text(
+    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+) -> str:
+    """The message of a CommTimeout: who has not come, and what it last asked for.
+
+    Args:
+        port: Of the group.
+        channel: Of the operation.
+        operation: In words.
+        timeout_s: Its deadline.
+        awaited: Members that it waits for just now; all that matter if it is a message.
+    """
+    if port.carries_messages(channel.index):
+        return _message_timeout(port, channel, operation, timeout_s, awaited)
     lines = [
         f"expected all ranks in {operation} within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
     ]
@@ -82,5 +94,25 @@ def timeout_text(port: Port, channel: Channel, operation: str, timeout_s: float)
         lines.append(f"  rank {port.ranks[member]}  {behind} step(s) behind, {what}")
     lines.append(
         "see where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
+    )
+    return "\n".join(lines)
+
+
+def _message_timeout(
+    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+) -> str:
+    lines = [
+        f"expected {operation} to end within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+    ]
+    for member in awaited:
+        if channel.index == port.sending_index(port.rank):  # of what is sent to this rank
+            counter = channel.counter(member)
+            last = asked(port, member, channel.entry(member, counter)) if counter else None
+            what = f"last sent {last.text} {last.site}" if last else "has not sent anything here"
+        else:
+            what = "has not received it"
+        lines.append(f"  rank {port.ranks[member]}  {what}".rstrip())
+    lines.append(
+        "see where those ranks are, whether both ends use the same tag and group, or raise timeout_s"
     )
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from braid.comm.arguments import (
     check_peer,
     like,
     result,
+    share_memory,
     slice_shape,
 )
 from braid.comm.calls import Calls, Order, is_sequence, nbytes_of
@@ -98,7 +99,8 @@ class Reducing(Calls):
         if out is not None:
             target = result(out, tuple(tensor.shape), tensor)
             place = target if target.shape == tensor.shape else target.view(tensor.shape)
-            place.detach().copy_(tensor.detach())
+            source = tensor.detach()
+            place.detach().copy_(source.clone() if share_memory(source, place) else source)
             x, tensor = out, target
         flat, back = self._written(tensor)
         afters = (back,) if back else ()
@@ -157,6 +159,8 @@ class Reducing(Calls):
             place = tensor if out is None else result(out, tuple(tensor.shape), tensor)
             target, back = self._written(place)
             afters = (back,) if back else ()
+            if flat.data_ptr() != target.data_ptr():
+                flat = apart(flat, (target,))
         key = Key("reduce", tuple(tensor.shape), tensor.dtype, op, root, algorithm)
         return self._submit(
             Order(

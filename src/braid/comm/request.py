@@ -12,7 +12,7 @@ from typing import Any
 
 from braid.comm.engine import Call, Engine
 from braid.comm.work import Work
-from braid.errors import StaleError
+from braid.errors import ConfigError, StaleError
 
 __all__ = ["Request"]
 
@@ -51,7 +51,10 @@ class Request:
 
         Raises:
             StaleError: The last start has not ended.
+            ConfigError: A factor for what is no reduction, or for integers.
         """
+        if scale is not None:
+            self._check_scale(scale)
         if self._work is not None and not self._work.done():
             msg = (
                 f"expected request {self._number} ({self._call.text}) to be idle, found its last start under way: "
@@ -61,6 +64,16 @@ class Request:
         call = self._call._replace(site=self._call_site())
         self._work = self._engine.begin(call, self._number, scale).returns(self.result)
         return self._work
+
+    def _check_scale(self, scale: float) -> None:
+        kind, dtype = self._call.kind, self._call.outs[0].dtype
+        reduces = kind in {"all_reduce", "reduce_scatter"}
+        if not reduces or not (dtype.is_floating_point or dtype.is_complex):
+            msg = (
+                f"expected scale for all_reduce or reduce_scatter of floating-point numbers only, found {scale!r} for "
+                f"{self._call.text}: leave it out, and multiply the result"
+            )
+            raise ConfigError(msg)
 
     def __repr__(self) -> str:
         return f"Request({self._number}, {self._call.text})"

@@ -174,7 +174,8 @@ class Operation:
         if len(needed) == 1:
             health.check(port.ranks, self._epoch, needed=port.ranks[needed[0]])
         if port.transport.clock.now_ns() > self._deadline_ns:
-            raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s))
+            awaited = [w.peer for w in waits]
+            raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s, awaited))
 
     def fail(self, exc: BaseException) -> None:
         """End with an error; a disagreement becomes the table that every rank raises."""

@@ -101,6 +101,8 @@ class MemoryTransport:
         block: int = 0,  # noqa: ARG002
         nbytes: int = 0,  # noqa: ARG002
         parts: Sequence[tuple[int, int]] | None = None,  # noqa: ARG002
+        *,
+        changes: bool = False,  # noqa: ARG002
     ) -> None:
         """Let `audience` see a line, and a block of the arena before it; wake those that sleep.
 
@@ -112,6 +114,7 @@ class MemoryTransport:
             block: Place of what the line is about; 0 for nothing.
             nbytes: Its length.
             parts: First and last byte of what each of the audience needs of it; None for all.
+            changes: Whether it may be written to before the audience has seen it, so that a copy must be sent.
         """
         self._fence.acquire()  # a full fence: our store before our look at their announcement
         self._fence.release()

@@ -103,6 +103,8 @@ class MirrorTransport(MemoryTransport):
         block: int = 0,
         nbytes: int = 0,
         parts: Sequence[tuple[int, int]] | None = None,
+        *,
+        changes: bool = False,
     ) -> None:
         """Send `audience` a block of the arena and a line; see `MemoryTransport.publish`."""
         small = [(*_place(line), self._line(line))]
@@ -111,6 +113,8 @@ class MirrorTransport(MemoryTransport):
             return
         extent, offset = _place(block)
         data = self.arena.piece(self.rank, block, nbytes)
+        if changes:
+            data = memoryview(bytes(data))
         frames = []
         for link, (start, end) in zip(audience, parts or repeat((0, nbytes)), strict=False):
             large = [(extent, offset + start)] if start < end else []

@@ -1,0 +1,95 @@
+"""What a group says to calls that cannot work, and calls that look so and do."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from braid.comm import Group
+from braid.errors import CommTimeout, ConfigError
+from braid.testing.worlds import run_threads
+
+
+def _receives_another_tag(group: Group, over: threading.Event) -> str:
+    if group.rank == 0:
+        group.send(torch.ones(4), 1, tag=3)
+        over.wait(10)
+        return ""
+    with pytest.raises(CommTimeout) as caught:
+        group.recv(torch.empty(4), 0, tag=4, timeout_s=0.2)
+    over.set()
+    return str(caught.value)
+
+
+def test_a_receive_that_waits_in_vain_says_what_was_sent_last():
+    _, text = run_threads(2, _receives_another_tag, threading.Event())
+    assert "rank 0  last sent message(float32[4])" in text
+    assert "the same tag" in text
+
+
+def _sends_in_vain(group: Group, over: threading.Event) -> str:
+    if group.rank != 0:
+        over.wait(10)
+        return ""
+    with pytest.raises(CommTimeout) as caught:
+        group.send(torch.ones(1 << 20), 1, timeout_s=0.2)
+    over.set()
+    return str(caught.value)
+
+
+def test_a_send_that_waits_in_vain_names_its_receiver_only():
+    text, *_ = run_threads(3, _sends_in_vain, threading.Event())
+    assert "rank 1  has not received it" in text
+    assert "rank 2" not in text
+
+
+def _writes_down_twice(group: Group) -> None:
+    x = torch.ones(4)
+    batch = group.coalesce()
+    batch.broadcast(x)
+    batch.all_reduce(x)
+    batch.all_reduce(torch.ones(4))
+    with pytest.raises(ConfigError, match=r"number 1.*number 2.*share memory"):
+        batch.__exit__(None, None, None)
+
+
+def test_small_all_reduces_of_a_block_that_depend_on_each_other_are_refused(world):
+    world(2, _writes_down_twice)
+
+
+def _by_name(group: Group) -> list[float]:
+    tensors = [group.empty((4,)).fill_(1) for _ in range(2)]
+    with group.coalesce() as batch:
+        for x in tensors:
+            batch.all_reduce(x, algorithm="registered")
+    batch.work.wait()
+    return [x[0].item() for x in tensors]
+
+
+def test_all_reduces_of_a_block_keep_the_algorithm_that_they_name(world):
+    assert world(2, _by_name) == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "x"), [("all_reduce", torch.ones(3, dtype=torch.int64)), ("broadcast", torch.ones(3))]
+)
+def test_a_factor_is_refused_where_it_could_not_be_applied(world, kind, x):
+    def start(group: Group) -> None:
+        with pytest.raises(ConfigError, match="expected scale for all_reduce or reduce_scatter"):
+            group.persistent(kind, x.clone()).start(scale=0.5)
+
+    world(1, start)
+
+
+def _result_overlaps(group: Group) -> list[list[float]]:
+    one, two = torch.arange(6.0), torch.arange(6.0)
+    group.all_reduce(one[2:6], out=one[0:4])
+    group.reduce(two[2:6], 0, out=two[0:4] if group.rank == 0 else None)
+    return [one[:4].tolist(), two[:4].tolist()]
+
+
+def test_a_result_may_overlap_what_is_reduced(world):
+    sums = [4.0, 6.0, 8.0, 10.0]
+    assert world(2, _result_overlaps) == [[sums, sums], [sums, [0.0, 1.0, 2.0, 3.0]]]
