@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from braid.bench.faults import run_fault_trials
+from braid.bench.faults import run_fault_trials, shared_memory
 
 pytestmark = pytest.mark.procs
 HERE = Path(__file__).parent
@@ -34,3 +37,28 @@ def test_the_culprit_is_right_in_real_training():
 @pytest.mark.parametrize("seed", range(100, 105))
 def test_the_culprit_is_right_in_every_trial(job, seed):
     _all_right(10, seed, job)
+
+
+HOLDER = """
+import mmap, os, sys
+fd = os.memfd_create("braid-arena-7")
+os.ftruncate(fd, 4096)
+memory = mmap.mmap(fd, 4096)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("launcher", "seen"), [(os.getpid(), 1), (1, 0)])
+def test_only_memory_of_these_runs_counts_as_left_behind(launcher, seen):
+    before = shared_memory()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "BRAID_LAUNCHER_PID": str(launcher)},
+    )
+    with holder:
+        assert holder.stdout.readline() == b"here\n"
+        assert len(shared_memory() - before) == seen
+        holder.stdin.close()

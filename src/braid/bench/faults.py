@@ -26,7 +26,7 @@ from braid.diagnose import last_operation_end
 from braid.events import EventRing
 from braid.launch import JobSpec, Outcome, Supervisor
 
-__all__ = ["FaultReport", "Trial", "run_fault_trials"]
+__all__ = ["FaultReport", "Trial", "run_fault_trials", "shared_memory"]
 
 VERDICTS = {  # what may be said of each fault
     "kill": {"signal"},
@@ -138,7 +138,7 @@ def run_fault_trials(
     """
     choose = random.Random(seed)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    memory = _shared_memory()
+    memory = shared_memory()
     results = []
     ports_held = 0
     for _ in range(trials):
@@ -162,7 +162,7 @@ def run_fault_trials(
         trials=tuple(results),
         orphans=len(left),
         ports_held=ports_held,
-        memory_held=len(_shared_memory() - memory),
+        memory_held=len(shared_memory() - memory),
     )
 
 
@@ -179,15 +179,25 @@ def _can_listen(port: int) -> bool:
     return True
 
 
-def _shared_memory() -> set[str]:
-    """Names in /dev/shm, and braid's files in memory that other processes map."""
-    found = {entry.name for entry in Path("/dev/shm").glob("*")}  # noqa: S108 - looked at only
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that no process uses, and braid's files in memory that processes of these runs map.
+
+    Whatever else runs on this host shares memory, too: that is not left behind.
+    """
+    unused = {entry.name for entry in Path("/dev/shm").glob("*")}  # noqa: S108 - looked at only
+    found = set()
+    ours = f"BRAID_LAUNCHER_PID={os.getpid()}".encode()
     for process in psutil.process_iter():
-        if process.pid != os.getpid():
-            with contextlib.suppress(psutil.Error, OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-                found |= {f"{process.pid} {m.split()[-2]}" for m in maps if "/memfd:braid" in m}
-    return found
+        with contextlib.suppress(psutil.Error, OSError):
+            files = {m.split()[-1] for m in _maps(process.pid) if "/dev/shm/" in m}  # noqa: S108
+            unused -= {Path(name).name for name in files}
+            if ours in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
+                found |= {f"{process.pid} {m}" for m in _maps(process.pid) if "/memfd:braid" in m}
+    return unused | found
+
+
+def _maps(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/maps").read_text().splitlines()
 
 
 def _quantile(times: list[float | None], quantile: float) -> float:
