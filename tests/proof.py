@@ -240,10 +240,11 @@ def targets_missed(
         if comm.mpi and (found := rows["all_reduce", size].over_mpi[library]) < floor
     ]
     for model in ddp.models:
-        gone, faster = model.gone["torch"], model.speedup["torch"]
-        if gone < LEAST_GONE:
+        gone, faster = model.gone.get("torch"), model.speedup["torch"]
+        if gone is None or gone < LEAST_GONE:
+            found = "no exposed communication to measure" if gone is None else f"{gone:.0%} of it"
             missed.append(
-                f"{model.model}: {gone:.0%} of the exposed communication gone, expected {LEAST_GONE:.0%}"
+                f"{model.model}: {found}, expected {LEAST_GONE:.0%} of the exposed communication gone"
             )
         if model.exposed >= LEAST_EXPOSED and faster < DDP_FLOORS[model.model]:
             missed.append(

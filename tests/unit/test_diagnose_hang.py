@@ -126,7 +126,17 @@ def test_the_block_says_who_waits_who_is_missing_and_why():
             "elsewhere",
             "is in queue.get, called at a.py:3 in f, not on its way",
         ),
-        (late(stack=""), "elsewhere", "does not come, and gives no stack"),
+        (late(stack=""), "unseen", "does not come, and gives no stack"),
+        (
+            late(stack=dump("/opt/python/lib/python3.11/threading.py:1590 in _shutdown")),
+            "batches",
+            "is at the end of its program",
+        ),
+        (
+            late(stack=dump("/opt/python/lib/python3.11/subprocess.py:9 in poll")),
+            "elsewhere",
+            "is in subprocess.poll, called by no line of the program",
+        ),
     ],
 )  # fmt: skip
 def test_each_cause_is_told_from_the_others(view, kind, text):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from braid.cli import main
-from braid.doctor import Examination, Finding, checks, examine, show
+from braid.doctor import Examination, Finding, checks, examine, gather, show
 from braid.doctor.examination import CHECKS
 from braid.doctor.facts import (
     Accelerators,
@@ -59,6 +59,7 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
         (checks.check_system(SYSTEM._replace(machine="aarch64")), "note", "aarch64"),
         (checks.check_system(System("darwin", "arm64", "24.1.0", "")), "note", "darwin"),
         (checks.check_system(SYSTEM._replace(portable=True)), "note", "BRAID_PORTABLE=1"),
+        (checks.check_system(SYSTEM._replace(portable=None)), "problem", "BRAID_PORTABLE is neither 0 nor 1"),
         (checks.check_cores(CORES), "ok", "4 physical, 8 logical, 8 usable"),
         (checks.check_cores(CORES._replace(quota=1.5)), "note", "quota 1.5"),
         (checks.check_cores(CORES._replace(quota=8.0)), "ok", "quota 8"),
@@ -172,6 +173,23 @@ def test_markup_in_what_was_found_is_shown_as_it_is():
     out = io.StringIO()
     show(Examination(findings=(Finding("a", "ok", "[bold] x" * 40),)), Console(file=out, width=60))
     assert out.getvalue().split("\n")[0] == f"ok      {'a':<16} {'[bold] x' * 40}"
+
+
+def test_a_narrow_terminal_folds_what_does_not_fit_and_drops_nothing():
+    out = io.StringIO()
+    found = Finding("process_vm_readv", "ok", "0.1.0 in /a/very/long/path/without/any/blank")
+    show(
+        Examination(findings=(found,)),
+        Console(file=out, force_terminal=True, no_color=True, width=40),
+    )
+    table = "".join(out.getvalue().split("\n")[:-2])
+    assert "process_vm_readv" in table
+    assert found.found.replace(" ", "") in table.replace("process_vm_readv", "").replace(" ", "")
+
+
+def test_a_portable_mode_that_is_neither_on_nor_off_is_a_problem(monkeypatch):
+    monkeypatch.setenv("BRAID_PORTABLE", "maybe")
+    assert checks.check_system(gather.system()).verdict == "problem"
 
 
 def test_this_machine_is_examined_whole(capsys):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from braid.bench import comm, ddp
+from braid.bench import comm, ddp, ddp_worker
 from braid.errors import ConfigError
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
@@ -78,6 +78,13 @@ def test_every_wrapper_trains(tmp_path, quiet):
         assert set(found.step_s) == {"alone", "gloo", "torch", "braid"}
         assert 25e6 < found.num_params < 26e6
     assert ddp.ddp_table(report).row_count == 8
+
+
+def test_shares_of_exposed_communication_come_from_rounds_that_had_some():
+    times = {"alone": [1.0, 1.0, 1.0], "gloo": [2.0, 0.9, 3.0], "torch": [1.5, 8.0, 1.5]}
+    found = ddp_worker.shares_gone({**times, "braid": [1.0, 8.0, 2.0]})
+    assert found == {"torch": 0.625, "braid": 0.75}
+    assert ddp_worker.shares_gone({**times, "gloo": [0.9] * 3, "braid": [1.0] * 3}) == {}
 
 
 def test_unknown_models_are_refused():

@@ -68,7 +68,8 @@ class Measured(msgspec.Struct, kw_only=True):
         ranks: World size.
         step_s: Median seconds of a step, by variant; of the slowest rank.
         speedup: Gloo's step over the variant's, median of the rounds.
-        gone: Share of Gloo's exposed communication that the variant does not have, median of the rounds.
+        gone: Share of Gloo's exposed communication that the variant does not have, median of the rounds in which Gloo
+            exposed any; no variant is in it when there were none.
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
         spread: Lowest and highest speed-up of the rounds.
     """
@@ -143,11 +144,10 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
         for variant, step in steps.items():
             times[variant].append(_seconds(group, step, plan.steps))
     exposed = [g - a for g, a in zip(times["gloo"], times["alone"], strict=True)]
-    gone, speedup = {}, {}
+    speedup = {}
     for variant in VARIANTS[2:]:
-        rounds = list(zip(times[variant], times["gloo"], exposed, strict=True))
-        speedup[variant] = [g / t for t, g, _ in rounds]
-        gone[variant] = statistics.median((g - t) / max(e, 1e-9) for t, g, e in rounds)
+        rounds = zip(times[variant], times["gloo"], strict=True)
+        speedup[variant] = [g / t for t, g in rounds]
     return Measured(
         model=name,
         num_params=sum(p.numel() for p in base.parameters()),
@@ -155,10 +155,26 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
         ranks=group.size,
         step_s={variant: statistics.median(t) for variant, t in times.items()},
         speedup={variant: statistics.median(r) for variant, r in speedup.items()},
-        gone=gone,
+        gone=shares_gone(times),
         exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
         spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
     )
+
+
+def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
+    """Share of what Gloo adds to a step that a variant does not add, by variant; medians over the rounds.
+
+    Rounds in which Gloo added nothing say nothing about shares of it.
+    """
+    shares = {
+        variant: [
+            (gloo - own) / (gloo - alone)
+            for own, gloo, alone in zip(times[variant], times["gloo"], times["alone"], strict=True)
+            if gloo > alone
+        ]
+        for variant in VARIANTS[2:]
+    }
+    return {variant: statistics.median(found) for variant, found in shares.items() if found}
 
 
 def _seconds(group: Group, step: _Step, count: int) -> float:

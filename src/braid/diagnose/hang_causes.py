@@ -12,6 +12,7 @@ For a rank that others wait for while it waits for nobody, the first line that f
     slow       has needed much longer than the others all along             balance the work
     busy       a core in use, or wanted                                          release the lock, or less work
     phase      inside of a phase, such as `checkpoint`                      let all ranks wait that long
+    unseen     no stack                                                     look from outside
     elsewhere  none of these                                                look at the line
 
 For ranks that wait for each other, see `deadlock`.
@@ -166,7 +167,8 @@ ADVICE: Mapping[str, str] = {
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
     "busy": "make it shorter, or let all ranks do it; a call that holds the interpreter's lock stops braid's threads, too",
     "phase": "let all ranks take part, or raise --hang-report if it is meant to last",
-    "elsewhere": "look at that line: has it taken another branch, or does it wait for something else?",
+    "unseen": "see its log; `py-spy dump --pid {pid}` or a debugger shows where it is",
+    "elsewhere": "look at that line: has it run out of batches, taken another branch, or does it wait for something else?",
     "inside": "see the stacks in the run's directory; please report this with hang-*.txt",
     "order": "make all ranks call the same operations in the same order",
     "groups": "let all ranks use their groups in the same order",
@@ -243,10 +245,14 @@ def _phase(case: Case) -> str:
     return f"is still in {phases[-1]}" if phases else ""
 
 
+def _unseen(case: Case) -> str:
+    return "" if case.thread.frames else "does not come, and gives no stack"
+
+
 def _elsewhere(case: Case) -> str:
     place = case.thread.place
     if not place:
-        return "does not come, and gives no stack"
+        return f"is in {case.thread.frames[0].call}, called by no line of the program"
     if case.thread.call:
         return f"is in {case.thread.call}, called at {place}, not on its way"
     return f"is at {place}: in a call that has not returned (it may hold the interpreter's lock)"
@@ -262,6 +268,7 @@ _TABLE: tuple[tuple[str, Callable[[Case], str]], ...] = (
     ("slow", _slow),
     ("busy", _busy),
     ("phase", _phase),
+    ("unseen", _unseen),
     ("elsewhere", _elsewhere),
 )
 

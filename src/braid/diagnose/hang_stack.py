@@ -29,6 +29,7 @@ LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^
 CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
+SHUTDOWN = ("threading.py", "_shutdown")  # of the interpreter: joins what threads are left
 
 
 class Frame(NamedTuple):
@@ -105,9 +106,10 @@ class Thread(NamedTuple):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is about to leave the job: its program has come to the end."""
+        """Whether its program has come to the end: it leaves the job, or waits for threads that have not ended."""
         ours = (f for f in self.frames if f.file.startswith(BRAID_ROOT))
-        return any((PurePath(f.file).name, f.function) in LEAVING for f in ours)
+        leaves = any((PurePath(f.file).name, f.function) in LEAVING for f in ours)
+        return leaves or any((PurePath(f.file).name, f.function) == SHUTDOWN for f in self.frames)
 
 
 def parse_threads(text: str) -> tuple[Thread, ...]:

@@ -74,6 +74,9 @@ def check_system(facts: System) -> Finding:
     """Ranks share memory on Linux on x86-64, and send each other copies elsewhere."""
     libc = f", glibc {facts.glibc}" if facts.glibc else ""
     found = f"{facts.platform} {facts.kernel} on {facts.machine}{libc}"
+    if facts.portable is None:
+        advice = "set BRAID_PORTABLE to 0 or 1, or unset it: no rank starts as it is"
+        return problem("system", f"{found}, BRAID_PORTABLE is neither 0 nor 1", advice)
     if facts.platform != "linux" or facts.machine not in {"x86_64", "AMD64"}:
         advice = "use Linux on x86-64 where speed matters: here ranks send each other copies over loopback sockets"
         return note("system", found, advice)

@@ -36,14 +36,14 @@ class Versions(NamedTuple):
 class System(NamedTuple):
     """Platform, as in `sys.platform` and uname(2); `glibc` is empty with another C library.
 
-    `portable` is whether the environment forbids to share memory.
+    `portable` is whether the environment forbids to share memory; None when it says neither yes nor no.
     """
 
     platform: str
     machine: str
     kernel: str
     glibc: str
-    portable: bool = False
+    portable: bool | None = False
 
 
 class Cores(NamedTuple):

@@ -32,6 +32,7 @@ from braid.doctor.facts import (
     Threads,
     Versions,
 )
+from braid.errors import ConfigError
 from braid.launch.memory import cgroup_paths, parse_limit
 from braid.rendezvous import wants_portable
 
@@ -79,7 +80,10 @@ def system() -> System:
     """Platform, kernel, C library."""
     library, version = platform.libc_ver()
     glibc = version if library == "glibc" else ""
-    portable = wants_portable()
+    try:
+        portable: bool | None = wants_portable()
+    except ConfigError:
+        portable = None
     return System(sys.platform, platform.machine(), platform.release(), glibc, portable)
 
 

@@ -19,6 +19,9 @@ def show(examination: Examination, console: Console) -> None:
     """Print the findings, and how many there are of each kind."""
     if console.is_terminal:
         table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")  # paths and addresses are longer than a narrow line
         for finding in examination.findings:
             text = Text(finding.found)
             if finding.advice:
