@@ -131,6 +131,34 @@ def test_a_fork_in_the_middle_harms_nobody(procs):
     assert procs(3, _forks_in_it) == [(7, 3.0 * NUMEL)] * 3
 
 
+def _uses_inherited(group: Group) -> tuple[int, list[float]]:
+    x = torch.full((4,), 1.0)
+    request = group.persistent("all_reduce", x)
+    request.start().wait()
+    work = group.all_reduce(torch.ones(NUMEL), async_op=True)
+    pid = os.fork()
+    if pid == 0:
+        x.fill_(100.0)
+        refused = 0
+        for use in (request.start, work.wait, group.advance):
+            try:
+                use()
+            except StaleError:
+                refused += 1
+        os._exit(refused if not work.done() else 3)
+    _, status = os.waitpid(pid, 0)
+    work.wait()
+    x.fill_(1.0)
+    request.start().wait()
+    return os.waitstatus_to_exitcode(status), x.tolist()
+
+
+def test_a_forked_child_takes_no_steps_in_its_parents_name(procs):
+    results = procs(2, _uses_inherited)
+    assert [total for _, total in results] == [[2.0] * 4] * 2
+    assert [refused for refused, _ in results] == [3, 3]
+
+
 def _asks_for_too_much(group: Group) -> tuple[str, float]:
     text = ""
     if group.rank == 0:

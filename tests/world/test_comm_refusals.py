@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import CommTimeout, ConfigError
+from braid.errors import CommTimeout, ConfigError, PeerLostError
 from braid.testing.worlds import run_threads
 
 
@@ -93,3 +94,69 @@ def _result_overlaps(group: Group) -> list[list[float]]:
 def test_a_result_may_overlap_what_is_reduced(world):
     sums = [4.0, 6.0, 8.0, 10.0]
     assert world(2, _result_overlaps) == [[sums, sums], [sums, [0.0, 1.0, 2.0, 3.0]]]
+
+
+BAD_NUMBERS = [
+    lambda g: g.broadcast(torch.ones(2), 1.0),
+    lambda g: g.reduce(torch.ones(2), "0"),
+    lambda g: g.recv(torch.ones(2), 0.0),
+    lambda g: g.send(torch.ones(2), (g.rank + 1) % g.size, tag="a"),
+    lambda g: g.all_reduce(torch.ones(2), timeout_s=timedelta(seconds=3)),
+    lambda g: g.all_reduce(torch.ones(2), timeout_s=-1),
+    lambda g: g.all_reduce(torch.ones(2), timeout_s=float("nan")),
+    lambda g: g.split("a"),
+    lambda g: g.split(0, "a"),
+]
+
+
+def _passes_bad_numbers(group: Group) -> None:
+    for call in BAD_NUMBERS:
+        with pytest.raises(ConfigError, match="expected"):
+            call(group)
+    group.barrier()  # nothing has been started
+
+
+def test_numbers_of_another_type_are_refused_before_anything_starts(world):
+    world(2, _passes_bad_numbers)
+
+
+def _in_inference_mode(group: Group) -> list[float]:
+    n = group.size
+    with torch.inference_mode():
+        x = torch.ones(3)
+        work = group.all_reduce(x, async_op=True)
+        strided = torch.ones(4, 2)[:, 0]
+        group.all_reduce(strided)
+        gathered = group.all_gather(torch.ones(2))
+        later = group.all_reduce(torch.ones(300_000), async_op=True)
+    work.wait()
+    later.wait()
+    group.all_reduce(gathered)
+    group.all_reduce(x)
+    outside = group.all_reduce(torch.ones(3))
+    tensors = (x, strided, gathered, later.result, outside)
+    assert [t[0].item() for t in tensors] == [n * n, n, n, n, n]
+    return [t[-1].item() for t in tensors]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_of_inference_mode_are_ordinary(world, size):
+    n = float(size)
+    assert world(size, _in_inference_mode) == [[n * n, n, n, n, n]] * size
+
+
+def _closes_the_world(group: Group, over: threading.Event) -> str:
+    group.barrier()
+    if group.rank == 0:
+        group.close()
+        over.wait(10)
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        group.barrier()
+    over.set()
+    return str(caught.value)
+
+
+def test_a_closed_world_is_known_to_its_members():
+    _, text = run_threads(2, _closes_the_world, threading.Event())
+    assert "rank 0 has already left" in text

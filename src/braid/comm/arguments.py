@@ -55,7 +55,7 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
         ConfigError: Something else, or memory that cannot be used so.
     """
     if isinstance(x, torch.Tensor):
-        return x
+        return ordinary(x)
     if isinstance(x, Buffer):
         return _from_pointer(x)
     if isinstance(x, np.ndarray):
@@ -64,6 +64,18 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
         f"expected a torch.Tensor, a numpy array or a Buffer, found {type(x).__name__}: wrap numbers with torch.tensor"
     )
     raise ConfigError(msg)
+
+
+def ordinary(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or the same memory as a tensor that may be written outside of `torch.inference_mode`.
+
+    The steps of an operation are taken by whoever waits, in whatever mode that is.
+    """
+    if not x.is_inference() or x.layout != torch.strided:
+        return x
+    with torch.inference_mode(False):
+        same = torch.empty(0, dtype=x.dtype, device=x.device)
+        return same.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def like(x: Data, tensor: torch.Tensor) -> Any:
@@ -114,6 +126,7 @@ def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> 
     flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.data_ptr() == x.data_ptr():
         flat = flat.clone()
+    flat = ordinary(flat)
     shape = x.shape
     return flat, lambda: x.copy_(flat.view(shape))
 
@@ -158,7 +171,7 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
         ConfigError: `out` has another shape or dtype.
     """
     if out is None:
-        return torch.empty(shape, dtype=x.dtype, device=x.device)
+        return ordinary(torch.empty(shape, dtype=x.dtype, device=x.device))
     found = as_tensor(out, written=True)
     fits = tuple(found.shape) == shape
     if isinstance(out, Buffer):
@@ -179,10 +192,10 @@ def check_peer(peer: int, size: int, role: str) -> None:
     """Refuse a group rank that is none.
 
     Raises:
-        ConfigError: Out of range.
+        ConfigError: Out of range, or no whole number.
     """
-    if not 0 <= peer < size:
-        msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer}"
+    if not hasattr(peer, "__index__") or not 0 <= peer < size:
+        msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer!r}"
         raise ConfigError(msg)
 
 
@@ -227,7 +240,7 @@ def _pinned(x: torch.Tensor) -> Flat:
     Both copies are ordered with the stream that is current when they are made, and the host waits for them: shared memory
     knows nothing of streams.
     """
-    host = torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
+    host = ordinary(torch.empty(x.numel(), dtype=x.dtype, pin_memory=True))
     stream = torch.cuda.current_stream(x.device)
     host.view(x.shape).copy_(x, non_blocking=True)
     stream.synchronize()

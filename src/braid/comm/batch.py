@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from braid.comm.arguments import ordinary
 from braid.comm.calls import Order, nbytes_of
 from braid.comm.messaging import Messaging
 from braid.comm.moving import Moving
@@ -203,7 +204,7 @@ def _joined(run: Sequence[Order]) -> Order:
     if len(run) == 1:
         return run[0]
     outs = [order.outs[0] for order in run]
-    flat = torch.cat(outs)
+    flat = ordinary(torch.cat(outs))
     widths = [out.numel() for out in outs]
 
     def back() -> None:

@@ -185,9 +185,11 @@ class Group(Reducing, Moving, Messaging):
         Returns:
             The new group, or None for color None. Cost: one all_gather of 24 bytes a member.
         """
-        if color is not None and color < 0:
+        whole = all(hasattr(number, "__index__") for number in (color or 0, key))
+        if not whole or (color is not None and color < 0):
             msg = (
-                f"expected a color of at least 0 or None, found {color} on rank {self.context.rank}"
+                f"expected a color of at least 0 or None and a whole number as key, found {color!r} and {key!r} on rank "
+                f"{self.context.rank}"
             )
             raise ConfigError(msg)
         self._check_open()
@@ -332,7 +334,7 @@ class Group(Reducing, Moving, Messaging):
             key.algorithm,
             order.nbytes,
             self._describer.call_site(),
-            self._deadline_s if order.timeout_s is None else order.timeout_s,
+            self._deadline_s if order.timeout_s is None else _seconds(order.timeout_s),
             None
             if not afters
             else afters[0]
@@ -377,6 +379,13 @@ class Group(Reducing, Moving, Messaging):
             state = self._closed or "belongs to the parent of this forked process"
             msg = f"expected a group in use, found that this one (ranks {list(self.ranks)}) {state}"
             raise StaleError(msg)
+
+
+def _seconds(timeout_s: Any) -> float:
+    if not (isinstance(timeout_s, int | float) and timeout_s > 0):
+        msg = f"expected timeout_s in seconds, above 0, found {timeout_s!r}: of a timedelta pass total_seconds()"
+        raise ConfigError(msg)
+    return timeout_s
 
 
 def _meet(store: Store, topic: str, rank: int, ranks: tuple[int, ...], word: int) -> list[int]:

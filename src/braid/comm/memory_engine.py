@@ -11,7 +11,7 @@ import torch
 
 from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce
-from braid.comm.channel import ABANDONED, Channel, Port
+from braid.comm.channel import ABANDONED, CLOSED, Channel, Port
 from braid.comm.engine import Call, Capabilities, Statistics
 from braid.comm.progress import Progress
 from braid.comm.selection import Costs, Selection, measure
@@ -77,7 +77,7 @@ class MemoryEngine:
         return Capabilities(algorithms=algorithms, adopts=shares)
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on. All members call it; cost: some 10 ms, once a job."""
+        """Measure what the choice of algorithms depends on. All members call it; cost: some 50 ms, once a job."""
         if self.port.size == 1:
             return
         found: list[Costs] = []
@@ -167,6 +167,7 @@ class MemoryEngine:
 
     def advance(self) -> bool:
         """Take the steps that are possible now, of everything that this rank has started in any of its groups."""
+        self.progress.refuse_fork()
         return self.progress.advance_started()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -205,7 +206,11 @@ class MemoryEngine:
         if self._owns_progress:
             self.progress.close()
         self.progress.abandon(self.port)
-        if not self._owns_progress:  # the group of all ranks ends with the transport
+        if (
+            self._owns_progress
+        ):  # the group of all ranks ends with the transport, and its memory then
+            self.port.stop(CLOSED)
+        else:
             self.port.close()
 
     def _work(self, operation: Operation, ended: threading.Event | None) -> Work:

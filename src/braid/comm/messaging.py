@@ -16,7 +16,10 @@ X = TypeVar("X", bound=Data)
 
 
 class Messaging(Calls):
-    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other."""
+    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other.
+
+    Receives from one source end in the order in which they were begun, whatever their tags.
+    """
 
     @overload
     def send(
@@ -112,7 +115,7 @@ class Messaging(Calls):
         if number == self.rank or (peer is None and self.size == 1):
             msg = f"expected another member than oneself to {kind} with, found {number} on group rank {self.rank}"
             raise ConfigError(msg)
-        if not -(1 << 61) < tag < 1 << 61:
+        if not hasattr(tag, "__index__") or not -(1 << 61) < tag < 1 << 61:
             msg = f"expected a tag of up to 61 bits, found {tag!r}"
             raise ConfigError(msg)
         tensor = as_tensor(x, written=kind == "recv")

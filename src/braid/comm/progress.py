@@ -47,9 +47,11 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
+        self._waiting: set[int] = set()  # threads in `run`
 
     def enlist(self, operation: Operation) -> None:
         """Give `operation` its place in the order of its channel; then `start` it or `run` it."""
+        self.refuse_fork()
         self._started.append(operation)
 
     def start(self, operation: Operation) -> None:
@@ -79,6 +81,10 @@ class Progress:
 
     def look(self, operation: Operation) -> None:
         """Take the steps that are possible now until `operation` has ended or nothing moves; never out of order."""
+        if not operation.done:
+            self.refuse_fork()
+        if self._waiting - {threading.get_ident()}:
+            return  # a thread that waits takes all steps, and two in each other's way are slower than one
         while not operation.done and self.advance_started():
             pass
 
@@ -119,9 +125,13 @@ class Progress:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
+        if not operation.done:
+            self.refuse_fork()
         late = self._late(timeout_s)
+        thread = threading.get_ident()
+        self._waiting.add(thread)
         try:
-            while self._behind(operation) or not operation.advance():
+            while self._behind(operation) or not operation.advance(in_turn=True):
                 if len(self._started) > 1 and self.advance_started():
                     continue
                 if late is not None and late():
@@ -129,6 +139,8 @@ class Progress:
                 self._wait(operation, late)
         except BaseException as exc:  # noqa: BLE001 - an interrupt, say: peers must hear of it
             operation.fail(exc)
+        finally:
+            self._waiting.discard(thread)
         if operation.done:
             self._strike(operation)
         _raise_error(operation)
@@ -164,6 +176,8 @@ class Progress:
             CommError: What stopped it.
         """
         self.refuse_own_thread(operation)
+        if not operation.done:
+            self.refuse_fork()
         late = self._late(timeout_s)
         while not ended.is_set() and not (late is not None and late()):
             if not self._started:
@@ -174,6 +188,15 @@ class Progress:
         if not ended.is_set():
             raise CommTimeout(_impatient(operation, timeout_s))
         _raise_error(operation)
+
+    def refuse_fork(self) -> None:
+        """Raise StaleError in a forked child, whose steps would be taken in its parent's name."""
+        if self._transport.forked:
+            msg = (
+                "expected the process that made the group, found a child that was forked from it: use the group, its works "
+                "and its requests in the parent only"
+            )
+            raise StaleError(msg)
 
     def refuse_own_thread(self, operation: Operation) -> None:
         """Raise StaleError in the progress thread, which would wait for itself."""
@@ -186,6 +209,7 @@ class Progress:
 
     def submit(self, operation: Operation) -> threading.Event:
         """Take over an operation; the event is set when it has ended."""
+        self.refuse_fork()
         ended = threading.Event()
 
         def end() -> None:

@@ -31,7 +31,7 @@ from braid.transport import Steps, Wait, WaitAny
 __all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 
 CHUNK_BYTES = 256 << 10
-MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20)
+MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
 REPEATS = 3
 CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
@@ -218,9 +218,10 @@ class Selection:
 def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `found`.
 
-    Cost: some 10 ms of two ranks, once per job.
+    Cost: some 50 ms of two ranks, once per job.
     """
-    x = torch.zeros(MEASURED_BYTES[-1], dtype=torch.uint8)
+    # written, for pages that are only read would all be the kernel's one page of zeros
+    x, out = (torch.empty(MEASURED_BYTES[-1], dtype=torch.uint8).fill_(0) for _ in range(2))
     peer = (ch.rank + 1) % ch.size
     if may_pull:
         ch.offer(x, private=True)
@@ -239,7 +240,6 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
             used, sent = yield from _passes(ch, clock, act, x[:nbytes], peer, sync_s=figures[0])
             figures.append(used)
             sends += [sent] if act is _copy else []
-    scratch = ch.scratch(CHUNK_BYTES, torch.uint8)
     for nbytes in MEASURED_BYTES:
         times = [0.0]
         for _ in range(REPEATS):
@@ -248,7 +248,7 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
                 continue
             start_ns = clock.now_ns()
             for low in range(0, nbytes, CHUNK_BYTES):
-                remote.read(low, scratch[: min(CHUNK_BYTES, nbytes - low)])
+                remote.read(low, out[low : min(low + CHUNK_BYTES, nbytes)])
             times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
         figures.append(min(times[1:], default=0.0))
     yield from ch.exchange()  # nobody reads `x` any more

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
+
 from braid.comm.channel import ABANDONED, CLOSED, DISAGREED, Channel, Disagreement, Port
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
@@ -95,9 +97,17 @@ class Operation:
         self._span: Span | None = None
         self._deadline_ns = port.transport.clock.now_ns() + round(timeout_s * 1e9)
 
-    def advance(self) -> bool:
-        """Go on as far as possible without waiting; True when it has ended, well or badly."""
-        if self.done or not self._lock.acquire(blocking=False):
+    def advance(self, *, in_turn: bool = False) -> bool:
+        """Go on as far as possible without waiting; True when it has ended, well or badly.
+
+        Args:
+            in_turn: Let another thread that is at it finish first, instead of leaving the steps to it. Whoever waits does:
+                a loop that looked again and again would keep the interpreter from the thread that it looks for.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what the steps make and keep is used outside, too
+                return self.advance(in_turn=in_turn)
+        if self.done or not self._lock.acquire(blocking=in_turn):
             return self.done  # another thread is at it
         try:
             if self._span is None:
