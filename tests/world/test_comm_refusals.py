@@ -46,18 +46,23 @@ def test_a_send_that_waits_in_vain_names_its_receiver_only():
     assert "rank 2" not in text
 
 
-def _writes_down_twice(group: Group) -> None:
-    x = torch.ones(4)
-    batch = group.coalesce()
-    batch.broadcast(x)
-    batch.all_reduce(x)
-    batch.all_reduce(torch.ones(4))
-    with pytest.raises(ConfigError, match=r"number 1.*number 2.*share memory"):
-        batch.__exit__(None, None, None)
+def _writes_down_twice(group: Group) -> list[float]:
+    x = torch.full((4,), float(group.rank + 1))
+    with group.coalesce() as batch:
+        batch.broadcast(x)
+        batch.all_reduce(x)
+        batch.all_reduce(torch.ones(4))
+    batch.work.wait()
+    block = group.coalesce()
+    block.all_reduce(x)
+    block.all_reduce(x[2:])
+    with pytest.raises(ConfigError, match=r"share memory \(shapes \[4\] and \[2\]\)"):
+        block.__exit__(None, None, None)
+    return x.tolist()
 
 
-def test_small_all_reduces_of_a_block_that_depend_on_each_other_are_refused(world):
-    world(2, _writes_down_twice)
+def test_operations_of_a_block_take_effect_in_order_and_what_cannot_is_refused(world):
+    assert world(2, _writes_down_twice) == [[2.0] * 4] * 2
 
 
 def _by_name(group: Group) -> list[float]:

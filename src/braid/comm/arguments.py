@@ -1,9 +1,9 @@
-"""What users pass -> flat tensors as algorithms want them.
+"""What users pass -> tensors that fit the operation.
 
 Tensors, numpy arrays and raw memory (`Buffer`) are welcome. Any strided tensor will do (results need one whose elements do
-not overlap): non-contiguous ones are copied and copied back, those that require grad are used without autograd noticing
-(collectives with gradients are another room), empty and zero-dim ones are ordinary. CUDA tensors of a group in shared
-memory travel through a copy in pinned memory.
+not overlap): non-contiguous ones are copied and copied back (`copies`), those that require grad are used without autograd
+noticing (collectives with gradients are another room), empty and zero-dim ones are ordinary. CUDA tensors of a group in
+shared memory travel through a copy in pinned memory.
 
 `Parts` are what an operation divides among the members: one tensor whose dim 0 is cut into equal slices, or a sequence
 with one tensor per member, whose sizes may differ.
@@ -12,7 +12,7 @@ with one tensor per member, whose sizes may differ.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,7 +21,7 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["Buffer", "Data", "Flat", "Parts", "apart", "as_tensor", "flatten", "flatten_parts"]
+__all__ = ["Buffer", "Data", "Parts", "as_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Buffer:
 
 Data: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Buffer"
 Parts: TypeAlias = "Data | Sequence[torch.Tensor]"
-Flat = tuple[torch.Tensor, Callable[[], object] | None]  # and what copies it back
 
 
 def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
@@ -81,87 +80,6 @@ def ordinary(x: torch.Tensor) -> torch.Tensor:
 def like(x: Data, tensor: torch.Tensor) -> Any:
     """`tensor` as what the user works with: an array for arrays."""
     return tensor.numpy() if isinstance(x, np.ndarray) else tensor
-
-
-def flatten(x: torch.Tensor, device_types: frozenset[str], *, written: bool) -> Flat:
-    """A flat tensor for an algorithm to read and write.
-
-    Args:
-        x: As the user passed it.
-        device_types: Devices on which the group's engine works; tensors on CUDA are copied to the CPU for others.
-        written: Whether a result goes there.
-
-    Returns:
-        The flat tensor, and what to call afterwards if it is a copy.
-
-    Raises:
-        ConfigError: One that cannot be communicated.
-    """
-    if x.device.type not in device_types and x.device.type != "cuda":
-        msg = (
-            f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: this group has no "
-            "engine for that device; move the tensor, or make a group with a backend for it"
-        )
-        raise ConfigError(msg)
-    if x.layout != torch.strided or x.is_quantized:
-        kind = "quantized" if x.is_quantized else str(x.layout)
-        msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
-        raise ConfigError(msg)
-    if x.requires_grad:
-        x = x.detach()
-    if x.device.type not in device_types:
-        return _pinned(x)
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        flat = x.view(-1)
-        # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
-        return (flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))), None
-    if written and any(
-        stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)
-    ):
-        msg = (
-            f"expected a tensor whose elements each have their own memory, found shape {list(x.shape)} with strides "
-            f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
-        )
-        raise ConfigError(msg)
-    flat = x.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.data_ptr() == x.data_ptr():
-        flat = flat.clone()
-    flat = ordinary(flat)
-    shape = x.shape
-    return flat, lambda: x.copy_(flat.view(shape))
-
-
-def flatten_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor that holds flat `parts` one after the other; no copy if they already lie so."""
-    first = parts[0]
-    end = first.data_ptr()
-    for part in parts:
-        if part.data_ptr() != end and part.numel():
-            return torch.cat(list(parts))
-        end += part.numel() * part.element_size()
-    numel = sum(part.numel() for part in parts)
-    storage = first.untyped_storage()
-    if first.storage_offset() * first.element_size() + numel * first.element_size() > len(storage):
-        return torch.cat(list(parts))  # neighbours in memory by chance
-    return first.as_strided((numel,), (1,))
-
-
-def apart(x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat `x`, or a copy of it if one of `outs` shares memory with it: results are stored while peers still read."""
-    start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
-    for out in outs:
-        out_start = out.data_ptr()
-        if start < out_start + out.numel() * out.element_size() and out_start < end:
-            return x.clone()
-    return x
-
-
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have memory in common, whatever their strides."""
-    storages = sorted(
-        (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (one, other)
-    )
-    return sum(storages[0]) > storages[1][0]
 
 
 def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
@@ -232,25 +150,6 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
         )
         raise ConfigError(msg)
     return (x.shape[0] // size, *x.shape[1:])
-
-
-def _pinned(x: torch.Tensor) -> Flat:
-    """A copy of a CUDA tensor in page-locked memory, and the way back.
-
-    Both copies are ordered with the stream that is current when they are made, and the host waits for them: shared memory
-    knows nothing of streams.
-    """
-    host = ordinary(torch.empty(x.numel(), dtype=x.dtype, pin_memory=True))
-    stream = torch.cuda.current_stream(x.device)
-    host.view(x.shape).copy_(x, non_blocking=True)
-    stream.synchronize()
-
-    def back() -> None:
-        with torch.cuda.stream(stream):
-            x.copy_(host.view(x.shape), non_blocking=True)
-        stream.synchronize()
-
-    return host, back
 
 
 def _from_pointer(x: Buffer) -> torch.Tensor:

@@ -6,8 +6,8 @@
     batch.work.wait()
 
 Inside the block operations are only written down. At its end they are all started, so it does not matter in which order
-messages are written down; neighbours that are the same all-reduce on small tensors are fused into one. So none
-of these may share memory with what comes before it in the block.
+messages are written down; neighbours that are the same all-reduce on small tensors are fused into one, so these may not
+share memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from braid.comm.arguments import ordinary
 from braid.comm.calls import Order, nbytes_of
+from braid.comm.copies import Copies
 from braid.comm.messaging import Messaging
 from braid.comm.moving import Moving
 from braid.comm.reducing import Reducing
@@ -150,11 +150,10 @@ def fuse(orders: Sequence[Order]) -> list[Order]:
     runs: list[list[Order]] = []
     for order in orders:
         if runs and _alike(runs[-1][-1], order):
+            _check_apart(runs[-1], order)
             runs[-1].append(order)
         else:
             runs.append([order])
-    lengths = [len(run) for run in runs for _ in run]
-    _check_apart(orders, {number for number, length in enumerate(lengths) if length > 1})
     return [_joined(run) for run in runs]
 
 
@@ -170,55 +169,46 @@ def _fusible(order: Order) -> bool:
     return small and key.kind == "all_reduce" and key.algorithm is None
 
 
-def _check_apart(orders: Sequence[Order], fused: set[int]) -> None:
-    """Refuse to fuse an all-reduce of what an earlier operation of the block changes: it is copied before that.
+def _check_apart(run: Sequence[Order], order: Order) -> None:
+    """Refuse to fuse all-reduces of the same memory: the later one would not see what the earlier one has done.
 
     Args:
-        orders: Of the block.
-        fused: Numbers of those that are fused with others.
+        run: Orders that are fused.
+        order: One more.
 
     Raises:
         ConfigError: Names both.
     """
-    spans = sorted(
-        (x.data_ptr(), x.data_ptr() + nbytes_of(x), number)
-        for number, order in enumerate(orders)
-        for x in order.outs
-        if x.numel()
-    )
-    for i, (_, end, number) in enumerate(spans):
-        for start, _, other in spans[i + 1 :]:
-            if start >= end:
-                break
-            first, second = sorted((number, other))
-            if second in fused and first != second:
-                msg = (
-                    f"expected tensors of their own for the small all-reduces of a coalesced block, found that "
-                    f"{orders[first].key.kind} (number {first + 1}) and {orders[second].key.kind} (number {second + 1}) "
-                    "share memory: make them one after the other, in two blocks"
-                )
-                raise ConfigError(msg)
+    x = order.outs[0]
+    start, end = x.data_ptr(), x.data_ptr() + nbytes_of(x)
+    for other in run:
+        y = other.outs[0]
+        if start < y.data_ptr() + nbytes_of(y) and y.data_ptr() < end:
+            shapes = f"{list(other.key.shape or ())} and {list(order.key.shape or ())}"
+            msg = (
+                "expected tensors of their own for neighbouring small all-reduces of a coalesced block, found two that "
+                f"share memory (shapes {shapes}): make them one after the other, in two blocks"
+            )
+            raise ConfigError(msg)
 
 
 def _joined(run: Sequence[Order]) -> Order:
     if len(run) == 1:
         return run[0]
     outs = [order.outs[0] for order in run]
-    flat = ordinary(torch.cat(outs))
-    widths = [out.numel() for out in outs]
-
-    def back() -> None:
-        for out, part in zip(outs, flat.split(widths), strict=True):  # type: ignore[no-untyped-call]
-            out.copy_(part)
-
-    afters = (back, *(after for order in run for after in order.afters))
+    copies = Copies(frozenset({outs[0].device.type}))
+    flat = copies.packed(outs)
+    copies.unpacked(flat, outs)
+    for order in run:
+        if order.copies is not None:
+            copies.include(order.copies)
     key = run[0].key._replace(shape=(flat.numel(),))
     limits = [order.timeout_s for order in run if order.timeout_s is not None]
     return run[0]._replace(
         key=key,
         ins=(flat,),
         outs=(flat,),
-        afters=afters,
+        copies=copies,
         nbytes=nbytes_of(flat),
         timeout_s=max(limits) if limits else None,
     )

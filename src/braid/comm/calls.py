@@ -7,26 +7,17 @@ a `Batch` is all three and collects them first.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from braid.comm.arguments import (
-    Data,
-    Flat,
-    Parts,
-    as_tensor,
-    check_parts,
-    flatten,
-    flatten_parts,
-)
+from braid.comm.arguments import Parts, as_tensor, check_parts
+from braid.comm.copies import Copies
 from braid.comm.describe import Key
 from braid.errors import ConfigError
 
 __all__ = ["Calls", "Order"]
-
-After = Callable[[], object]
 
 
 class Order(NamedTuple):
@@ -37,7 +28,7 @@ class Order(NamedTuple):
         returned: What the caller gets when it is done.
         ins: Flat tensors that are read.
         outs: Flat tensors that are written.
-        afters: What to call when the steps are done, to copy results to where the user wants them.
+        copies: Between what the user passed and the flat tensors.
         nbytes: Size of the largest full buffer.
         widths: Elements of each part of `ins[0]`, None where they are equal.
         tag: Of a message.
@@ -51,7 +42,7 @@ class Order(NamedTuple):
     returned: Any = None
     ins: tuple[torch.Tensor, ...] = ()
     outs: tuple[torch.Tensor, ...] = ()
-    afters: tuple[After, ...] = ()
+    copies: Copies | None = None
     nbytes: int = 0
     widths: tuple[int, ...] | None = None
     tag: int = 0
@@ -80,33 +71,26 @@ class Calls(ABC):
     def _device_types(self, x: torch.Tensor) -> frozenset[str]:
         """Devices of the engine that takes tensors like `x`."""
 
-    def _read(self, x: Data) -> torch.Tensor:
-        """Flat tensor of what is only read."""
-        tensor = as_tensor(x)
-        return flatten(tensor, self._device_types(tensor), written=False)[0]
-
-    def _written(self, x: Data) -> Flat:
-        """Flat tensor of what is written, and the way back if it is a copy."""
-        tensor = as_tensor(x, written=True)
-        return flatten(tensor, self._device_types(tensor), written=True)
+    def _copies(self, x: torch.Tensor) -> Copies:
+        """The copies of an operation on tensors like `x`."""
+        return Copies(self._device_types(x))
 
     def _read_parts(
-        self, x: Sequence[torch.Tensor], role: str
+        self, copies: Copies, x: Sequence[torch.Tensor], role: str
     ) -> tuple[torch.Tensor, tuple[int, ...]]:
         """All parts in one flat tensor, and the elements of each."""
         parts = [as_tensor(part) for part in x]
         check_parts(parts, self.size, parts[0] if parts else torch.empty(0), role)
-        flats = [self._read(part) for part in parts]
-        return flatten_parts(flats), tuple(part.numel() for part in flats)
+        flats = [copies.read(part) for part in parts]
+        return copies.joined(flats), tuple(part.numel() for part in flats)
 
     def _written_parts(
-        self, out: Sequence[torch.Tensor], x: torch.Tensor, role: str
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[After, ...]]:
-        """One flat tensor per member, and the ways back."""
+        self, copies: Copies, out: Sequence[torch.Tensor], x: torch.Tensor, role: str
+    ) -> tuple[torch.Tensor, ...]:
+        """One flat tensor per member."""
         parts = [as_tensor(part, written=True) for part in out]
         check_parts(parts, self.size, x, role)
-        flats = [self._written(part) for part in parts]
-        return tuple(flat for flat, _ in flats), tuple(back for _, back in flats if back)
+        return tuple(copies.written(part) for part in parts)
 
     def _rows(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A flat tensor cut into equal parts."""

@@ -17,11 +17,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
+from braid.comm.copies import Copies
 from braid.comm.delegate_steps import TorchSteps, steps_of
 from braid.comm.engine import Call, Capabilities, Statistics
 from braid.comm.group import Group
@@ -147,14 +149,9 @@ class DelegateEngine:
             return self.start(call)
         text = f"{call.text} scaled by {scale!r}"  # ranks must agree on it, too
         call = call._replace(text=text, digest=text_digest(text))
-        out = call.outs[0]
-
-        def after() -> None:
-            out.mul_(scale)
-            if call.after is not None:
-                call.after()
-
-        return self.start(call._replace(after=after))
+        copies = Copies(self.device_types)
+        copies.then(partial(call.outs[0].mul_, scale))
+        return self.start(call._replace(copies=copies))
 
     def advance(self) -> bool:
         """Take the steps that are possible now of what has been started, messages excepted."""
@@ -213,6 +210,8 @@ class DelegateEngine:
             self.statistics.num_operations += 1
             self.statistics.nbytes += call.nbytes
             steps = steps_of(self._group, call, self.rank, self.size)
+            if call.copies is not None:
+                steps = call.copies.around(steps)
             span = self._context.events.span(
                 call.text, seq=self._sequence, nbytes=call.nbytes, site=call.site
             )
@@ -361,8 +360,6 @@ class _Operation:
                 wait_for(self._work, limit)
             self._work = next(self._steps, None)
             if self._work is None:
-                if self._call.after is not None:
-                    self._call.after()
                 self._finish(None)
         except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
             self._finish(self._engine.explain_failure(self._call, exc))

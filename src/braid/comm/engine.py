@@ -7,12 +7,13 @@ further engines behind the same methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from braid.comm.copies import Copies
 from braid.comm.work import Work
 
 __all__ = ["Call", "Capabilities", "Engine", "Statistics"]
@@ -36,7 +37,7 @@ class Call(NamedTuple):
         nbytes: Size of the largest full buffer.
         site: Digest of the call site.
         timeout_s: Deadline.
-        after: Called when the steps are done, to copy a result to where the user wants it.
+        copies: What is copied before the first step and after the last; None if nothing is.
         source: Where a message from any member puts the sender's group rank.
     """
 
@@ -54,7 +55,7 @@ class Call(NamedTuple):
     nbytes: int = 0
     site: int = 0
     timeout_s: float = 300.0
-    after: Callable[[], object] | None = None
+    copies: Copies | None = None
     source: list[int] | None = None
 
 

@@ -146,7 +146,8 @@ class Group(Reducing, Moving, Messaging):
             msg = f"expected kind out of {', '.join(PERSISTENT)} for a persistent request, found {kind!r}"
             raise ConfigError(msg)
         order = self._registered(kind, x, out, op, root)
-        if order.afters or order.ins[0].data_ptr() != as_tensor(x).data_ptr():
+        copied = order.copies is not None and order.copies.needed
+        if copied or order.ins[0].data_ptr() != as_tensor(x).data_ptr():  # one of a read-only array
             msg = (
                 f"expected contiguous tensors on the group's device to register for {kind}, found one that must be "
                 "copied: pass x.contiguous(), and an out that does not overlap it"
@@ -319,7 +320,7 @@ class Group(Reducing, Moving, Messaging):
         text, digest = self._describer.describe(key)
         if key.algorithm is not None:
             self._check_algorithm(key.algorithm, self._engine_for(order))
-        afters = order.afters
+        copies = order.copies
         return Call(
             key.kind,
             text,
@@ -335,11 +336,7 @@ class Group(Reducing, Moving, Messaging):
             order.nbytes,
             self._describer.call_site(),
             self._deadline_s if order.timeout_s is None else _seconds(order.timeout_s),
-            None
-            if not afters
-            else afters[0]
-            if len(afters) == 1
-            else lambda: [f() for f in afters],
+            copies if copies is not None and copies.needed else None,
             order.source,
         )
 

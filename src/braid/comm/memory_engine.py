@@ -225,8 +225,8 @@ class MemoryEngine:
     ) -> Operation:
         channel = channel or self._channel(call)
         steps = self._steps(call, channel, scale)
-        if call.after is not None:
-            steps = _then(steps, call.after)
+        if call.copies is not None:
+            steps = call.copies.around(steps)
         operation = Operation(
             self.port,
             channel,
@@ -352,8 +352,3 @@ class MemoryEngine:
         statistics.num_operations += 1
         statistics.nbytes += call.nbytes
         statistics.waited_ns += operation.waited_ns
-
-
-def _then(steps: Steps, after: Callable[[], object]) -> Steps:
-    yield from steps
-    after()

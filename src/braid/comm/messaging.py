@@ -121,17 +121,15 @@ class Messaging(Calls):
         tensor = as_tensor(x, written=kind == "recv")
         key = Key(kind, tuple(tensor.shape), tensor.dtype, "sum", number)
         source: list[int] = []
-        if kind == "send":
-            flat, back = self._read(tensor), None
-        else:
-            flat, back = self._written(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor) if kind == "send" else copies.written(tensor)
         return self._submit(
             Order(
                 key,
                 x,
                 (flat,),
                 (flat,),
-                (back,) if back else (),
+                copies,
                 nbytes_of(flat),
                 tag=tag,
                 source=source,

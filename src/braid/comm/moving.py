@@ -10,14 +10,13 @@ import torch
 from braid.comm.arguments import (
     Data,
     Parts,
-    apart,
     as_tensor,
     check_peer,
     like,
     result,
     slice_shape,
 )
-from braid.comm.calls import After, Calls, Order, is_sequence, nbytes_of
+from braid.comm.calls import Calls, Order, is_sequence, nbytes_of
 from braid.comm.describe import Key
 from braid.comm.work import Work
 from braid.errors import ConfigError
@@ -73,15 +72,12 @@ class Moving(Calls):
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x, written=self.rank != root)
-        if self.rank == root:
-            flat, back = self._read(tensor), None
-        else:
-            flat, back = self._written(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor) if self.rank == root else copies.written(tensor)
         key = Key("broadcast", tuple(tensor.shape), tensor.dtype, "sum", root, algorithm)
-        afters = (back,) if back else ()
         nbytes = nbytes_of(flat)
         order = Order(
-            key, x, (flat,), (flat,), afters, nbytes, None, 0, False, None, timeout_s, async_op
+            key, x, (flat,), (flat,), copies, nbytes, None, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 
@@ -140,11 +136,11 @@ class Moving(Calls):
         Cost: a + l b, with l the bytes of the result.
         """
         tensor = as_tensor(x)
-        flat = self._read(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
         widths: tuple[int, ...] | None = None
-        afters: tuple[After, ...]
         if is_sequence(out):
-            rows, afters = self._written_parts(out, tensor, "all_gather output")
+            rows = self._written_parts(copies, out, tensor, "all_gather output")
             widths = tuple(row.numel() for row in rows)
             if widths[self.rank] != flat.numel():
                 msg = (
@@ -159,11 +155,10 @@ class Moving(Calls):
             shape = tuple(tensor.shape)
             full = (self.size * shape[0], *shape[1:]) if shape else (self.size,)
             target = result(out, full, tensor)
-            whole, back = self._written(target)
-            rows, afters = self._rows(whole), (back,) if back else ()
+            rows = self._rows(copies.written(target))
             returned = like(x, target) if out is None else out
         if flat.data_ptr() != rows[self.rank].data_ptr():
-            flat = apart(flat, rows)  # exactly the own row is where it belongs already
+            flat = copies.apart(flat, rows)  # exactly the own row is where it belongs already
         key = Key("all_gather", shape, tensor.dtype, "sum", -1, algorithm, widths)
         nbytes = sum(nbytes_of(row) for row in rows)
         order = Order(
@@ -171,7 +166,7 @@ class Moving(Calls):
             returned,
             (flat,),
             rows,
-            afters,
+            copies,
             nbytes,
             widths,
             0,
@@ -209,28 +204,27 @@ class Moving(Calls):
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x)
-        flat = self._read(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
         rows: tuple[torch.Tensor, ...] = ()
-        afters: tuple[After, ...] = ()
         returned: Any = None
         if self.rank != root:
             self._refuse_elsewhere(out, "out", root)
         elif is_sequence(out):
-            rows, afters = self._written_parts(out, tensor, "gather output")  # type: ignore[arg-type]
+            rows = self._written_parts(copies, out, tensor, "gather output")  # type: ignore[arg-type]
             returned = out
         else:
             shape = tuple(tensor.shape)
             full = (self.size * shape[0], *shape[1:]) if shape else (self.size,)
             target = result(out, full, tensor)  # type: ignore[arg-type]  # no sequence here
-            whole, back = self._written(target)
-            rows, afters = self._rows(whole), (back,) if back else ()
+            rows = self._rows(copies.written(target))
             returned = like(x, target) if out is None else out
         if rows and flat.data_ptr() != rows[root].data_ptr():
-            flat = apart(flat, rows)
+            flat = copies.apart(flat, rows)
         key = Key("gather", None, tensor.dtype, "sum", root, algorithm)
         nbytes = sum(nbytes_of(row) for row in rows) or nbytes_of(flat) * self.size
         order = Order(
-            key, returned, (flat,), rows, afters, nbytes, None, 0, False, None, timeout_s, async_op
+            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 
@@ -259,7 +253,8 @@ class Moving(Calls):
         """
         check_peer(root, self.size, "root")
         target = as_tensor(out, written=True)
-        place, back = self._written(target)
+        copies = self._copies(target)
+        place = copies.written(target)
         widths: tuple[int, ...] = ()
         flat = place[:0]
         if self.rank != root:
@@ -268,20 +263,19 @@ class Moving(Calls):
             msg = f"expected the parts to scatter on the root (group rank {root}), found None"
             raise ConfigError(msg)
         elif is_sequence(x):
-            flat, widths = self._read_parts(x, "scatter input")  # type: ignore[arg-type]
+            flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]
             check_parts_fit(flat, target)
         else:
             tensor = as_tensor(x)  # type: ignore[arg-type]
             slice_shape(tensor, self.size, "scatter")
-            flat = self._read(tensor)
+            flat = copies.read(tensor)
             check_parts_fit(flat, target)
             widths = (flat.numel() // self.size,) * self.size
-        flat = apart(flat, (place,)) if flat.numel() else flat
+        flat = copies.apart(flat, (place,)) if flat.numel() else flat
         key = Key("scatter", None, target.dtype, "sum", root, algorithm)
         nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
-        afters = (back,) if back else ()
         order = Order(
-            key, out, (flat,), (place,), afters, nbytes, widths, 0, False, None, timeout_s, async_op
+            key, out, (flat,), (place,), copies, nbytes, widths, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 
@@ -341,17 +335,17 @@ class Moving(Calls):
         if is_sequence(x):
             return self._ragged_all_to_all(x, out, async_op, algorithm, timeout_s)
         tensor = as_tensor(x)
-        flat = self._read(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
         slice_shape(tensor, self.size, "all_to_all")
         target = result(out, tuple(tensor.shape), tensor)
-        whole, back = self._written(target)
-        flat = apart(flat, (whole,))
+        whole = copies.written(target)
+        flat = copies.apart(flat, (whole,))
         returned = like(x, target) if out is None else out
         key = Key("all_to_all", tuple(tensor.shape), tensor.dtype, "sum", -1, algorithm)
-        afters = (back,) if back else ()
         rows, nbytes = self._rows(whole), nbytes_of(flat)
         order = Order(
-            key, returned, (flat,), rows, afters, nbytes, None, 0, False, None, timeout_s, async_op
+            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 
@@ -388,13 +382,14 @@ class Moving(Calls):
                 f"{type(out).__name__}: its sizes say how much each rank sends here"
             )
             raise ConfigError(msg)
-        flat, widths = self._read_parts(x, "all_to_all input")
-        rows, afters = self._written_parts(out, as_tensor(x[0]), "all_to_all output")
-        flat = apart(flat, rows)
+        copies = self._copies(as_tensor(x[0] if x else torch.empty(0)))
+        flat, widths = self._read_parts(copies, x, "all_to_all input")
+        rows = self._written_parts(copies, out, as_tensor(x[0]), "all_to_all output")
+        flat = copies.apart(flat, rows)
         key = Key("all_to_all", None, flat.dtype, "sum", -1, algorithm)
         nbytes = max(nbytes_of(flat), sum(nbytes_of(row) for row in rows))
         order = Order(
-            key, out, (flat,), rows, afters, nbytes, widths, 0, False, None, timeout_s, async_op
+            key, out, (flat,), rows, copies, nbytes, widths, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 

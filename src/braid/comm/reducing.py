@@ -9,12 +9,10 @@ import torch
 from braid.comm.arguments import (
     Data,
     Parts,
-    apart,
     as_tensor,
     check_peer,
     like,
     result,
-    share_memory,
     slice_shape,
 )
 from braid.comm.calls import Calls, Order, is_sequence, nbytes_of
@@ -96,17 +94,16 @@ class Reducing(Calls):
             raise ConfigError(msg)
         tensor = as_tensor(x, written=out is None)
         key = Key("all_reduce", tuple(tensor.shape), tensor.dtype, op, algorithm=algorithm)
-        if out is not None:
+        copies = self._copies(tensor)
+        if out is None:
+            flat = copies.changed(tensor)
+        else:
             target = result(out, tuple(tensor.shape), tensor)
             place = target if target.shape == tensor.shape else target.view(tensor.shape)
-            source = tensor.detach()
-            place.detach().copy_(source.clone() if share_memory(source, place) else source)
-            x, tensor = out, target
-        flat, back = self._written(tensor)
-        afters = (back,) if back else ()
+            flat, x = copies.filled(place, tensor), out
         nbytes = nbytes_of(flat)
         order = Order(
-            key, x, (flat,), (flat,), afters, nbytes, None, 0, False, None, timeout_s, async_op
+            key, x, (flat,), (flat,), copies, nbytes, None, 0, False, None, timeout_s, async_op
         )
         return self._submit(order)
 
@@ -151,16 +148,15 @@ class Reducing(Calls):
         """
         check_peer(root, self.size, "root")
         tensor = as_tensor(x)
-        flat = self._read(tensor)
-        afters: tuple[Any, ...] = ()
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
         target, returned = flat, x
         if self.rank == root:
             returned = x if out is None else out
             place = tensor if out is None else result(out, tuple(tensor.shape), tensor)
-            target, back = self._written(place)
-            afters = (back,) if back else ()
+            target = copies.written(place)
             if flat.data_ptr() != target.data_ptr():
-                flat = apart(flat, (target,))
+                flat = copies.apart(flat, (target,))
         key = Key("reduce", tuple(tensor.shape), tensor.dtype, op, root, algorithm)
         return self._submit(
             Order(
@@ -168,7 +164,7 @@ class Reducing(Calls):
                 returned,
                 (flat,),
                 (target,),
-                afters,
+                copies,
                 nbytes_of(flat),
                 timeout_s=timeout_s,
                 async_op=async_op,
@@ -215,17 +211,18 @@ class Reducing(Calls):
         Cost: a + 2 l b, with l the bytes of `x`.
         """
         widths: tuple[int, ...] | None = None
+        copies = self._copies(as_tensor(x[0] if is_sequence(x) and x else x))
         if is_sequence(x):
-            flat, widths = self._read_parts(x, "reduce_scatter input")
+            flat, widths = self._read_parts(copies, x, "reduce_scatter input")
             like_x, shape = x[self.rank], tuple(x[self.rank].shape)
             full: tuple[int, ...] = (flat.numel(),)
         else:
             like_x = as_tensor(x)
-            flat, shape = self._read(like_x), slice_shape(like_x, self.size, "reduce_scatter")
+            flat, shape = copies.read(like_x), slice_shape(like_x, self.size, "reduce_scatter")
             full = tuple(like_x.shape)
         target = result(out, shape, like_x)
-        part, back = self._written(target)
-        flat = apart(flat, (part,))
+        part = copies.written(target)
+        flat = copies.apart(flat, (part,))
         key = Key("reduce_scatter", full, flat.dtype, op, -1, algorithm, widths)
         return self._submit(
             Order(
@@ -233,7 +230,7 @@ class Reducing(Calls):
                 like(x, target) if out is None else out,
                 (flat,),
                 (part,),
-                (back,) if back else (),
+                copies,
                 nbytes_of(flat),
                 widths,
                 timeout_s=timeout_s,
@@ -264,20 +261,20 @@ class Reducing(Calls):
         tensor = as_tensor(x)
         if exclusive:
             identity(op, tensor[:0] if tensor.dim() else tensor)
-        flat = self._read(tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
         target = result(out, tuple(tensor.shape), tensor)
-        place, back = self._written(target)
+        place = copies.written(target)
         returned = like(x, target) if out is None else out
         key = Key("scan", tuple(tensor.shape), tensor.dtype, op, exclusive=exclusive)
-        afters = (back,) if back else ()
         nbytes = nbytes_of(flat)
-        flat = apart(flat, (place,))
+        flat = copies.apart(flat, (place,))
         order = Order(
             key,
             returned,
             (flat,),
             (place,),
-            afters,
+            copies,
             nbytes,
             exclusive=exclusive,
             timeout_s=timeout_s,
