@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from braid.cli import COMMANDS, main
 
@@ -45,3 +51,68 @@ def test_a_directory_that_is_not_there_is_not_an_empty_one(tmp_path, capsys):
     assert (code, f"found none at {tmp_path / 'x'}" in text) == (2, True)
     code, text = exit_and_output(["checkpoint", "ls", str(tmp_path)], capsys)
     assert (code, text) == (1, f"no checkpoints in {tmp_path}\n")
+
+
+@pytest.fixture
+def closed_pipe():
+    """A stream whose reader has gone, as of `| head`."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as stream:
+        yield stream
+
+
+@pytest.fixture
+def full_disk():
+    with Path("/dev/full").open("w") as stream:
+        yield stream
+
+
+def run_talk(monkeypatch, stream, printed=print):
+    """A command that prints to `stream`, as the process's output."""
+    monkeypatch.setattr("sys.stdout", stream)
+    commands = {"talk": lambda: [printed("word"), 0][1]}
+    monkeypatch.setattr("braid.cli.COMMANDS", commands)
+    return main(["talk"])
+
+
+def print_richly(text):
+    Console().print(text)
+
+
+@pytest.mark.parametrize("printed", [print, print_richly])
+def test_a_reader_that_has_gone_ends_every_command_quietly(
+    printed, monkeypatch, closed_pipe, capsys
+):
+    code = run_talk(monkeypatch, closed_pipe, printed)
+    assert (code, capsys.readouterr().err) == (141, "")
+
+
+@pytest.mark.parametrize("printed", [print, print_richly])
+def test_a_full_disk_is_told_in_one_block(printed, monkeypatch, full_disk, capsys):
+    code = run_talk(monkeypatch, full_disk, printed)
+    assert (code, capsys.readouterr().err.split("\n")) == (
+        74,
+        [
+            "braid: stopped (exit 74)",
+            "  problem  No space left on device: the standard output",
+            "           make room there, or send the output elsewhere",
+            "",
+        ],
+    )
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_help_for_a_reader_that_has_gone_is_quiet_until_the_interpreter_has_ended(option):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "braid", option],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (141, b"")
