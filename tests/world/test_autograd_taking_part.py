@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -220,6 +222,42 @@ def test_what_cannot_be_differentiated_is_refused_with_the_way_out(world):
     world(2, _refusals)
 
 
+def _collectives() -> list[Callable[..., object]]:
+    functions = [
+        value for name in autograd.__all__ if inspect.isfunction(value := getattr(autograd, name))
+    ]
+    return [f for f in functions if "group" in inspect.signature(f).parameters]
+
+
+def _called(function: Callable[..., object], group: object, x: object) -> str:
+    """What the caller is told who passes these two and, where there must be more, numbers."""
+    left = list(inspect.signature(function).parameters.values())[2:]
+    rest = {p.name: x if p.name == "like" else 0 for p in left if p.default is p.empty}
+    with pytest.raises(ConfigError) as error:
+        function(group, x, **rest)
+    return str(error.value)
+
+
+def _wrong_arguments(group: Group) -> None:
+    x = torch.ones(6, requires_grad=True)
+    for function in _collectives():
+        name = function.__name__
+        assert f"found Tensor and Group: swap them, the group comes first: {name}(" in _called(
+            function, x, group
+        )
+        assert "found str and Tensor: pass the group itself" in _called(function, "world", x)
+        assert "found list of float as " in _called(function, group, [1.0, 2.0])
+        assert "torch.cat(...) of the parts" in _called(function, group, [x, x])
+        assert "torch.from_numpy(...)" in _called(function, group, np.ones(2))
+        if "dim" in inspect.signature(function).parameters:
+            with pytest.raises(ConfigError, match=r"a dim of x, whose shape is \[6\], found 1 for"):
+                function(group, x, dim=1)
+
+
+def test_swapped_and_wrong_arguments_are_told_apart_by_every_collective(world):
+    world(1, _wrong_arguments)
+
+
 def _checkpointed(group: Group) -> tuple[list[str], bool]:
     """Collectives inside of checkpoints, nested, on ranks of which one needs no gradient of the input."""
 
@@ -250,10 +288,7 @@ def test_checkpointed_collectives_are_called_again_in_backward(world):
 
 
 def test_every_collective_says_what_its_backward_does_and_costs():
-    functions = [
-        value for name in autograd.__all__ if inspect.isfunction(value := getattr(autograd, name))
-    ]
-    collectives = [f for f in functions if "group" in inspect.signature(f).parameters]
+    collectives = _collectives()
     assert len(collectives) == 16
     for function in collectives:
         assert "Backward:" in function.__doc__, function

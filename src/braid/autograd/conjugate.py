@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 
+from braid.autograd.arguments import check_call
 from braid.autograd.linear_map import collective
 from braid.comm import Group
 from braid.errors import ConfigError
@@ -38,6 +39,7 @@ def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch
 
     Cost: nothing forward, 2 (n-1)/n l bytes backward.
     """
+    check_call("identity_forward_all_reduce_backward", group, x)
     return collective(
         lambda t: t.detach(), lambda g: all_reduce_forward_identity_backward(group, g), x
     )
@@ -50,6 +52,7 @@ def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch
 
     Cost: 2 (n-1)/n l bytes forward, nothing backward.
     """
+    check_call("all_reduce_forward_identity_backward", group, x)
     return collective(
         lambda t: group.all_reduce(t, out=torch.empty_like(t)),
         lambda g: identity_forward_all_reduce_backward(group, g),
@@ -74,6 +77,7 @@ def split_forward_all_gather_backward(
     Raises:
         ConfigError: `dim` cannot be divided.
     """
+    check_call("split_forward_all_gather_backward", group, x, dim)
     if dim:
         return split_forward_all_gather_backward(group, x.movedim(dim, 0)).movedim(0, dim)
     if x.dim() == 0 or x.shape[0] % group.size:
@@ -104,6 +108,7 @@ def all_gather_forward_split_backward(
 
     Cost: (n-1)/n l bytes forward, nothing backward.
     """
+    check_call("all_gather_forward_split_backward", group, x, dim)
     if dim:
         return all_gather_forward_split_backward(group, x.movedim(dim, 0)).movedim(0, dim)
     return collective(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from braid.autograd.arguments import check_call
 from braid.autograd.dependency import join
 from braid.autograd.linear_map import collective
 from braid.comm import Group
@@ -34,6 +35,7 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
 
     Cost: l bytes sent forward, l received backward.
     """
+    check_call("send", group, x)
     shape = tuple(x.shape)
 
     def run(t: torch.Tensor) -> torch.Tensor:
@@ -62,6 +64,7 @@ def recv(group: Group, like: torch.Tensor, source: int, *, tag: int = 0) -> torc
 
     Cost: l bytes received forward, l sent backward.
     """
+    check_call("recv", group, like, name="like")
 
     def run(t: torch.Tensor) -> torch.Tensor:
         return group.recv(torch.empty_like(t), source, tag=tag)
@@ -87,6 +90,7 @@ def exchange(group: Group, x: torch.Tensor, *, to: int, source: int, tag: int = 
 
     Cost: l bytes each way, forward and backward.
     """
+    check_call("exchange", group, x)
 
     def run(t: torch.Tensor) -> torch.Tensor:
         if to == source == group.rank:

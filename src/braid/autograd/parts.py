@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from braid.autograd.arguments import check_call
 from braid.autograd.linear_map import collective
 from braid.comm import Group
 from braid.errors import ConfigError
@@ -38,6 +39,7 @@ def all_gather(
 
     Cost: (n-1)/n l bytes forward and backward.
     """
+    check_call("all_gather", group, x, dim)
     if dim:
         return all_gather(group, x.movedim(dim, 0), sizes=sizes).movedim(0, dim)
     if sizes is None:
@@ -84,6 +86,7 @@ def reduce_scatter(
     Raises:
         ConfigError: Another op, or a dim that cannot be divided.
     """
+    check_call("reduce_scatter", group, x, dim)
     if op not in ("sum", "avg"):
         msg = (
             f"expected op sum or avg for a differentiable reduce_scatter, found {op!r}: take this rank's part of "
@@ -133,6 +136,7 @@ def all_to_all(
     Raises:
         ConfigError: Only one of the sizes, or sizes that do not fit.
     """
+    check_call("all_to_all", group, x)
     if send_sizes is None and receive_sizes is None:
         return collective(group.all_to_all, lambda g: all_to_all(group, g), x)
     if send_sizes is None or receive_sizes is None:

@@ -9,6 +9,7 @@ from functools import reduce as fold
 
 import torch
 
+from braid.autograd.arguments import check_call
 from braid.autograd.linear_map import collective
 from braid.autograd.parts import all_gather
 from braid.comm import Group
@@ -40,6 +41,7 @@ def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     Raises:
         ConfigError: Another op; those on bits have no gradient.
     """
+    check_call("all_reduce", group, x)
     if op in ("sum", "avg"):
         return collective(
             lambda t: group.all_reduce(t, op, out=torch.empty_like(t)),
@@ -69,6 +71,7 @@ def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Ten
 
     Cost: (n-1) l bytes forward and backward.
     """
+    check_call("scan", group, x)
     return collective(
         lambda t: group.scan(t, exclusive=exclusive),
         lambda g: _sum_after(group, g, exclusive=exclusive),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from braid.autograd.arguments import check_call
 from braid.autograd.linear_map import collective
 from braid.autograd.parts import check_sizes
 from braid.comm import Group
@@ -32,6 +33,7 @@ def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
     Cost: l bytes forward, (n-1) l on the root backward (see `Group.reduce`).
     """
+    check_call("broadcast", group, x)
     is_root = group.rank == root
 
     def run(t: torch.Tensor) -> torch.Tensor:
@@ -56,6 +58,7 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
     Raises:
         ConfigError: Another op.
     """
+    check_call("reduce", group, x)
     if op not in ("sum", "avg"):
         msg = (
             f"expected op sum or avg for a differentiable reduce, found {op!r}: use all_reduce(group, x, {op!r}), "
@@ -95,6 +98,7 @@ def gather(
 
     Cost: l bytes on the root forward, l / n backward.
     """
+    check_call("gather", group, x)
     rows = None if sizes is None else check_sizes(group, sizes, x.shape[0], "gather")
     shape = tuple(x.shape)
 
@@ -143,6 +147,8 @@ def scatter(
     Raises:
         ConfigError: No tensor on the root, or elements elsewhere.
     """
+    check_call("scatter", group, like if x is None else x)
+    check_call("scatter", group, like, name="like")
     shape, dtype, device = tuple(like.shape), like.dtype, like.device
     is_root = group.rank == root
     rows = None if sizes is None else check_sizes(group, sizes, like.shape[0], "scatter")
