@@ -1,0 +1,180 @@
+"""Plain data as MessagePack, anything else behind a switch: the bytes of an object, and the object of the bytes.
+
+Problem: MessagePack has neither tuples nor sets, large integers nor keys that are not strings, and what writes it fails
+on a cyclic list with an exhausted stack and on half a surrogate pair with a word about codecs.
+
+Idea: walk the object first, note the path, give each such type an extension of its own, and refuse with the type and the place
+whatever is left.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import msgspec
+
+from braid.errors import ConfigError
+
+__all__ = ["decode", "encode"]
+
+TUPLE, SET, FROZENSET, PAIRS, BIG = (
+    1,
+    2,
+    3,
+    4,
+    5,
+)  # MessagePack extensions for what it does not have
+PLAIN, PICKLE = 0, 1  # first byte of an encoded object
+SMALLEST, LARGEST = -(1 << 63), (1 << 64) - 1  # integers of MessagePack
+MAX_DEPTH = (
+    100  # containers in containers; each takes several frames of Python's stack, there and here
+)
+
+USUAL = "send tensors with the tensor collectives, or pass allow_pickle=True on all ranks if you trust every one of them"
+OF_CYCLES = "send what it holds once and tie it again there, or pass allow_pickle=True on all ranks"
+OF_DEPTH = "send a flat list with indices, or pass allow_pickle=True on all ranks"
+OF_SURROGATES = (
+    "send bytes made with .encode('utf-8', 'surrogatepass') (os.fsencode for names of files), or pass allow_pickle=True "
+    "on all ranks"
+)
+
+
+def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
+    """Bytes of an object.
+
+    Args:
+        obj: Plain data, or anything with `allow_pickle`.
+        path: What the place that an error names begins with.
+        allow_pickle: Pickle it if it is not plain.
+
+    Raises:
+        ConfigError: It is not plain, or cannot be pickled; names the type and where it was found.
+    """
+    try:
+        plain = _plain(obj, path, ())
+    except _NotPlainError as exc:
+        if allow_pickle:
+            return bytes([PICKLE]) + _pickled(obj)
+        where = f" at {exc.path}" if exc.path else ""
+        msg = (
+            f"expected plain data (None, bool, int, float, str, bytes, lists, tuples, sets, dictionaries), found "
+            f"{exc.found}{where}: {exc.advice}"
+        )
+        raise ConfigError(msg) from None
+    return bytes([PLAIN]) + msgspec.msgpack.encode(plain)
+
+
+def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
+    """The object that `encode` was given.
+
+    Args:
+        raw: Its bytes.
+        allow_pickle: Unpickle what was pickled, which runs code of whoever sent it.
+
+    Raises:
+        ConfigError: It was pickled, and `allow_pickle` is off or what it is made of is not to be had here.
+    """
+    if raw[0] != PICKLE:
+        return _original(msgspec.msgpack.decode(raw[1:]))
+    if not allow_pickle:
+        msg = (
+            "expected plain data, found a pickled object: pass allow_pickle=True here, too, if you trust the rank "
+            "that sent it (unpickling runs code)"
+        )
+        raise ConfigError(msg)
+    try:
+        return pickle.loads(raw[1:])  # noqa: S301 - what the switch is for
+    except Exception as exc:
+        msg = (
+            f"expected a pickled object that can be made again here, found {type(exc).__name__}: {exc}; see that its "
+            "classes can be imported on all ranks"
+        )
+        raise ConfigError(msg) from exc
+
+
+class _NotPlainError(Exception):
+    def __init__(self, found: str, path: str, advice: str = USUAL) -> None:
+        super().__init__(found, path)
+        self.found = found
+        self.path = path
+        self.advice = advice
+
+
+def _pickled(obj: object) -> bytes:
+    try:
+        return pickle.dumps(obj)
+    except Exception as exc:  # of whatever class the object's own __reduce__ likes
+        msg = (
+            f"expected an object that can be pickled, found {_name(type(obj))}: {type(exc).__name__}: {exc}; send what it "
+            "is made of instead"
+        )
+        raise ConfigError(msg) from exc
+
+
+def _plain(obj: object, path: str, above: tuple[int, ...]) -> object:
+    """`obj` in types that MessagePack has; `above` are the identities of the containers around it."""
+    kind = type(obj)
+    if obj is None or kind in (bool, float, bytes):
+        return obj
+    if isinstance(obj, str) and kind is str:
+        return _text(obj, path)
+    if isinstance(obj, int) and kind is int:
+        if SMALLEST <= obj <= LARGEST:
+            return obj
+        return msgspec.msgpack.Ext(BIG, f"{obj:x}".encode())
+    if kind not in (list, tuple, set, frozenset, dict):
+        raise _NotPlainError(_name(kind), path)
+    if id(obj) in above:
+        raise _NotPlainError(f"a {kind.__name__} that contains itself", path, OF_CYCLES)
+    if len(above) == MAX_DEPTH:
+        raise _NotPlainError(f"more than {MAX_DEPTH} containers in each other", "", OF_DEPTH)
+    above = (*above, id(obj))
+    if isinstance(obj, dict):
+        if all(type(key) is str for key in obj):
+            return {
+                _text(key, f"{path} key"): _plain(value, f"{path}[{key!r}]", above)
+                for key, value in obj.items()
+            }
+        pairs = [
+            [_plain(k, f"{path} key", above), _plain(v, f"{path}[{k!r}]", above)]
+            for k, v in obj.items()
+        ]
+        return _extension(PAIRS, pairs)
+    assert isinstance(obj, list | tuple | set | frozenset)
+    items = [_plain(item, f"{path}[{i}]", above) for i, item in enumerate(obj)]
+    codes = {tuple: TUPLE, set: SET, frozenset: FROZENSET}
+    return items if kind is list else _extension(codes[kind], items)
+
+
+def _text(obj: str, path: str) -> str:
+    try:
+        obj.encode()
+    except UnicodeEncodeError as exc:
+        found = f"a str with half a surrogate pair ({obj[exc.start]!r}, character {exc.start})"
+        raise _NotPlainError(found, path, OF_SURROGATES) from None
+    return obj
+
+
+def _name(kind: type) -> str:
+    name = kind.__qualname__
+    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
+
+
+def _extension(code: int, items: list[Any]) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(items))
+
+
+def _original(obj: Any) -> Any:
+    if isinstance(obj, list):
+        return [_original(item) for item in obj]
+    if isinstance(obj, dict):
+        return {key: _original(value) for key, value in obj.items()}
+    if not isinstance(obj, msgspec.msgpack.Ext):
+        return obj
+    if obj.code == BIG:
+        return int(bytes(obj.data), 16)
+    items = [_original(item) for item in msgspec.msgpack.decode(obj.data)]
+    if obj.code == PAIRS:
+        return dict(items)
+    return {TUPLE: tuple, SET: set, FROZENSET: frozenset}[obj.code](items)
