@@ -144,6 +144,22 @@ class Reducing(Calls):
     ) -> Any:
         """Replace `x` (or fill `out`) on member `root` by the reduction; elsewhere `x` stays as it is.
 
+        Args:
+            x: The same shape and dtype on all members.
+            root: Group rank.
+            op: See the class.
+            out: On the root: where the result goes, if `x` is to stay as it is. Not looked at elsewhere.
+            async_op: Return a Work at once.
+            algorithm: staged or pulled instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `x`, or on the root `out` if it was given; or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op, root or algorithm, or a tensor that cannot be reduced.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.group`.
+
         Cost: a + n l b on the root for little data; else 2 a + 2 l b, each member summing 1/n.
         """
         check_peer(root, self.size, "root")
@@ -205,6 +221,22 @@ class Reducing(Calls):
     ) -> Any:
         """Reduce all members' `x` and keep the part that belongs to this member.
 
+        Args:
+            x: A tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes and dtype on all
+                members. Stays as it is, unless `out` is a part of it.
+            op: See the class.
+            out: Where this member's part goes; a new tensor when None.
+            async_op: Return a Work at once.
+            algorithm: staged or pulled instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            This member's part (`out`, if it was given), or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor per member.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.group`.
+
         Shape:
             x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
 
@@ -255,6 +287,13 @@ class Reducing(Calls):
             exclusive: Without this member's own; member 0 gets the identity (sum, product, bor, bxor only).
             out: Where the result goes; a new tensor when None.
             timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `out`, or a new tensor like `x`.
+
+        Raises:
+            ConfigError: Unknown op, a tensor that cannot be reduced, or `exclusive` with an op that has no identity.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.group`.
 
         Cost: a + (n+1) l b.
         """
