@@ -7,7 +7,8 @@ import torch
 
 from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce, direct, two_phase
-from braid.comm.channel import Port
+from braid.comm.mailbox import Mailbox
+from braid.comm.port import Port
 from braid.testing.explorer import explore, record
 
 LARGE = 150_000  # floats: three chunks of the staging slots
@@ -98,11 +99,8 @@ def test_collectives_that_follow_each_other_do_not_race(size, way):
     assert (found.deadlocks, found.races) == ([], [])
 
 
-def _inbox(port: Port, source: int) -> message.Inbox:
-    incoming = port.incoming()
-    incoming.digest = 1
-    acks = port.channel(port.acknowledging_index(source))
-    return message.Inbox(source, incoming, acks)
+def _recv(mailbox: Mailbox, out: torch.Tensor, source: int, tag: int):
+    return mailbox.steps(mailbox.post(out.view(torch.uint8), tag, source, digest=1))
 
 
 def _send(port: Port, x: torch.Tensor, to: int, tag: int, way: str):
@@ -118,11 +116,11 @@ def test_messages_do_not_race(size, way):
     def ring(port: Port):
         n, me = port.size, port.rank
         after, before = (me + 1) % n, (me - 1) % n
-        inbox = _inbox(port, before)
+        mailbox = Mailbox(port)
         for numel in (8, LARGE, 8):
             x, out = _ones(port, numel, way), torch.empty(numel)
             send = _send(port, x, after, 7, way)
-            recv = message.recv(inbox, out.view(torch.uint8), 7)
+            recv = _recv(mailbox, out, before, 7)
             if me == 0:
                 yield from recv
                 yield from send
@@ -145,10 +143,10 @@ def test_messages_with_other_tags_do_not_race(way):
                 yield from _send(port, x, 1, tag, way)
                 x.fill_(2.0)
             return
-        inbox = _inbox(port, 0)
+        mailbox = Mailbox(port)
         for tag in (2, 0, 1):
             out = torch.empty(sizes[tag])
-            yield from message.recv(inbox, out.view(torch.uint8), tag)
+            yield from _recv(mailbox, out, 0, tag)
             assert out.eq(1.0).all()
 
     found = explore(record(2, crossed))

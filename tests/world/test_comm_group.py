@@ -263,6 +263,7 @@ def _wait_for_background_first(group: Group, started: threading.Event) -> None:
         work.wait()
     else:
         started.wait()
+        threading.Event().wait(0.05)  # most likely the other rank has nothing to do but wait by now
         request.start().wait()
         group.all_reduce(y, async_op=True, timeout_s=5).wait()
     assert torch.equal(x, torch.full_like(x, 2.0))

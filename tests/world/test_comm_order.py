@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from braid.comm import Group
+from braid.errors import MismatchError
 
 N = 3
 Second = Callable[[Group, torch.Tensor], object]
@@ -66,3 +67,104 @@ def _twice(group: Group, second: Second) -> list[float]:
 def test_an_operation_sees_what_the_one_before_it_wrote(world, second):
     expected = [4.0] if second is _scatters_over_itself else [2.0]
     assert world(2, _twice, second) == [expected, expected]
+
+
+def _numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+def _waits_for_the_later_tag(group: Group) -> list[float]:
+    """What the first receive waits for is sent only after the second one has been answered."""
+    x, y = torch.zeros(1), torch.zeros(1)
+    if group.rank == 0:
+        first = group.recv(x, 1, tag=1, async_op=True)
+        second = group.recv(y, 1, tag=2, async_op=True)
+        second.wait()
+        group.send(y, 1, tag=3)
+        first.wait()
+    elif group.rank == 1:
+        group.send(_numbers(2.0), 0, tag=2)
+        group.recv(y, 0, tag=3)
+        group.send(_numbers(1.0), 0, tag=1)
+        x.fill_(1.0)
+    return [x.item(), y.item()]
+
+
+def test_a_receive_does_not_stand_behind_one_with_another_tag(world):
+    assert world(2, _waits_for_the_later_tag) == [[1.0, 2.0], [1.0, 2.0]]
+
+
+MANY = 200_000  # floats: several chunks
+
+
+def _crowded(group: Group) -> list[list[float]]:
+    """Twelve messages of two sizes and three tags, received in another order than they are sent in."""
+    plan = [(tag, i, 8 if (tag + i) % 2 else MANY) for i in range(4) for tag in range(3)]
+    if group.rank == 0:
+        works = []
+        for tag, i, numel in plan:
+            works.append(
+                group.send(torch.full((numel,), 10.0 * tag + i), 1, tag=tag, async_op=True)
+            )
+        for work in works:
+            work.wait()
+        return []
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    works = []
+    for tag, i, numel in sorted(plan, key=lambda one: (-one[0], one[1])):
+        found[tag, i] = torch.zeros(numel)
+        works.append(group.recv(found[tag, i], 0, tag=tag, async_op=True))
+    for work in reversed(works):
+        work.wait()
+    return [sorted(set(found[tag, i].tolist())) for tag in range(3) for i in range(4)]
+
+
+def test_messages_of_one_tag_keep_their_order_whoever_looks(world):
+    expected = [[10.0 * tag + i] for tag in range(3) for i in range(4)]
+    assert world(2, _crowded) == [[], expected]
+
+
+def _any_and_named(group: Group) -> list[float]:
+    """A receive from anyone and one from a named member are under way at once: the first posted gets the first."""
+    n, me = group.size, group.rank
+    if me:
+        group.barrier()
+        group.send(_numbers(float(me)), 0, tag=5)
+        group.send(_numbers(10.0 * me), 0, tag=5)
+        return []
+    named, others = torch.zeros(1), [torch.zeros(1) for _ in range(2 * n - 3)]
+    first = group.recv(named, n - 1, tag=5, async_op=True)
+    works = [group.recv(x, None, tag=5, async_op=True) for x in others]
+    group.barrier()
+    for work in (first, *works):
+        work.wait()
+    sources = sorted(work.source for work in works)
+    assert sources == sorted([n - 1, *(r for r in range(1, n - 1) for _ in range(2))])
+    return [named.item(), *sorted(x.item() for x in others)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_receives_from_anyone_and_from_a_named_member_may_be_under_way_together(world, size):
+    sent = sorted(factor * r for r in range(1, size) for factor in (1.0, 10.0))
+    first = float(size - 1)
+    sent.remove(first)
+    assert world(size, _any_and_named) == [[first, *sent], *([[]] * (size - 1))]
+
+
+def _message_does_not_fit(group: Group) -> str:
+    """The receive that finds it is not the one that it is for."""
+    x, y = torch.zeros(4), torch.zeros(3)
+    if group.rank == 0:
+        group.send(torch.ones(4), 1, tag=2)
+    else:
+        group.recv(y, 0, tag=2, async_op=True)
+    with pytest.raises(MismatchError) as caught:
+        group.recv(x, 1 - group.rank, tag=1)
+    return str(caught.value)
+
+
+def test_a_message_that_does_not_fit_is_explained_on_both_ends(world):
+    text, other = world(2, _message_does_not_fit)
+    assert text == other
+    assert "rank 0  message(float32[4])" in text
+    assert "rank 1  message(float32[3])" in text

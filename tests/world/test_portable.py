@@ -16,7 +16,7 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
-from braid.comm.channel import Port
+from braid.comm.port import Port
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
 from braid.events import Recorder
 from braid.store import HashStore

@@ -21,13 +21,13 @@ import torch
 from braid.comm.arguments import Data, as_tensor
 from braid.comm.batch import Batch
 from braid.comm.calls import Order
-from braid.comm.channel import Port
 from braid.comm.describe import Describer
 from braid.comm.engine import Call, Engine
 from braid.comm.memory_engine import MemoryEngine
 from braid.comm.messaging import Messaging
 from braid.comm.moving import Moving
 from braid.comm.objects import Objects
+from braid.comm.port import Port
 from braid.comm.progress import Progress
 from braid.comm.reducing import Reducing
 from braid.comm.request import Request

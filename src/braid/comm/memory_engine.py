@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -11,12 +12,13 @@ import torch
 
 from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce
-from braid.comm.channel import ABANDONED, CLOSED, Channel, Port
+from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
+from braid.comm.mailbox import Mailbox, Receipt
+from braid.comm.port import ABANDONED, CLOSED, Port
 from braid.comm.progress import Progress
 from braid.comm.selection import Costs, Selection, measure
 from braid.comm.work import Operation, Work
-from braid.errors import ConfigError
 from braid.events import Recorder
 from braid.transport import Block, MemoryTransport, Steps
 from braid.types import text_digest
@@ -56,9 +58,10 @@ class MemoryEngine:
         self._events = events
         self._owns_progress = owns_progress
         self._collectives = port.channel(0)
-        self._inboxes: dict[int, message.Inbox] = {}
-        self._named = 0  # receives from a named source that have not ended
-        self._any = 0  # likewise, from any source
+        self._mailbox = Mailbox(port)
+        self._views: deque[Channel] = (
+            deque()
+        )  # of what is sent here, one for each receive under way
         self._ordering = threading.Lock()  # threads take their places on a channel one by one
         self._first_pages: dict[int, Block] = {}
 
@@ -224,7 +227,12 @@ class MemoryEngine:
         self, call: Call, channel: Channel | None, scale: float | None = None
     ) -> Operation:
         channel = channel or self._channel(call)
-        steps = self._steps(call, channel, scale)
+        receipt = None
+        if call.kind == "recv":
+            receipt = self._post(call)
+            steps = self._mailbox.steps(receipt)
+        else:
+            steps = self._steps(call, channel, scale)
         if call.copies is not None:
             steps = call.copies.around(steps)
         operation = Operation(
@@ -239,48 +247,23 @@ class MemoryEngine:
             timeout_s=call.timeout_s,
             epoch=0,  # a member may have been lost while the group was made: that is news, too
         )
-        if call.kind == "recv":
-            self._admit(call, operation)
+        if receipt is not None:
+            operation.on_done(partial(self._received, call, receipt, channel))
         return operation
 
     def _channel(self, call: Call) -> Channel:
         if call.kind == "send":
             return self.port.channel(self.port.sending_index(call.peer))
-        if call.kind == "recv":
-            first = (self.port.rank + 1) % self.port.size
-            return self._inbox(call.peer if call.peer >= 0 else first).channel
+        if call.kind == "recv":  # none waits for another one
+            return self._view(call.peer)
         return self._collectives
 
-    def _inbox(self, source: int) -> message.Inbox:
-        inbox = self._inboxes.get(source)
-        if inbox is None:
-            port = self.port
-            acks = port.channel(port.acknowledging_index(source))
-            inbox = self._inboxes[source] = message.Inbox(source, port.incoming(), acks)
-        return inbox
-
-    def _admit(self, call: Call, operation: Operation) -> None:
-        """Receives from any source and from a named one cannot both be under way: they would take each other's."""
-        named = call.peer >= 0
-        if self._any if named else self._named:
-            this, other = ("a named", "any") if named else ("any", "a named")
-            msg = (
-                f"expected no receive from {other} source under way when one from {this} source begins, found "
-                f"{self._any if named else self._named}: wait for it first, or use another group"
-            )
-            raise ConfigError(msg)
-
-        def ended() -> None:
-            if named:
-                self._named -= 1
-            else:
-                self._any -= 1
-
-        if named:
-            self._named += 1
-        else:
-            self._any += 1
-        operation.on_done(ended)
+    def _view(self, source: int) -> Channel:
+        views = self._views
+        reusable = views and not self.progress.busy(views[0])
+        view = views.popleft() if reusable else self.port.incoming()
+        view.value = self._mailbox.position(source if source >= 0 else None)
+        return view
 
     def _steps(self, call: Call, channel: Channel, scale: float | None) -> Steps:
         """The algorithm's generator; nothing happens before its first step."""
@@ -289,8 +272,6 @@ class MemoryEngine:
             return move.barrier(channel)
         if kind == "send":
             return self._send(call, channel)
-        if kind == "recv":
-            return self._recv(call)
         algorithm = call.algorithm or self.selection.choose(kind, call.nbytes)
         if kind == "all_reduce":
             forced = call.algorithm is not None
@@ -329,13 +310,16 @@ class MemoryEngine:
         x = call.ins[0].view(torch.uint8)
         return message.send(channel, acks, x, call.peer, call.tag, private=private)
 
-    def _recv(self, call: Call) -> Steps:
+    def _post(self, call: Call) -> Receipt:
         x = call.outs[0].view(torch.uint8)
-        if call.peer >= 0:
-            return message.recv(self._inbox(call.peer), x, call.tag)
-        others = [self._inbox(r) for r in range(self.port.size) if r != self.port.rank]
-        source = call.source if call.source is not None else []
-        return message.recv_any(others, x, call.tag, source, call.digest)
+        source = call.peer if call.peer >= 0 else None
+        return self._mailbox.post(x, call.tag, source, digest=call.digest, site=call.site)
+
+    def _received(self, call: Call, receipt: Receipt, view: Channel) -> None:
+        if call.source is not None:
+            call.source.append(receipt.source)
+        self._mailbox.withdraw(receipt)
+        self._views.append(view)
 
     def _timed(
         self, act: Callable[..., None], operation: Operation, *timeout_s: float | None

@@ -16,10 +16,7 @@ X = TypeVar("X", bound=Data)
 
 
 class Messaging(Calls):
-    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other.
-
-    Receives from one source end in the order in which they were begun, whatever their tags.
-    """
+    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other."""
 
     @overload
     def send(
@@ -53,6 +50,13 @@ class Messaging(Calls):
         """Send `x` to member `to`; returns when it may be changed, which for up to 256 KiB is at once.
 
         Two members that send each other more than that at the same time must use `async_op` or `coalesce`.
+
+        Args:
+            x: What is sent.
+            to: Group rank.
+            tag: Tells messages of one pair apart.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
         """
@@ -91,8 +95,7 @@ class Messaging(Calls):
 
         Args:
             x: Of the message's size and dtype.
-            source: Group rank; None for whoever sends first (`Work.source` says who it was). Receives from any and from
-                named sources must not be under way at the same time.
+            source: Group rank; None for whoever sends first (`Work.source` says who it was).
             tag: Which of the sender's messages.
             async_op: Return a Work at once.
             timeout_s: Seconds until CommTimeout.

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from braid.comm.channel import Channel, Entry, Port
+from braid.comm.channel import Channel, Entry
+from braid.comm.port import Port
 
 __all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
 

@@ -19,7 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from braid.comm.channel import Channel, Port
+from braid.comm.channel import Channel
+from braid.comm.port import Port
 from braid.comm.work import Operation
 from braid.errors import BraidError, CommTimeout, StaleError
 from braid.transport import MemoryTransport
@@ -277,7 +278,8 @@ class Progress:
     ) -> Callable[[], bool]:
         """`operation` can move (or `is_ready`), or a started one can, or one has been started, or it is late."""
         seen = self._num_started
-        heads = self._heads() if len(self._started) > 1 else []
+        alone = len(self._started) == (0 if is_ready else 1)  # what was submitted is not among them
+        heads = [] if alone else self._heads()
         looks = [o.ready for o in heads if o is not operation]
         if is_ready is not None or not self._behind(operation):
             looks.append(is_ready or operation.ready)

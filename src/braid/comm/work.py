@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from braid.comm.channel import ABANDONED, CLOSED, DISAGREED, Channel, Disagreement, Port
+from braid.comm.channel import Channel, Disagreement
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
+from braid.comm.port import ABANDONED, CLOSED, DISAGREED, Port
 from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
 from braid.events import Recorder, Span
 from braid.transport import Steps, Wait, WaitAny
@@ -232,12 +233,13 @@ class Operation:
             port.transport.health.collect()
             clock.sleep(0.001)
         answers = []
+        digest, site = exc.own or (self._digest, self._site)
         for member in members:
             answer = asked(port, member, channel.entry(member, exc.value))
             if member == port.rank:
                 answer = answer._replace(
-                    text=port.text_of(member, self._digest),
-                    site=port.text_of(member, self._site) if self._site else "",
+                    text=port.text_of(member, digest),
+                    site=port.text_of(member, site) if site else "",
                 )
             answers.append(answer)
         return mismatch_table(answers, step=exc.value)

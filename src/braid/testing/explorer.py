@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from braid.comm.channel import Channel, Port
+from braid.comm.channel import Channel
+from braid.comm.port import Port
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]
@@ -233,6 +234,12 @@ class _RecordingChannel(Channel):
     def await_step(self, peer: int, value: int) -> Steps:
         yield from super().await_step(peer, value)
         self.actions.append(Acquire(peer, self.index, value))
+
+    def has_come(self, peer: int, value: int) -> bool:
+        come = super().has_come(peer, value)
+        if come:  # what follows depends on it
+            self.actions.append(Acquire(peer, self.index, value))
+        return come
 
 
 class _RecordingPort(Port):
