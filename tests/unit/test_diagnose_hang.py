@@ -177,6 +177,71 @@ def test_ranks_in_other_groups_wait_for_each_other():
     assert [text.rpartition("   ")[2] for _, text in found.waiting] == ["group of ranks 0,1"] * 2
 
 
+def first_in(group: int, rank: int, *before: SpanView) -> RankView:
+    """A rank that waits in the first operation of a group, which no member has used before."""
+    return RankView(rank, rank, (*before, operation(1, 80, group=group)), SLEEPS, WAITS)
+
+
+def test_ranks_that_use_two_new_groups_in_another_order_each_are_told_so():
+    found = report(first_in(WORLD, 0), first_in(OTHER, 1))
+    (cause,) = found.causes
+    assert (found.missing, found.certain, cause.kind, cause.text) == (
+        (),
+        True,
+        "groups",
+        "wait for each other in different groups: rank 0 in all_reduce#1 for rank 1; rank 1 in all_reduce#1 for rank 0",
+    )
+    assert cause.advice == "let all ranks use their groups in the same order"
+    groups = [text.rpartition("   ")[2] for _, text in found.waiting]
+    assert groups == ["group of rank 0 and others", "group of rank 1 and others"]
+
+
+def test_who_waits_for_a_rank_in_another_new_group_does_so_perhaps():
+    known = operation(3, 70, 1)
+    found = report(
+        *(first_in(group, r, known) for r, group in enumerate((0xC, 0xD, 0xC))),
+        RankView(3, 3, (known, operation(4, 82)), SLEEPS, WAITS),
+    )
+    (cause,) = found.causes
+    assert (found.certain, cause.ranks, cause.text) == (
+        False,
+        (0, 1, 2),
+        (
+            "wait for each other in different groups: rank 0 in all_reduce#1 for perhaps rank 1; "
+            "rank 1 in all_reduce#1 for perhaps ranks 0,2; rank 2 in all_reduce#1 for perhaps rank 1"
+        ),
+    )
+
+
+def test_a_new_group_is_left_out_by_a_rank_that_waits_in_an_old_one():
+    known = operation(3, 70, 1)
+    skipped = RankView(1, 1, (known, operation(4, 82)), SLEEPS, WAITS)
+    (cause,) = report(first_in(OTHER, 0, known), skipped).causes
+    assert (cause.kind, cause.text) == (
+        "groups",
+        "wait for each other in different groups: rank 0 in all_reduce#1 for rank 1; rank 1 in all_reduce#4 for rank 0",
+    )
+
+
+def test_ranks_that_have_all_come_to_a_new_group_are_not_said_to_wait_for_others():
+    found = report(first_in(WORLD, 0), first_in(WORLD, 1))
+    assert [cause.kind for cause in found.causes] == ["inside"]
+
+
+def test_one_that_does_not_wait_is_missing_whatever_others_do_in_new_groups():
+    known = operation(3, 70, 1)
+    went_on = RankView(1, 1, (known, operation(1, 80, group=OTHER)), RUNS, IN_USERS_CODE)
+    found = report(first_in(OTHER, 0, known), went_on, first_in(0xC, 2, known))
+    assert found.missing_ranks == (1,)
+
+
+def test_a_large_first_transfer_in_a_new_group_waits_for_nobody():
+    known = operation(3, 70, 1)
+    pair = [first_in(OTHER, r, known)._replace(process=RUNS) for r in range(2)]
+    third = first_in(0xC, 2, known)._replace(process=RUNS)
+    assert report(*pair, third) is None
+
+
 def test_ranks_in_other_operations_of_one_group_have_taken_another_branch():
     odd = RankView(1, 1, (operation(2, 85, channel=7, name="barrier()"),), SLEEPS, WAITS)
     found = report(waiting(0, operation(1, 70, 1, channel=7)), odd)

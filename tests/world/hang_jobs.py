@@ -98,6 +98,17 @@ def another_group() -> None:
             group.all_reduce(x, timeout_s=LONG_S)
 
 
+def new_groups() -> None:
+    """Ranks 0 and 1 use two groups for the first time, in another order each."""
+    world, x = started()
+    groups = [world.split(color=0) for _ in range(2)]
+    if world.rank == 1:
+        groups.reverse()
+    for group in groups:
+        if group is not None:
+            group.all_reduce(x, timeout_s=2 * LONG_S)  # the first of a group is given more time
+
+
 def all_compute() -> None:
     """Nobody waits: an operation is under way in the background, and all ranks are busy."""
     group, x = started()

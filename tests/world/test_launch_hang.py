@@ -135,6 +135,19 @@ def test_ranks_in_different_groups_are_told_that_they_wait_for_each_other(tmp_pa
     ]
 
 
+def test_ranks_that_use_new_groups_in_another_order_are_told_so(tmp_path):
+    console = QuietConsole()
+    run("new_groups", tmp_path, console)
+    (block,) = blocks(console, "new_groups")
+    assert block.split("\n")[-2:] == [
+        (
+            "  likely   ranks 0,1 wait for each other in different groups: "
+            "rank 0 in all_reduce#N for rank 1; rank 1 in all_reduce#N for rank 0"
+        ),
+        "           -> let all ranks use their groups in the same order",
+    ]
+
+
 def test_no_alarm_is_raised_while_all_compute(tmp_path):
     console = QuietConsole()
     outcome = run("all_compute", tmp_path, console)

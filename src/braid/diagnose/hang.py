@@ -21,6 +21,10 @@ graph has a cycle, and the ranks wait for each other.
 
 A rank that waits is never named as missing.
 
+Who takes part in an operation is known from who has used its group before. In the first operation of a group nobody has:
+there a rank that waits in another group is presumed to be awaited, and ranks that use two new groups in another order each
+are told so, too.
+
 Source: the wait-for graph of deadlock detection: E. G. Coffman et al., System Deadlocks, ACM Computing Surveys 3(2), 1971.
 """
 
@@ -104,12 +108,12 @@ def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangR
         The report; None while nobody waits for that long, or while data still moves.
     """
     by_rank = {view.rank: view for view in views}
-    waiting = {view.rank: _blocked(view, views) for view in views if view.waits}
+    waiting = _with_presumed({v.rank: _blocked(v, views) for v in views if v.waits}, views)
     stalled = [b for b in waiting.values() if now_ns - b.operation.t_ns >= limit_ns]
     if not stalled:
         return None
     involved, missing = _reached(stalled, waiting)
-    certain = not any(_is_guess(b, views) for b in involved)
+    certain = not any(b.presumed or _is_guess(b, views) for b in involved)
     if not missing and not any(b.absent for b in involved):
         missing = _inside(involved, views)
         if not missing:
@@ -148,6 +152,33 @@ def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> f
     if operation.is_message:
         return frozenset(v.rank for v in others if not v.exchanges(operation, view.rank))
     return frozenset(v.rank for v in others if not v.has_reached(operation))
+
+
+def _with_presumed(
+    waiting: Mapping[int, Blocked], views: Sequence[RankView]
+) -> Mapping[int, Blocked]:
+    """Add edges that are not on record: from the first operation of a group to ranks that wait in another."""
+    if len(waiting) < len(views):
+        return (
+            waiting  # one that does not wait is likelier to be awaited: see `_inside`, `_strangers`
+        )
+    new = {r: b for r, b in waiting.items() if not b.absent and _is_first(b.operation, views)}
+    found = dict(waiting)
+    for rank, b in new.items():
+        strangers = {v.rank for v in views if not v.is_known_in(b.operation.group)}
+        likeliest = (strangers & new.keys()) or strangers
+        if likeliest and not _is_busy(b):
+            # an operation of one rank does not wait: with a single other rank there is no doubt
+            found[rank] = b._replace(absent=frozenset(likeliest), presumed=len(views) > 2)
+    return found
+
+
+def _is_first(operation: SpanView, views: Sequence[RankView]) -> bool:
+    """Whether no operation of its group has ended yet, so that not all members need be on record."""
+    spans = (span for view in views for span in view.spans)
+    return not operation.is_message and all(
+        span.open for span in spans if span.group == operation.group and span.is_operation
+    )
 
 
 def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
@@ -191,8 +222,11 @@ def _strangers(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[in
 
 def _moves(involved: Sequence[Blocked]) -> bool:
     """Whether all have come and some still work at it: a large transfer."""
-    busy = [(b.view.process.cpu_share or 0.0) >= BUSY_CORES for b in involved]
-    return any(busy) and not any(b.absent for b in involved)
+    return any(map(_is_busy, involved)) and not any(b.absent for b in involved)
+
+
+def _is_busy(blocked: Blocked) -> bool:
+    return (blocked.view.process.cpu_share or 0.0) >= BUSY_CORES
 
 
 def _without_missing(involved: Sequence[Blocked]) -> Cause:
@@ -213,7 +247,8 @@ def _waiting_rows(
             text += f"   {short_site(b.operation.site)}"
         if several:
             members = [v.rank for v in views if v.is_known_in(b.operation.group)]
-            text += f"   group of {rank_list(members)}"
+            others = " and others" if _is_first(b.operation, views) else ""
+            text += f"   group of {rank_list(members)}{others}"
         rows.setdefault(text, []).append(b.view.rank)
     shown = sorted((tuple(sorted(ranks)), text) for text, ranks in rows.items())
     rest = sorted(rank for ranks, _ in shown[MAX_ROWS:] for rank in ranks)

@@ -46,11 +46,13 @@ class Blocked(NamedTuple):
         view: The rank.
         operation: What it waits in.
         absent: Ranks that have not come to it.
+        presumed: Whether they are those of whom it is likely, as it is not on record who takes part.
     """
 
     view: RankView
     operation: SpanView
     absent: frozenset[int]
+    presumed: bool = False
 
 
 class Cause(NamedTuple):
@@ -132,7 +134,8 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
 def _whom(blocked: Blocked) -> str:
     """The ranks that it waits for; it is not on record from which of them a message should come."""
     several = blocked.operation.is_message and len(blocked.absent) > 1
-    return f"{'one of ' if several else ''}{rank_list(blocked.absent)}"
+    doubt = "perhaps " if blocked.presumed else "one of " if several else ""
+    return f"{doubt}{rank_list(blocked.absent)}"
 
 
 def _cycle(blocked: Sequence[Blocked]) -> list[Blocked]:
