@@ -265,7 +265,7 @@ def test_silent_clients_are_dropped_after_five_seconds():
         with raw_client(listener) as silent:
             assert listener.accept_ready() == []
             assert listener.next_deadline_ns() == 5 * 10**9
-            clock.sleep(5)
+            clock.advance(5 * 10**9)
             assert listener.accept_ready() == []
             assert (listener.next_deadline_ns(), silent.recv(1)) == (None, b"")
         assert "expected a handshake within 5 s" in listener.refusals[-1]
@@ -301,7 +301,7 @@ def test_a_listener_without_descriptors_pauses_and_loses_no_client():
         assert (is_readable(listener), listener.next_deadline_ns()) == (False, 10**8)
         listener.accept_ready()  # too early
         assert "0 half open" in repr(listener)
-        clock.sleep(0.1)
+        clock.advance(10**8)
         listener.accept_ready()
         assert "1 half open" in repr(listener)
 
@@ -315,7 +315,7 @@ def test_half_open_clients_are_limited_and_make_room_when_overdue():
             listener.accept_ready()
         assert crowd[-1].recv(1) == b""
         assert f"{MAX_HALF_OPEN} clients are in their handshake" in listener.refusals[-1]
-        clock.sleep(5)
+        clock.advance(5 * 10**9)
         late = in_thread(connect, listener.address, SECRET, WORKER, timeout_s=10)
         accepted = []
         while not accepted:
