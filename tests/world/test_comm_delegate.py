@@ -8,18 +8,12 @@ import torch
 from braid.comm import Group
 from braid.comm.delegate import DelegateEngine, delegated_world
 from braid.errors import CommTimeout, ConfigError, MismatchError
-from braid.testing.group_conformance import (
-    GROUP_CLAIMS,
-    MISMATCHES,
-    check_mismatch,
-    of_rank,
-    possible,
-    reduced,
-)
-from braid.testing.parts_conformance import PARTS_CLAIMS
+from braid.testing.claims import of_rank, possible, reduced
+from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.worlds import run_threads
 
-CLAIMS = possible((*GROUP_CLAIMS, *PARTS_CLAIMS), DelegateEngine.capabilities)
+CLAIMS = possible(GROUP_CLAIMS, DelegateEngine.capabilities)
 
 
 def _over_gloo(group: Group, main, *args):

@@ -10,14 +10,12 @@ import torch
 from braid.comm import Group
 from braid.comm import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
-from braid.testing.group_conformance import GROUP_CLAIMS, MISMATCHES, check_mismatch, possible
-from braid.testing.parts_conformance import PARTS_CLAIMS
+from braid.testing.claims import possible
+from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.worlds import run_threads
 
 SIZES = (1, 2, 3)
-
-
-CLAIMS = (*GROUP_CLAIMS, *PARTS_CLAIMS)
 
 
 def _keep(group: Group, claim) -> None:
@@ -26,13 +24,13 @@ def _keep(group: Group, claim) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda c: c.__name__)
 def test_claim_holds(world, claim, size):
     world(size, _keep, claim)
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda c: c.__name__)
 def test_claim_holds_on_three_processes(procs, claim):
     procs(3, _keep, claim)
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.comm import Group
-from braid.testing.group_conformance import of_rank, reduced, same
+from braid.testing.claims import of_rank, reduced, same
 from braid.testing.worlds import run_threads
 
 DTYPES = (

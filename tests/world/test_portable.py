@@ -20,21 +20,14 @@ from braid.comm.port import Port
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
 from braid.events import Recorder
 from braid.store import HashStore
-from braid.testing.group_conformance import (
-    GROUP_CLAIMS,
-    MISMATCHES,
-    check_mismatch,
-    possible,
-    reduced,
-    same,
-)
-from braid.testing.parts_conformance import PARTS_CLAIMS
+from braid.testing.claims import possible, reduced, same
+from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
+from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.transport import Health, Loss, RankContext, connect
 from braid.wire import Identity, Secret
 from braid.wire import connect as dial
 
-CLAIMS = (*GROUP_CLAIMS, *PARTS_CLAIMS)
 pytestmark = pytest.mark.procs
 
 
@@ -45,7 +38,7 @@ def _keep(group: Group, claim) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda claim: claim.__name__)
 def test_portable_ranks_keep_the_claims_of_groups(portable, size, claim):
     assert portable(size, _keep, claim) == ["MirrorTransport"] * size
 
