@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -100,19 +98,3 @@ def test_a_full_disk_is_told_in_one_block(printed, monkeypatch, full_disk, capsy
             "",
         ],
     )
-
-
-@pytest.mark.parametrize("option", ["--version", "--help"])
-def test_help_for_a_reader_that_has_gone_is_quiet_until_the_interpreter_has_ended(option):
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-m", "braid", option],
-            stdout=write_end,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
-    finally:
-        os.close(write_end)
-    assert (ended.returncode, ended.stderr) == (141, b"")
