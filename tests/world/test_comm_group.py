@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -382,3 +383,29 @@ def _kept_bytes(group: Group) -> list[int]:
 def test_a_closed_group_keeps_one_page():
     for first, *later in run_threads(2, _kept_bytes):
         assert later == [first + 6 * 4096, first + 12 * 4096]
+
+
+def _adopts_and_drops(group: Group) -> list[int]:
+    counts = []
+    for _ in range(5):
+        x = torch.ones(100_000)
+        group.adopt(x)
+        group.all_reduce(x)
+        assert x[-1].item() == group.size
+        del x
+        group.barrier()
+        counts.append(_num_mapped())
+    return counts
+
+
+def _num_mapped() -> int:
+    """Mappings of files that torch made for tensors that were adopted."""
+    return sum(
+        "/dev/shm/torch_" in line for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+
+
+@pytest.mark.procs
+def test_what_peers_have_dropped_is_unmapped(procs):
+    for counts in procs(3, _adopts_and_drops):
+        assert max(counts) == counts[0]

@@ -109,6 +109,10 @@ BAD_NUMBERS = [
     lambda g: g.all_reduce(torch.ones(2), timeout_s=timedelta(seconds=3)),
     lambda g: g.all_reduce(torch.ones(2), timeout_s=-1),
     lambda g: g.all_reduce(torch.ones(2), timeout_s=float("nan")),
+    lambda g: g.empty("a"),
+    lambda g: g.empty((2, -1)),
+    lambda g: g.empty((2,), "float32"),
+    lambda g: g.adopt([1.0]),
     lambda g: g.split("a"),
     lambda g: g.split(0, "a"),
 ]
@@ -118,7 +122,11 @@ def _passes_bad_numbers(group: Group) -> None:
     for call in BAD_NUMBERS:
         with pytest.raises(ConfigError, match="expected"):
             call(group)
-    group.barrier()  # nothing has been started
+    work = group.barrier(async_op=True)  # nothing has been started before
+    for timeout_s in ("a", -1, timedelta(seconds=3)):
+        with pytest.raises(ConfigError, match="expected timeout_s in seconds"):
+            work.wait(timeout_s)
+    work.wait()
 
 
 def test_numbers_of_another_type_are_refused_before_anything_starts(world):

@@ -112,8 +112,44 @@ def check_peer(peer: int, size: int, role: str) -> None:
     Raises:
         ConfigError: Out of range, or no whole number.
     """
-    if not hasattr(peer, "__index__") or not 0 <= peer < size:
+    if not is_number(peer) or not 0 <= peer < size:
         msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer!r}"
+        raise ConfigError(msg)
+
+
+def is_number(n: object) -> bool:
+    """Whether `n` is a whole number, of whatever type."""
+    return hasattr(n, "__index__")
+
+
+def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
+    """Refuse what is no number of seconds; None stays None.
+
+    Args:
+        timeout_s: What was passed.
+        zero: Whether it may be 0.
+
+    Raises:
+        ConfigError: Something else.
+    """
+    if timeout_s is None:
+        return None
+    if not isinstance(timeout_s, int | float) or not (timeout_s > 0 or (zero and timeout_s == 0)):
+        least = "of at least 0" if zero else "above 0"
+        msg = f"expected timeout_s in seconds, {least}, found {timeout_s!r}: of a timedelta pass total_seconds()"
+        raise ConfigError(msg)
+    return float(timeout_s)
+
+
+def check_movable(x: object) -> None:
+    """Refuse what has no storage in the memory of the CPU.
+
+    Raises:
+        ConfigError: Says what it is.
+    """
+    if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
+        found = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
+        msg = f"expected a tensor on the CPU to move its storage, found {found}"
         raise ConfigError(msg)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from braid.comm.arguments import Data, as_tensor
+from braid.comm.arguments import Data, as_tensor, check_movable, check_seconds, is_number
 from braid.comm.batch import Batch
 from braid.comm.calls import Order
 from braid.comm.describe import Describer
@@ -161,8 +161,22 @@ class Group(Reducing, Moving, Messaging):
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Tensor in memory that all members can read; collectives on it make no copies. Not a collective."""
+        """Tensor in memory that all members can read; collectives on it make no copies. Not a collective.
+
+        Args:
+            shape: Sizes.
+            dtype: Of the elements.
+
+        Raises:
+            CommError: The memory is not to be had.
+        """
         self._check_open()
+        if not (isinstance(shape, list | tuple) and all(is_number(n) and n >= 0 for n in shape)):
+            msg = f"expected a shape, such as (3, 4), found {shape!r}"
+            raise ConfigError(msg)
+        if not isinstance(dtype, torch.dtype):
+            msg = f"expected a torch.dtype, found {dtype!r}"  # type: ignore[unreachable]  # without a type checker
+            raise ConfigError(msg)
         return self._engine.empty(shape, dtype)
 
     def adopt(self, x: torch.Tensor) -> None:
@@ -170,10 +184,15 @@ class Group(Reducing, Moving, Messaging):
 
         Does nothing where there is no such memory (`engine.capabilities.adopts`).
 
+        Args:
+            x: On the CPU.
+
         Raises:
             CommError: There is too little space in /dev/shm, where torch keeps shared storages.
+            ConfigError: It is no such tensor.
         """
         self._check_open()
+        check_movable(x)
         self._engine.adopt(x)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
@@ -186,7 +205,7 @@ class Group(Reducing, Moving, Messaging):
         Returns:
             The new group, or None for color None. Cost: one all_gather of 24 bytes a member.
         """
-        whole = all(hasattr(number, "__index__") for number in (color or 0, key))
+        whole = all(is_number(number) for number in (color or 0, key))
         if not whole or (color is not None and color < 0):
             msg = (
                 f"expected a color of at least 0 or None and a whole number as key, found {color!r} and {key!r} on rank "
@@ -335,7 +354,7 @@ class Group(Reducing, Moving, Messaging):
             key.algorithm,
             order.nbytes,
             self._describer.call_site(),
-            self._deadline_s if order.timeout_s is None else _seconds(order.timeout_s),
+            check_seconds(order.timeout_s) or self._deadline_s,
             copies if copies is not None and copies.needed else None,
             order.source,
         )
@@ -376,13 +395,6 @@ class Group(Reducing, Moving, Messaging):
             state = self._closed or "belongs to the parent of this forked process"
             msg = f"expected a group in use, found that this one (ranks {list(self.ranks)}) {state}"
             raise StaleError(msg)
-
-
-def _seconds(timeout_s: Any) -> float:
-    if not (isinstance(timeout_s, int | float) and timeout_s > 0):
-        msg = f"expected timeout_s in seconds, above 0, found {timeout_s!r}: of a timedelta pass total_seconds()"
-        raise ConfigError(msg)
-    return timeout_s
 
 
 def _meet(store: Store, topic: str, rank: int, ranks: tuple[int, ...], word: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
-from braid.comm.arguments import Data, as_tensor, check_peer
+from braid.comm.arguments import Data, as_tensor, check_peer, is_number
 from braid.comm.calls import Calls, Order, nbytes_of
 from braid.comm.describe import Key
 from braid.comm.work import Work
@@ -118,7 +118,7 @@ class Messaging(Calls):
         if number == self.rank or (peer is None and self.size == 1):
             msg = f"expected another member than oneself to {kind} with, found {number} on group rank {self.rank}"
             raise ConfigError(msg)
-        if not hasattr(tag, "__index__") or not -(1 << 61) < tag < 1 << 61:
+        if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
             msg = f"expected a tag of up to 61 bits, found {tag!r}"
             raise ConfigError(msg)
         tensor = as_tensor(x, written=kind == "recv")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from braid.comm.arguments import check_seconds
 from braid.comm.channel import Channel, Disagreement
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
 from braid.comm.port import ABANDONED, CLOSED, DISAGREED, Port
@@ -175,7 +176,7 @@ class Operation:
                 reason = port.text_of(member, state.reason)
                 msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
                 # whose deadline comes first is chance: all that wait for a missing rank raise the same
-                raise CommTimeout(msg) if reason.startswith("CommTimeout:") else CommError(msg)
+                raise CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
             # its state first: what it published before it closed the group still counts
             if state.code == CLOSED and needed == [member] and not port.reached(wait):
                 rank = port.ranks[member]
@@ -199,7 +200,8 @@ class Operation:
             if isinstance(self.error, MismatchError):
                 self.port.stop(DISAGREED, reason=str(self.error))
             elif not isinstance(exc, PeerLostError):  # which every rank sees for itself
-                self.port.stop(ABANDONED, reason=f"{type(exc).__name__}: {exc} in {self.text}")
+                where = "" if self.text in str(exc) else f" in {self.text}"
+                self.port.stop(ABANDONED, reason=f"{type(exc).__name__}{where}: {exc}")
             self._finish()
 
     def _explain(self, exc: BaseException) -> BaseException:
@@ -346,8 +348,9 @@ class Work:
         Raises:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: The operation failed.
+            ConfigError: `timeout_s` is no number of seconds.
         """
-        self._join(self._operation, timeout_s)
+        self._join(self._operation, check_seconds(timeout_s, zero=True))
 
     def done(self) -> bool:
         """Whether it has ended, well or badly; takes the steps that are possible now."""

@@ -297,6 +297,8 @@ class Arena:
     def _map(self, rank: int, number: int) -> torch.Tensor:
         tensor = self._maps.get((rank, number))
         if tensor is None:
+            if rank != self.rank:
+                self._forget_vacated(rank)
             memory = (
                 self._extents[number - 1].file.map
                 if rank == self.rank
@@ -304,6 +306,18 @@ class Arena:
             )
             tensor = self._maps[rank, number] = torch.frombuffer(memory, dtype=torch.uint8)
         return tensor
+
+    def _forget_vacated(self, rank: int) -> None:
+        """Unmap what `rank` has given back, such as the buckets of a model that it has dropped."""
+        root = self._peers.root(rank)
+        gone = {
+            key for key in list(self._maps) if key[0] == rank and not root.extent(key[1]).nbytes
+        }
+        for view in [v for v in self._views if (v[0], v[1] >> OFFSET_BITS) in gone]:
+            self._views.pop(view, None)
+        for key in gone:
+            del self._maps[key]
+            self._peers.forget(*key)
 
 
 def _require_space(nbytes: int) -> None:

@@ -92,6 +92,11 @@ class _FabricView:
             self._extents[rank, extent_id] = file
         return file.map
 
+    def forget(self, rank: int, extent_id: int) -> None:
+        file = self._extents.pop((rank, extent_id), None)
+        if file is not None:
+            file.close()
+
     def ring(self, rank: int, slots: int) -> None:
         if slots:
             self._bells[rank].ring_own()

@@ -234,6 +234,10 @@ class PeerMemory(Protocol):
         """Mapping of an extent of `rank`."""
         ...
 
+    def forget(self, rank: int, extent_id: int) -> None:
+        """Unmap an extent that `rank` has given back, as soon as no tensor uses it."""
+        ...
+
     def ring(self, rank: int, slots: int) -> None:
         """Wake the waiters of `rank` whose bits are set in `slots`."""
         ...
@@ -287,6 +291,13 @@ class MappedMemory:
             if file is None:
                 file = self._extents[rank, extent_id] = self._open(rank, extent)
         return file.map
+
+    def forget(self, rank: int, extent_id: int) -> None:
+        """Unmap an extent that `rank` has given back, as soon as no tensor uses it."""
+        with self._lock:
+            file = self._extents.pop((rank, extent_id), None)
+        if file is not None:
+            file.close()
 
     def ring(self, rank: int, slots: int) -> None:
         """Write a byte into each doorbell of `rank` named by `slots`."""

@@ -146,6 +146,12 @@ class MirroredMemory(PeerMemory):
                 )
             return file.map
 
+    def forget(self, rank: int, extent_id: int) -> None:
+        """Give up the mirror of an extent that `rank` has given back."""
+        file = self._extents.pop((rank, extent_id), None)
+        if file is not None:
+            file.close()
+
     def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
         """Where the large writes of a frame of `rank` go.
 
