@@ -86,7 +86,7 @@ class MemoryEngine:
         found: list[Costs] = []
         may_pull = self.selection.may_pull
         steps = measure(self._collectives, self.transport.clock, may_pull=may_pull, found=found)
-        text = "measure_costs()"
+        text = "init(measuring costs)"
         digest = self.transport.names.add(text)
         operation = Operation(
             self.port,
