@@ -1,12 +1,15 @@
 """One rank of `braid bench ddp`: training steps of the same model by several wrappers, taken in turns.
 
-    alone        no communication: what the step would cost if it were free; both ranks compute at the same time
-    gloo         torch's DistributedDataParallel over Gloo, with gradient views
+    alone        no wrapper; both ranks compute at the same time
+    silent       torch's DistributedDataParallel with gradient views and a hook that sends nothing
+    gloo         the same over Gloo
     torch        the same over the backend "braid"
     braid        braid's own DistributedDataParallel
 
-What a wrapper adds to `alone` is its exposed communication. Each has its own copy of the model, so that buckets, hooks and
-optimizer state stay its own; the ratio is taken within each round, and the median over rounds is what counts.
+What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying gradients into buckets,
+torch's wrapper does whoever communicates. Each has its own copy of the model, so that buckets, hooks and optimizer state
+stay its own; the ratio is taken within each round, in each of which another one begins, and the median over rounds is what
+counts.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -34,7 +38,8 @@ from braid.train.gpt import GPT
 __all__ = ["MODEL_NAMES", "VARIANTS", "Measured", "Plan", "main"]
 
 MODEL_NAMES = ("mlp", "gpt")
-VARIANTS = ("alone", "gloo", "torch", "braid")
+VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
+COMPARED = ("torch", "braid")  # with gloo
 WIDTH, DEPTH = 2048, 6  # 25.2 million parameters
 CONTEXT = 64
 LEARNING_RATE = 1e-4
@@ -127,25 +132,28 @@ def main(plan: Plan) -> None:
 def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan: Plan) -> Measured:
     batch = plan.batch[name]
     base, inputs = _model(name), _inputs(name, batch, seed=group.rank)
-    models: dict[str, nn.Module] = {
+    models: dict[str, Any] = {
         "alone": copy.deepcopy(base),
+        "silent": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
         "gloo": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
         "torch": TorchDDP(
             copy.deepcopy(base), process_group=over_braid, gradient_as_bucket_view=True
         ),
         "braid": DistributedDataParallel(base, process_group=group),
     }
+    models["silent"].register_comm_hook(None, _send_nothing)
     steps = {variant: _Step(models[variant], inputs) for variant in VARIANTS}
     for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
         for _ in range(4):
             step()
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for _ in range(plan.rounds):
-        for variant, step in steps.items():
-            times[variant].append(_seconds(group, step, plan.steps))
-    exposed = [g - a for g, a in zip(times["gloo"], times["alone"], strict=True)]
+    for number in range(plan.rounds):
+        first = number % len(VARIANTS)
+        for variant in VARIANTS[first:] + VARIANTS[:first]:
+            times[variant].append(_seconds(group, steps[variant], plan.steps))
+    exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
     speedup = {}
-    for variant in VARIANTS[2:]:
+    for variant in COMPARED:
         rounds = zip(times[variant], times["gloo"], strict=True)
         speedup[variant] = [g / t for t, g in rounds]
     return Measured(
@@ -168,11 +176,13 @@ def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """
     shares = {
         variant: [
-            (gloo - own) / (gloo - alone)
-            for own, gloo, alone in zip(times[variant], times["gloo"], times["alone"], strict=True)
-            if gloo > alone
+            (gloo - own) / (gloo - silent)
+            for own, gloo, silent in zip(
+                times[variant], times["gloo"], times["silent"], strict=True
+            )
+            if gloo > silent
         ]
-        for variant in VARIANTS[2:]
+        for variant in COMPARED
     }
     return {variant: statistics.median(found) for variant, found in shares.items() if found}
 
@@ -187,6 +197,13 @@ def _seconds(group: Group, step: _Step, count: int) -> float:
         times.append(time.perf_counter() - start)
     found = torch.tensor([statistics.median(times)], dtype=torch.float64)
     return float(group.all_reduce(found, "max"))
+
+
+def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - torch refuses annotations as text
+    """A communication hook of torch: every rank keeps its own gradients."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def _model(name: str) -> nn.Module:

@@ -8,6 +8,9 @@ waited for at once.
 Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the others. A thread comes by every
 millisecond while anything is under way, takes the steps that have become possible since, and settles futures. It
 has nothing to do for operations that are waited for sooner than that, and ends when it has not been needed for a while.
+
+What is started inside backward is waited for at its end, and on a host without spare cores each of these visits takes time
+from the computation that all are waiting for: there the thread comes by rarely.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from braid.torch_backend.work import Started
 __all__ = ["Attendant"]
 
 ROUND_S = 1e-3
+PATIENT_S = 0.05
 IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as several rounds
 
 
@@ -34,14 +38,22 @@ class Attendant:
         self._name = name
         self._lock = threading.Lock()
         self._works: list[Started] = []
+        self._patient: set[int] = set()  # those of them that can be left for longer
         self._futures: list[tuple[Started, WorkFuture]] = []
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def attend(self, work: Started) -> None:
-        """Take the steps of `work` until it is done."""
+    def attend(self, work: Started, *, patient: bool = False) -> None:
+        """Take the steps of `work` until it is done.
+
+        Args:
+            work: What was started.
+            patient: Rarely, because somebody will wait for it soon.
+        """
         with self._lock:
             self._works.append(work)
+            if patient:
+                self._patient.add(id(work))
             self._come()
 
     def settle(self, work: Started, future: WorkFuture) -> None:
@@ -64,13 +76,18 @@ class Attendant:
 
     def _run(self) -> None:
         idle = 0
-        while not self._closing.wait(ROUND_S):
+        while not self._closing.wait(self._pause()):
             idle = 0 if self._round() else idle + 1
             if idle > IDLE_ROUNDS:
                 with self._lock:
                     if not (self._works or self._futures):
                         self._thread = None
                         return
+
+    def _pause(self) -> float:
+        with self._lock:
+            patient = self._works and not self._futures and len(self._patient) == len(self._works)
+        return PATIENT_S if patient else ROUND_S
 
     def _round(self) -> bool:
         """Look after everything once; whether there was anything."""
@@ -81,6 +98,7 @@ class Attendant:
         with self._lock:
             for work in ended:
                 self._works.remove(work)
+                self._patient.discard(id(work))
             for pair in settled:
                 self._futures.remove(pair)
         for _, future in settled:

@@ -150,7 +150,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     ) -> PendingWork:
         """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
         if not work.done():
-            self._home.attendant.attend(work)
+            patient = inside_backward() and not self._home.spare_cores
+            self._home.attendant.attend(work, patient=patient)
         return self._started(work, outputs, source)
 
     def _started(
