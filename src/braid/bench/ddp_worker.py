@@ -199,7 +199,7 @@ def _seconds(group: Group, step: _Step, count: int) -> float:
     return float(group.all_reduce(found, "max"))
 
 
-def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - torch refuses annotations as text
+def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
     """A communication hook of torch: every rank keeps its own gradients."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
