@@ -139,11 +139,18 @@ class DelegateEngine:
         operation.advance()
         return Work(operation, _Operation.wait, _Operation.advance)
 
-    def launch(self, calls: Sequence[Call]) -> list[Work]:
+    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:  # noqa: ARG002 - it has threads
         """Hand several calls to the backend, in order."""
         return [self.start(call) for call in calls]
 
-    def begin(self, call: Call, number: int, scale: float | None) -> Work:  # noqa: ARG002 - see capabilities
+    def begin(
+        self,
+        call: Call,
+        number: int,  # noqa: ARG002 - see capabilities
+        scale: float | None,
+        *,
+        lazily: bool = False,  # noqa: ARG002 - it has threads
+    ) -> Work:
         """Start a persistent request; all ranks must start theirs in the same order."""
         if scale is None:
             return self.start(call)

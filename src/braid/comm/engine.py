@@ -133,12 +133,12 @@ class Engine(Protocol):
         """Carry it out in the background."""
         ...
 
-    def launch(self, calls: Sequence[Call]) -> list[Work]:
-        """Start calls whose steps are taken by whoever waits in this process; those of one channel in order."""
+    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:
+        """Start calls whose steps are taken by whoever waits in this process (`lazily`: all of them); in order."""
         ...
 
-    def begin(self, call: Call, number: int, scale: float | None) -> Work:
-        """Start persistent request `number`; its steps are taken by whoever waits in this process."""
+    def begin(self, call: Call, number: int, scale: float | None, *, lazily: bool = False) -> Work:
+        """Start persistent request `number`; its steps are taken by whoever waits in this process (`lazily`: all)."""
         ...
 
     def advance(self) -> bool:

@@ -13,6 +13,7 @@ The operations themselves are in `reducing`, `moving` and `messaging`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -120,10 +121,16 @@ class Group(Reducing, Moving, Messaging):
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
 
-    def coalesce(self) -> Batch:
-        """A block in which operations are written down, to be started together at its end; see `braid.comm.batch`."""
+    def coalesce(self, *, lazily: bool = False) -> Batch:
+        """A block in which operations are written down, to be started together at its end; see `braid.comm.batch`.
+
+        Args:
+            lazily: Take no steps before somebody in this process waits, for whatever. For what will be waited for soon, where
+                steps would only take time from other work.
+        """
         self._check_open()
-        return Batch(self.rank, self.size, self._device_types, self._launch)
+        launch = partial(self._launch, lazily=lazily)
+        return Batch(self.rank, self.size, self._device_types, launch)
 
     def persistent(
         self, kind: str, x: Data, *, out: Data | None = None, op: str = "sum", root: int = 0
@@ -322,12 +329,12 @@ class Group(Reducing, Moving, Messaging):
         self._deadline_s = DEADLINE_S
         return order.returned
 
-    def _launch(self, orders: Sequence[Order]) -> list[Work]:
+    def _launch(self, orders: Sequence[Order], *, lazily: bool) -> list[Work]:
         self._check_open()
         works = []
         for engine, run in groupby(orders, key=self._engine_for):
             of_engine = list(run)
-            started = engine.launch([self._call(order) for order in of_engine])
+            started = engine.launch([self._call(order) for order in of_engine], lazily=lazily)
             works += [
                 work.returns(order.returned, order.source)
                 for work, order in zip(started, of_engine, strict=True)

@@ -141,8 +141,8 @@ class MemoryEngine:
         self._count(call, operation)
         return work
 
-    def launch(self, calls: Sequence[Call]) -> list[Work]:
-        """Take the steps of `calls` that are possible now; later ones are taken by whoever waits."""
+    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:
+        """Take the steps of `calls` that are possible now, or `lazily` none; later ones are taken by whoever waits."""
         works = []
         for call in calls:
             operation = self._operation(call, None)
@@ -152,12 +152,12 @@ class MemoryEngine:
                 else:
                     self.progress.enlist(operation)
                     ended = None
-            works.append(self._work(operation, ended))
+            works.append(self._work(operation, ended, lazily=lazily))
             self._count(call, operation)
         return works
 
-    def begin(self, call: Call, number: int, scale: float | None) -> Work:
-        """Publish this rank's part of a persistent request and take the steps that are possible now."""
+    def begin(self, call: Call, number: int, scale: float | None, *, lazily: bool = False) -> Work:
+        """Publish this rank's part of a persistent request and take the steps that are possible now; `lazily` neither."""
         channel = self.port.channel(self.port.request_index(number))
         if scale is not None:  # ranks must agree on it, too
             text = f"{call.text} scaled by {scale!r}"
@@ -166,7 +166,7 @@ class MemoryEngine:
         operation = self._operation(call, channel, scale)
         operation.on_done(lambda: self._count(call, operation))
         self.progress.enlist(operation)
-        return self._work(operation, None)
+        return self._work(operation, None, lazily=lazily)
 
     def advance(self) -> bool:
         """Take the steps that are possible now, of everything that this rank has started in any of its groups."""
@@ -216,11 +216,13 @@ class MemoryEngine:
         else:
             self.port.close()
 
-    def _work(self, operation: Operation, ended: threading.Event | None) -> Work:
+    def _work(
+        self, operation: Operation, ended: threading.Event | None, *, lazily: bool = False
+    ) -> Work:
         """Of one that has been submitted, or, without `ended`, enlisted."""
         if ended is not None:
             return Work(operation, partial(self.progress.join, ended), None)
-        self._timed(self.progress.start, operation)
+        self._timed(partial(self.progress.start, lazily=lazily), operation)
         return Work(operation, partial(self._timed, self.progress.run), self.progress.look)
 
     def _operation(

@@ -55,11 +55,17 @@ class Progress:
         self.refuse_fork()
         self._started.append(operation)
 
-    def start(self, operation: Operation) -> None:
-        """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits."""
-        self.advance_started()
-        if not self._behind(operation):
-            operation.advance()
+    def start(self, operation: Operation, *, lazily: bool = False) -> None:
+        """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits.
+
+        Args:
+            operation: Enlisted.
+            lazily: Leave all of them to whoever waits.
+        """
+        if not lazily:
+            self.advance_started()
+            if not self._behind(operation):
+                operation.advance()
         if operation.done:
             self._strike(operation)
         else:

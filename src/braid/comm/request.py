@@ -43,11 +43,12 @@ class Request:
         self._number = number
         self._work: Work | None = None
 
-    def start(self, scale: float | None = None) -> Work:
+    def start(self, scale: float | None = None, *, lazily: bool = False) -> Work:
         """Begin once more; the tensors belong to the request until the Work is done.
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all members.
+            lazily: Take no steps before somebody in this process waits; see `Group.coalesce`.
 
         Raises:
             StaleError: The last start has not ended.
@@ -62,7 +63,9 @@ class Request:
             )
             raise StaleError(msg)
         call = self._call._replace(site=self._call_site())
-        self._work = self._engine.begin(call, self._number, scale).returns(self.result)
+        self._work = self._engine.begin(call, self._number, scale, lazily=lazily).returns(
+            self.result
+        )
         return self._work
 
     def _check_scale(self, scale: float) -> None:

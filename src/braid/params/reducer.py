@@ -1,13 +1,14 @@
-"""Gradients of all ranks, averaged while backward is still computing.
+"""Gradients of all ranks, averaged bucket by bucket.
 
 A hook on every parameter copies the gradient into its bucket, which lies in shared memory, and makes `.grad` a view of it.
-The hook that completes a bucket starts the bucket's persistent request: this rank's part is published, nothing
-is waited for. When backward ends, `finish` joins what is under way.
+The hook that completes a bucket starts the bucket's persistent request. When backward ends, `finish` takes the steps of all
+that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared memory are work for
+the same core, and they would drive what backward computes on out of its cache.
 
     backward   p6 p5 | p4 p3 p2 | p1 p0 |
-    bucket 0         >===========        :            > started   = under way, steps taken in passing
-    bucket 1                    >========:===         : finish() waits for the rest
-    bucket 2                            >:=====
+    bucket 0         >                   :====        > started   = steps
+    bucket 1                    >        :====        : finish()
+    bucket 2                            >:====
 
 Each bucket ends in one flag per parameter: 1 if this rank has a gradient for it. The flags are summed with the
 gradients, so at no extra message every rank knows which parameters have no gradient anywhere; their `.grad` stays None, as
@@ -178,4 +179,4 @@ class GradientReducer:
         span = self._group.context.events.span(
             f"bucket {bucket + 1} of {self.num_buckets}", seq=bucket, nbytes=nbytes
         )
-        self._under_way[bucket] = (self._requests[bucket].start(), span)
+        self._under_way[bucket] = (self._requests[bucket].start(lazily=True), span)

@@ -9,8 +9,8 @@ Idea: the caller starts the operation and takes the steps that are possible; who
 millisecond while anything is under way, takes the steps that have become possible since, and settles futures. It
 has nothing to do for operations that are waited for sooner than that, and ends when it has not been needed for a while.
 
-What is started inside backward is waited for at its end, and on a host without spare cores each of these visits takes time
-from the computation that all are waiting for: there the thread comes by rarely.
+What is started inside backward is waited for at its end, and on a host without spare cores every step before that takes time
+from the computation that all are waiting for: there it is started lazily, and the thread comes by rarely.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from braid.torch_backend.work import Started
 __all__ = ["Attendant"]
 
 ROUND_S = 1e-3
-PATIENT_S = 0.05
+PATIENT_S = 0.25
 IDLE_ROUNDS = 50  # before the thread ends; starting one costs as much as several rounds
 
 

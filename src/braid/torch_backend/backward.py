@@ -7,9 +7,9 @@ Idea: autograd calls back at the end of backward, in the order in which callback
 since a bucket is reduced before DDP knows that it was the last.
 
     backward     p6 p5 | p4 p3 p2 | p1 p0 |            callbacks
-    bucket 0          >=         ==       =   ==       > started in passing (`attendant`)
-    bucket 1                     >=       =   ====     = steps, taken by whoever waits or comes by
-    bucket 2                              >=  ======== |  ours: wait for all  |  DDP's
+    bucket 0          >===                             > started: with a thread of its own where there are spare cores,
+    bucket 1                     >====                   else lazily, with all steps at the end
+    bucket 2                              >=========== |  ours: wait for all  |  DDP's
 
 An error is raised out of that callback, hence out of `loss.backward()`, as itself.
 """

@@ -138,7 +138,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             return FinishedWork(outputs)
         if not several and self._home.spare_cores and _nbytes(outputs) >= LARGE_BYTES:
             return self._started(call(self._group, True), outputs)
-        with self._group.coalesce() as batch:
+        lazily = opts.asyncOp and self._is_waited_for_soon()
+        with self._group.coalesce(lazily=lazily) as batch:
             call(batch, False)
         if opts.asyncOp:
             return self._passing(batch.work, outputs)
@@ -149,10 +150,14 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self, work: Any, outputs: list[Any], source: Callable[[], int] | None = None
     ) -> PendingWork:
         """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
-        if not work.done():
-            patient = inside_backward() and not self._home.spare_cores
+        patient = self._is_waited_for_soon()
+        if patient or not work.done():
             self._home.attendant.attend(work, patient=patient)
         return self._started(work, outputs, source)
+
+    def _is_waited_for_soon(self) -> bool:
+        """Whether steps can be left to the end of backward, since taking them now would only delay it."""
+        return inside_backward() and not self._home.spare_cores
 
     def _started(
         self, work: Started, outputs: list[Any], source: Callable[[], int] | None = None
