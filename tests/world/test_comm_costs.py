@@ -7,12 +7,13 @@ import torch
 
 from braid.comm import move
 from braid.comm.all_reduce import all_reduce, direct, two_phase
+from braid.comm.channel import CHUNK_BYTES
 from braid.comm.port import Port
 from braid.testing.explorer import Acquire, Post, record
 from braid.testing.virtual_time import run_on_virtual_clock
 
 A_NS = 1000
-CHUNK = 65_536  # floats of a chunk of 256 KiB
+CHUNK = CHUNK_BYTES // 4  # in floats
 
 
 def _record(size: int, make):

@@ -11,7 +11,7 @@ from braid.comm.mailbox import Mailbox
 from braid.comm.port import Port
 from braid.testing.explorer import explore, record
 
-LARGE = 150_000  # floats: three chunks of the staging slots
+LARGE = 300_000  # floats: three chunks of the staging slots
 WAYS = ("staged", "registered", "pulled")
 
 

@@ -94,7 +94,7 @@ def test_a_receive_does_not_stand_behind_one_with_another_tag(world):
     assert world(2, _waits_for_the_later_tag) == [[1.0, 2.0], [1.0, 2.0]]
 
 
-MANY = 200_000  # floats: several chunks
+MANY = 300_000  # floats: several chunks
 
 
 def _crowded(group: Group) -> list[list[float]]:

@@ -29,16 +29,15 @@ from __future__ import annotations
 
 import torch
 
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import CHUNK_BYTES, Channel, pieces
 from braid.comm.reduction import combine
 from braid.errors import ConfigError
 from braid.transport import Steps
 
 __all__ = ["ALGORITHMS", "all_reduce", "direct", "pulled", "registered", "two_phase"]
 
-CHUNK_BYTES = 256 << 10  # a slot and its reader fit into the second-level cache
 SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
-BLOCK_BYTES = 256 << 10  # likewise, for the block that is summed and stored while hot
+BLOCK_BYTES = 256 << 10  # of a sum that is stored while it is in the second-level cache
 LARGE_BYTES = (
     32 << 10
 )  # from here one synchronisation to learn what is registered costs less than a copy

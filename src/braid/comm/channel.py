@@ -22,7 +22,7 @@ lie is the business of `port`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,9 +34,12 @@ from braid.transport import Block, Steps, Wait
 if TYPE_CHECKING:  # a port makes its channels
     from braid.comm.port import Port
 
-__all__ = ["LINE_WORDS", "Channel", "Disagreement", "Entry", "pieces"]
+__all__ = ["CHUNK_BYTES", "LINE_WORDS", "Channel", "Disagreement", "Entry", "pieces"]
 
 LINE_WORDS = 8
+CHUNK_BYTES = (
+    512 << 10
+)  # of staging: the slots of a few ranks fit into the cache, and steps are few
 MIN_SLOT_BYTES = 4096
 MAX_VIEWS = 256  # of staging slots that are kept for the next call of the same size
 
@@ -222,13 +225,18 @@ class Channel:
         self._parts = None
         return value
 
-    def exchange(self) -> Steps:
+    def exchange(self, meanwhile: Callable[[], object] | None = None) -> Steps:
         """Publish the next step, wait for everyone's, compare what was asked for.
+
+        Args:
+            meanwhile: Called between publishing and waiting, for work that concerns this rank only.
 
         Raises:
             Disagreement: Some member asked for something else.
         """
         value = self.post()
+        if meanwhile is not None:
+            meanwhile()
         at = 2 + 3 * (value & 1)
         lines = self._lines
         digest = self.digest

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.comm.channel import Channel, Disagreement, pieces
-from braid.comm.message import CHUNK_BYTES, ENVELOPE_BYTES, read_envelope
+from braid.comm.channel import CHUNK_BYTES, Channel, Disagreement, pieces
+from braid.comm.message import ENVELOPE_BYTES, read_envelope
 from braid.comm.port import Port
 from braid.errors import MismatchError
 from braid.transport import Steps, Wait, WaitAny

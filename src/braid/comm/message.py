@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import torch
 
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import CHUNK_BYTES, Channel, pieces
 from braid.transport import Steps
 
-__all__ = ["CHUNK_BYTES", "ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
+__all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
 
-CHUNK_BYTES = 256 << 10
+EAGER_BYTES = 256 << 10  # messages up to here are not offered for reading in place
 ENVELOPE_BYTES = 64
 _TAG, _NBYTES, _PLACE = 0, 1, 2
 TAG_BIAS = 1 << 62  # tags may be negative, words may not
@@ -58,7 +58,7 @@ def send(
         private: Let the receiver read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
-    place = ch.place(x, private=private) if x.numel() > CHUNK_BYTES else 0
+    place = ch.place(x, private=private) if x.numel() > EAGER_BYTES else 0
     first = x[:0] if place else x[:CHUNK_BYTES]
     slot = ch.room(ENVELOPE_BYTES + first.numel(), torch.uint8)
     envelope = ch.own_words(3)

@@ -19,15 +19,15 @@ only sender and receiver do, one step more makes them known (`sizes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import CHUNK_BYTES, Channel, pieces
 from braid.comm.sizes import Matrix, agree_on_sizes, offsets_of
 from braid.transport import Steps
 
 __all__ = [
-    "CHUNK_BYTES",
     "all_gather",
     "all_to_all",
     "barrier",
@@ -38,8 +38,6 @@ __all__ = [
     "stage_rows",
     "staged_row",
 ]
-
-CHUNK_BYTES = 256 << 10
 
 
 def barrier(ch: Channel) -> Steps:
@@ -91,19 +89,21 @@ def all_gather(
     """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
     longest = max(out.numel() for out in outs)
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
-    outs[ch.rank].copy_(x)
+    own = outs[ch.rank]
     if ch.shares and longest > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(offer or not out.numel() for offer, out in zip(ch.offers(), outs, strict=True)):
+            own.copy_(x)
             for peer in ch.round():
                 if outs[peer].numel():
                     ch.remote(peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
             yield from ch.exchange()
             return
     for start in range(0, max(longest, 1), chunk):
-        ch.stage(x[start : start + chunk])
-        yield from ch.exchange()
+        part = x[start : start + chunk]
+        ch.stage(part)
+        yield from ch.exchange(partial(own[start : start + chunk].copy_, part))  # while it is hot
         for peer in ch.round():
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
@@ -208,24 +208,25 @@ def all_to_all(
         sizes = yield from agree_on_sizes(ch, widths, [out.numel() for out in outs])
     offsets = [offsets_of(row) for row in sizes]
     me = ch.rank
+    own = x[offsets[me][me] : offsets[me][me + 1]]
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(max(row) for row in sizes)
     if ch.shares and longest > chunk:
         ch.offer(x, private=private)
         yield from ch.exchange()
         if all(offer or not ends[-1] for offer, ends in zip(ch.offers(), offsets, strict=True)):
-            outs[me].copy_(x[offsets[me][me] : offsets[me][me + 1]])
+            outs[me].copy_(own)
             for peer in ch.round():
                 if outs[peer].numel():
                     remote = ch.remote(peer, offsets[peer][-1], x.dtype)
                     remote.read(offsets[peer][me], outs[peer])
             yield from ch.exchange()
             return
-    outs[me].copy_(x[offsets[me][me] : offsets[me][me + 1]])
     for start in range(0, max(longest, 1), chunk):
         stride = min(chunk, longest - start)
         stage_rows(ch, x, offsets[me], start, stride)
-        yield from ch.exchange()
+        end = start + stride
+        yield from ch.exchange(partial(outs[me][start:end].copy_, own[start:end]))
         for peer in ch.round():
             row = outs[peer][start : start + stride]
             row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))

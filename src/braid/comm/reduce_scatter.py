@@ -17,8 +17,8 @@ from itertools import pairwise
 
 import torch
 
-from braid.comm.channel import Channel, pieces
-from braid.comm.move import CHUNK_BYTES, chunk_of, stage_rows, staged_row
+from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.move import chunk_of, stage_rows, staged_row
 from braid.comm.reduction import combine, identity
 from braid.comm.remote import Remote
 from braid.transport import Steps

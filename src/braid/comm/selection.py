@@ -25,12 +25,11 @@ import torch
 
 from braid.clock import Clock
 from braid.comm.all_reduce import SENT_CHUNK_BYTES
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import CHUNK_BYTES, Channel, pieces
 from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 
-CHUNK_BYTES = 256 << 10
 MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
 REPEATS = 3

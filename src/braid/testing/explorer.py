@@ -227,8 +227,8 @@ class _RecordingChannel(Channel):
         self.actions.append(Post(self.index, value))
         return value
 
-    def exchange(self) -> Steps:
-        yield from super().exchange()
+    def exchange(self, meanwhile: Callable[[], object] | None = None) -> Steps:
+        yield from super().exchange(meanwhile)
         self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.others)
 
     def await_step(self, peer: int, value: int) -> Steps:
