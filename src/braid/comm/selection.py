@@ -107,7 +107,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
         0,
     ),
     ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
-    ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
+    ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
     ("all_gather", "staged"): lambda n, l, m: (_chunks(l / n), l / n + m, 0, 0),  # noqa: E741
     ("all_gather", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
@@ -121,7 +121,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("gather", "pulled"): lambda _n, _l, m: (3, 0, 0, m),
     ("scatter", "staged"): lambda n, l, m: (1 + _chunks(l), m + l / n, 0, 0),  # noqa: E741
     ("scatter", "pulled"): lambda n, l, _: (3, 0, 0, l / n),  # noqa: E741
-    ("send", "staged"): lambda _n, l, _: (_chunks(l), l + CHUNK_BYTES, 0, 0),  # noqa: E741
+    ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
 # (n, l) -> synchronisations, bytes sent by each rank; for operations that have a choice where memory is not shared
