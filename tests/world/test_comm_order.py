@@ -168,3 +168,23 @@ def test_a_message_that_does_not_fit_is_explained_on_both_ends(world):
     assert text == other
     assert "rank 0  message(float32[4])" in text
     assert "rank 1  message(float32[3])" in text
+
+
+def _on_another_device(group: Group) -> list[float]:
+    """The program's default device is for its own tensors."""
+    x, y, large = torch.zeros(3), torch.zeros(3), group.empty((1000,)).fill_(1.0)
+    with torch.device("meta"):
+        if group.rank == 1:
+            group.send(x, 0, tag=1)
+            group.send(x, 0, tag=2)
+        if group.rank == 0:
+            group.recv(y, 1, tag=2)
+            group.recv(x, 1, tag=1)
+        group.all_reduce(large)
+        assert group.objects.all_gather("word") == ["word"] * group.size
+        group.split(0)
+    return [x[0].item(), large[-1].item()]
+
+
+def test_the_default_device_does_not_matter(world):
+    assert world(3, _on_another_device) == [[0.0, 3.0]] * 3

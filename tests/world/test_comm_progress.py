@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import torch
@@ -131,3 +132,44 @@ def _another_thread_starts(group: Group, waiting: threading.Event) -> bool:
 
 def test_a_thread_that_waits_takes_the_steps_of_what_another_starts_meanwhile():
     assert run_threads(2, _another_thread_starts, threading.Event()) == [True, True]
+
+
+THREADS, MESSAGES = 3, 20
+
+
+def _all_at_once(group: Group) -> bool:
+    """Threads make their first sends and receives of several new groups at the same moment."""
+    for _ in range(8):
+        part = group.split(0)
+        start, found = threading.Barrier(THREADS), []
+
+        def talk(tag: int, part: Group = part, start: threading.Barrier = start) -> None:
+            start.wait()
+            others = [r for r in range(part.size) if r != part.rank]
+            for i in range(MESSAGES):
+                works = [part.recv(torch.empty(3), r, tag=tag, async_op=True) for r in others]
+                for r in others:
+                    part.send(torch.full((3,), float(i)), r, tag=tag)
+                for work in works:
+                    work.wait()
+                    found.append(work.result[0].item() == i)  # noqa: B023 - joined below
+
+        threads = [threading.Thread(target=talk, args=(tag,)) for tag in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == THREADS * MESSAGES * (part.size - 1)
+        assert all(found)
+        group.barrier()
+        part.close()
+    return True
+
+
+def test_threads_may_be_the_first_on_a_line_at_the_same_moment():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert run_threads(2, _all_at_once) == [True, True]
+    finally:
+        sys.setswitchinterval(interval)

@@ -53,11 +53,26 @@ def _writes_down_twice(group: Group) -> list[float]:
         batch.all_reduce(x)
         batch.all_reduce(torch.ones(4))
     batch.work.wait()
-    block = group.coalesce()
-    block.all_reduce(x)
-    block.all_reduce(x[2:])
-    with pytest.raises(ConfigError, match=r"share memory \(shapes \[4\] and \[2\]\)"):
-        block.__exit__(None, None, None)
+    y, z = torch.zeros(4), torch.zeros(4)
+    strided = torch.ones(2, 2).t()
+    for first, second in [
+        ((x, x), (x[2:], x[2:])),
+        ((x, y), (y, z)),
+        ((strided, strided), (strided, strided)),
+    ]:
+        block = group.coalesce()
+        block.all_reduce(first[0], out=first[1])
+        block.all_reduce(second[0], out=second[1])
+        with pytest.raises(ConfigError, match=r"share memory \(shapes \["):
+            block.__exit__(None, None, None)
+    columns = torch.ones(2, 2)
+    with (
+        group.coalesce() as batch
+    ):  # interleaved, but apart; the second writes what the first has read
+        batch.all_reduce(columns[:, 0], out=y[:2])
+        batch.all_reduce(columns[:, 1], out=columns[:, 0])
+    batch.work.wait()
+    assert (y[:2].tolist(), columns.tolist()) == ([2.0, 2.0], [[2.0, 1.0]] * 2)
     return x.tolist()
 
 
@@ -101,6 +116,11 @@ def test_a_result_may_overlap_what_is_reduced(world):
     assert world(2, _result_overlaps) == [[sums, sums], [sums, [0.0, 1.0, 2.0, 3.0]]]
 
 
+BAD_TENSORS = [
+    lambda g: g.all_reduce(torch.ones(2).to_sparse()),
+    lambda g: g.all_reduce(torch.ones(2).to_sparse(), out=torch.empty(2)),
+    lambda g: g.all_reduce(torch.ones(2, device="meta"), out=torch.empty(2, device="meta")),
+]
 BAD_NUMBERS = [
     lambda g: g.broadcast(torch.ones(2), 1.0),
     lambda g: g.reduce(torch.ones(2), "0"),
@@ -119,7 +139,7 @@ BAD_NUMBERS = [
 
 
 def _passes_bad_numbers(group: Group) -> None:
-    for call in BAD_NUMBERS:
+    for call in BAD_NUMBERS + BAD_TENSORS:
         with pytest.raises(ConfigError, match="expected"):
             call(group)
     work = group.barrier(async_op=True)  # nothing has been started before

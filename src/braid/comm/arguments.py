@@ -82,6 +82,34 @@ def like(x: Data, tensor: torch.Tensor) -> Any:
     return tensor.numpy() if isinstance(x, np.ndarray) else tensor
 
 
+class _Elements:
+    """Where the elements of a tensor lie, as numpy wants to be told; they are not looked at."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        size = x.element_size()
+        self.__array_interface__ = {
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * size for stride in x.stride()),
+            "typestr": f"|V{size}",
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor, *, exactly: bool) -> bool:
+    """Whether two tensors share memory.
+
+    Args:
+        one: Strided.
+        other: Likewise.
+        exactly: Look at every element, which for large tensors takes long; else only at the first and the last.
+    """
+    if not (one.numel() and other.numel()):
+        return False
+    arrays = np.asarray(_Elements(one)), np.asarray(_Elements(other))
+    return np.may_share_memory(*arrays) and (not exactly or np.shares_memory(*arrays))
+
+
 def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
     """The tensor for a result: the user's if it fits, else a new one like `x`.
 
@@ -193,7 +221,7 @@ def _from_pointer(x: Buffer) -> torch.Tensor:
         msg = f"expected an address and a count, found {x}"
         raise ConfigError(msg)
     if not x.count:
-        return torch.empty(0, dtype=x.dtype)
+        return torch.empty(0, dtype=x.dtype, device="cpu")
     memory = (ctypes.c_char * (x.count * x.dtype.itemsize)).from_address(x.pointer)
     return torch.frombuffer(memory, dtype=x.dtype)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from braid.comm.arguments import overlap
 from braid.comm.calls import Order, nbytes_of
 from braid.comm.copies import Copies
 from braid.comm.messaging import Messaging
@@ -170,7 +171,7 @@ def _fusible(order: Order) -> bool:
 
 
 def _check_apart(run: Sequence[Order], order: Order) -> None:
-    """Refuse to fuse all-reduces of the same memory: the later one would not see what the earlier one has done.
+    """Refuse to fuse an all-reduce with one of what it writes: the later one would not see what the earlier one has done.
 
     Args:
         run: Orders that are fused.
@@ -179,11 +180,9 @@ def _check_apart(run: Sequence[Order], order: Order) -> None:
     Raises:
         ConfigError: Names both.
     """
-    x = order.outs[0]
-    start, end = x.data_ptr(), x.data_ptr() + nbytes_of(x)
     for other in run:
-        y = other.outs[0]
-        if start < y.data_ptr() + nbytes_of(y) and y.data_ptr() < end:
+        touched = (*order.reads, *order.writes)
+        if any(overlap(x, y, exactly=True) for x in other.writes for y in touched):
             shapes = f"{list(other.key.shape or ())} and {list(order.key.shape or ())}"
             msg = (
                 "expected tensors of their own for neighbouring small all-reduces of a coalesced block, found two that "
@@ -199,9 +198,10 @@ def _joined(run: Sequence[Order]) -> Order:
     copies = Copies(frozenset({outs[0].device.type}))
     flat = copies.packed(outs)
     copies.unpacked(flat, outs)
-    for order in run:
+    position = 0
+    for order in run:  # their own loads come first, in order
         if order.copies is not None:
-            copies.include(order.copies)
+            position = copies.include(order.copies, position=position)
     key = run[0].key._replace(shape=(flat.numel(),))
     limits = [order.timeout_s for order in run if order.timeout_s is not None]
     return run[0]._replace(

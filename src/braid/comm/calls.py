@@ -36,6 +36,8 @@ class Order(NamedTuple):
         source: Where a message from any member puts the sender's group rank.
         timeout_s: Deadline, None for the group's.
         async_op: Whether the caller goes on at once.
+        reads: The user's tensors, of an all-reduce: what it reads, copies aside.
+        writes: Likewise, what it writes.
     """
 
     key: Key
@@ -50,6 +52,8 @@ class Order(NamedTuple):
     source: list[int] | None = None
     timeout_s: float | None = None
     async_op: bool = False
+    reads: tuple[torch.Tensor, ...] = ()
+    writes: tuple[torch.Tensor, ...] = ()
 
 
 class Calls(ABC):

@@ -137,7 +137,7 @@ class Channel:
         self._audience = self._transport.audience([port.ranks[r] for r in port.readers(index)])
         self._slots: list[Block | None] = [None, None]
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._word = 0
         self._nbytes = 0  # of the slot, that the next step fills
         self._parts: list[tuple[int, int]] | None = None  # what each of the others reads of them
@@ -310,7 +310,9 @@ class Channel:
         """Private room for intermediate results, the same one at every call."""
         nbytes = numel * dtype.itemsize
         if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(1 << (nbytes - 1).bit_length(), dtype=torch.uint8)
+            self._scratch = torch.empty(
+                1 << (nbytes - 1).bit_length(), dtype=torch.uint8, device="cpu"
+            )
         return self._scratch[:nbytes].view(dtype)
 
     def round(self) -> list[int]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from braid.comm.arguments import ordinary
+from braid.comm.arguments import ordinary, overlap
 from braid.errors import ConfigError
 
 __all__ = ["Copies"]
@@ -76,9 +76,10 @@ class Copies:
         Raises:
             ConfigError: See `written`.
         """
+        _check(source, self._device_types)
         flat = self._flat(x, load=False, store=True)
         view, source = flat.view(x.shape), source.detach()
-        if _overlap(source, view):
+        if overlap(source, view, exactly=False):
             self._before.append(lambda: view.copy_(source.clone()))
         else:
             self._before.append(_copy(view, source))
@@ -116,10 +117,11 @@ class Copies:
                 return copy
         return x
 
-    def include(self, other: Copies) -> None:
-        """Make the copies of `other`, too: its loads before those that are here, its stores after them."""
-        self._before = other._before + self._before
-        self._after = self._after + other._after
+    def include(self, other: Copies, *, position: int) -> int:
+        """Make the copies of `other`, too: its stores last, its loads from `position` on; returns where they end."""
+        self._before[position:position] = other._before
+        self._after += other._after
+        return position + len(other._before)
 
     def then(self, act: Callable[[], object]) -> None:
         """Have `act` called after the last step."""
@@ -181,7 +183,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     Between a GPU and page-locked memory the copy is ordered with the stream that is current now, and the host waits for it:
     shared memory knows nothing of streams.
     """
-    if target.device.type == source.device.type:
+    if target.is_cuda == source.is_cuda:
         return partial(target.copy_, source)
     stream = torch.cuda.current_stream(source.device if source.is_cuda else target.device)
 
@@ -204,11 +206,3 @@ def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:
     itemsize = first.element_size()
     # else neighbours in memory by chance
     return (first.storage_offset() + numel) * itemsize <= len(first.untyped_storage())
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may have memory in common, whatever their strides."""
-    (start, nbytes), (later, _) = sorted(
-        (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in (one, other)
-    )
-    return start + nbytes > later

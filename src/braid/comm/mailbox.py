@@ -21,7 +21,7 @@ import torch
 from braid.comm.channel import CHUNK_BYTES, Channel, Disagreement, pieces
 from braid.comm.message import ENVELOPE_BYTES, read_envelope
 from braid.comm.port import Port
-from braid.errors import MismatchError
+from braid.errors import CommError, MismatchError
 from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["Mailbox", "Receipt"]
@@ -66,9 +66,7 @@ class _Message:
         self.tag = tag
         self.digest = digest
         self.data = data
-        self.missing: list[
-            torch.Tensor
-        ] = []  # parts of `data` that have not come yet, the next one last
+        self.missing: list[torch.Tensor] = []
 
 
 class Mailbox:
@@ -129,18 +127,22 @@ class Mailbox:
             receipt.out.copy_(message.data)
 
     def withdraw(self, receipt: Receipt) -> None:
-        """Forget a receive that will not be waited for any more."""
+        """Forget a receive that has ended; what is missing of its message goes elsewhere."""
         with self._lock:
-            if receipt.message is None:
-                for line in receipt.lines:
-                    line.posted.remove(receipt)
-                receipt.lines = ()
+            message = receipt.message
+            if message is not None:
+                message.missing = [torch.empty_like(part) for part in message.missing]
+                return
+            for line in receipt.lines:
+                line.posted.remove(receipt)
+            receipt.lines = ()
 
     def position(self, source: int | None) -> int:
         """Number of the last step that was taken in from `source`, or from any."""
-        lines = self._lines.values()
-        steps = (line.channel.value for line in lines if source in {None, line.source})
-        return max(steps, default=0)
+        with self._lock:
+            lines = self._lines.values()
+            steps = (line.channel.value for line in lines if source in {None, line.source})
+            return max(steps, default=0)
 
     def _line(self, source: int) -> _Line:
         line = self._lines.get(source)
@@ -191,15 +193,16 @@ class _Line:
             Disagreement: A message does not fit the receive that it is for.
         """
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         ch = self.channel
         try:
             while self in receipt.lines and ch.has_come(self.source, ch.value + 1):
                 self._step(ch.value + 1)
                 if receipt.message is not None and not receipt.message.missing:
                     break
-        except Exception as exc:
-            self._error = exc  # nothing more can be taken from this line, whoever asks
+        except BaseException as exc:  # nothing more can be taken from this line, whoever asks
+            text = f"rank {ch.ranks[ch.rank]} was interrupted in a message ({type(exc).__name__})"
+            self._error = exc if isinstance(exc, Exception) else CommError(text)
             raise
 
     def _step(self, value: int) -> None:
@@ -223,7 +226,7 @@ class _Line:
         if receipt is not None and receipt.digest != digest:
             pair = (min(source, ch.rank), max(source, ch.rank))
             raise Disagreement(ch.index, value, pair, own=(receipt.digest, receipt.site))
-        data = torch.empty(envelope.nbytes, dtype=torch.uint8) if receipt is None else receipt.out
+        data = receipt.out if receipt is not None else _bytes(envelope.nbytes)
         message = _Message(envelope.tag, digest, data)
         if envelope.place:
             ch.remote_at(source, envelope.place, data.numel(), torch.uint8).read(0, data)
@@ -254,3 +257,7 @@ class _Line:
             f"that it sent {ch.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
             "tag"
         )
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever the program's default

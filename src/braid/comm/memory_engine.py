@@ -261,9 +261,13 @@ class MemoryEngine:
         return self._collectives
 
     def _view(self, source: int) -> Channel:
-        views = self._views
-        reusable = views and not self.progress.busy(views[0])
-        view = views.popleft() if reusable else self.port.incoming()
+        try:
+            view = self._views.popleft()
+        except IndexError:
+            view = self.port.incoming()
+        if self.progress.busy(view):
+            self._views.append(view)
+            view = self.port.incoming()
         view.value = self._mailbox.position(source if source >= 0 else None)
         return view
 

@@ -56,8 +56,8 @@ class Objects:
             CommError: Another member's cannot be sent.
         """
         mine = _packed(obj, allow_pickle=allow_pickle)
-        sizes = self._group.all_gather(torch.tensor([mine.data.numel()])).tolist()
-        longest = torch.zeros(max(sizes), dtype=torch.uint8)
+        sizes = self._group.all_gather(torch.tensor([mine.data.numel()], device="cpu")).tolist()
+        longest = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         longest[: mine.data.numel()] = mine.data
         rows = self._group.all_gather(longest).view(self._group.size, -1)
         mine.check()
@@ -78,13 +78,13 @@ class Objects:
         group = self._group
         if group.rank == root:
             mine = _packed(obj, allow_pickle=allow_pickle)
-            group.broadcast(torch.tensor([mine.data.numel()]), root)
+            group.broadcast(torch.tensor([mine.data.numel()], device="cpu"), root)
             group.broadcast(mine.data, root)
             mine.check()
             return obj
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         group.broadcast(size, root)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         return self._unpacked(group.broadcast(data, root), root, allow_pickle)
 
     def gather(self, obj: object, root: int = 0, *, allow_pickle: bool = False) -> list[Any] | None:
@@ -101,12 +101,12 @@ class Objects:
         """
         group = self._group
         mine = _packed(obj, allow_pickle=allow_pickle)
-        sizes = group.gather(torch.tensor([mine.data.numel()]), root)
+        sizes = group.gather(torch.tensor([mine.data.numel()], device="cpu"), root)
         if sizes is None:
             group.gather(mine.data, root)
             mine.check()
             return None
-        outs = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+        outs = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes.tolist()]
         group.gather(mine.data, root, out=outs)
         mine.check()
         return [self._unpacked(out, r, allow_pickle) for r, out in enumerate(outs)]
@@ -127,14 +127,16 @@ class Objects:
             CommError: Elsewhere, one of those of `root` cannot be sent.
         """
         group = self._group
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         if group.rank != root:
             group.scatter(None, root, out=size)
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             return self._unpacked(group.scatter(None, root, out=data), root, allow_pickle)
         parts = _packed_parts(objs, group.size, allow_pickle=allow_pickle)
-        group.scatter(torch.tensor([part.data.numel() for part in parts]), root, out=size)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        group.scatter(
+            torch.tensor([part.data.numel() for part in parts], device="cpu"), root, out=size
+        )
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         group.scatter([part.data for part in parts], root, out=data)
         parts[0].check()
         return self._unpacked(data, root, allow_pickle)
@@ -152,7 +154,7 @@ class Objects:
             ConfigError: `obj` cannot be sent; member `to` learns of it.
         """
         mine = _packed(obj, allow_pickle=allow_pickle)
-        self._group.send(torch.tensor([mine.data.numel()]), to, tag=tag)
+        self._group.send(torch.tensor([mine.data.numel()], device="cpu"), to, tag=tag)
         self._group.send(mine.data, to, tag=tag)
         mine.check()
 
@@ -168,9 +170,9 @@ class Objects:
             ConfigError: It came pickled, and `allow_pickle` is off.
             CommError: The sender could not send it.
         """
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._group.recv(size, source, tag=tag)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._group.recv(data, source, tag=tag)
         return self._unpacked(data, source, allow_pickle)
 

@@ -9,6 +9,7 @@ Lines (see `channel`) lie in pages in the owner's arena, which grow by themselve
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 from braid.comm.channel import LINE_WORDS, Channel
@@ -72,6 +73,7 @@ class Port:
         self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
+        self._making = threading.Lock()  # two threads may be the first on a channel, or on a page
         arena = transport.arena
         self._directories = [
             arena.words(ranks[member], pages[member], LINE_WORDS) for member in range(self.size)
@@ -89,12 +91,16 @@ class Port:
         """The channel with this number; every member gives the same number to the same purpose."""
         channel = self._channels.get(index)
         if channel is None:
-            channel = self._channels[index] = self.channel_type(self, index)
+            with self._making:
+                channel = self._channels.get(index)
+                if channel is None:
+                    channel = self._channels[index] = self.channel_type(self, index)
         return channel
 
     def incoming(self) -> Channel:
         """A new view of the lines on which members send to this rank, to count the steps of one of them."""
-        return self.channel_type(self, self.sending_index(self.rank))
+        with self._making:
+            return self.channel_type(self, self.sending_index(self.rank))
 
     def sending_index(self, to: int) -> int:
         """Number of the channel on whose line a member publishes what it sends to member `to`."""

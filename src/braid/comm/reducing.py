@@ -95,6 +95,7 @@ class Reducing(Calls):
         tensor = as_tensor(x, written=out is None)
         key = Key("all_reduce", tuple(tensor.shape), tensor.dtype, op, algorithm=algorithm)
         copies = self._copies(tensor)
+        place = tensor
         if out is None:
             flat = copies.changed(tensor)
         else:
@@ -103,7 +104,20 @@ class Reducing(Calls):
             flat, x = copies.filled(place, tensor), out
         nbytes = nbytes_of(flat)
         order = Order(
-            key, x, (flat,), (flat,), copies, nbytes, None, 0, False, None, timeout_s, async_op
+            key,
+            x,
+            (flat,),
+            (flat,),
+            copies,
+            nbytes,
+            None,
+            0,
+            False,
+            None,
+            timeout_s,
+            async_op,
+            (tensor,),
+            (place,),
         )
         return self._submit(order)
 

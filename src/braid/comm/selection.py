@@ -220,7 +220,9 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
     Cost: some 50 ms of two ranks, once per job.
     """
     # written, for pages that are only read would all be the kernel's one page of zeros
-    x, out = (torch.empty(MEASURED_BYTES[-1], dtype=torch.uint8).fill_(0) for _ in range(2))
+    x, out = (
+        torch.empty(MEASURED_BYTES[-1], dtype=torch.uint8, device="cpu").fill_(0) for _ in range(2)
+    )
     peer = (ch.rank + 1) % ch.size
     if may_pull:
         ch.offer(x, private=True)
@@ -252,7 +254,7 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
         figures.append(min(times[1:], default=0.0))
     yield from ch.exchange()  # nobody reads `x` any more
     figures += sends
-    ch.stage(torch.tensor(figures, dtype=torch.float64))
+    ch.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
     yield from ch.exchange()
     if ch.rank != 0:
         figures = ch.peek(0, len(figures), torch.float64).tolist()

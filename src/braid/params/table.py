@@ -81,7 +81,7 @@ class ParamTable:
         Cost: one all_gather of 8 bytes a member.
         """
         text = self.digest_table()
-        digests = group.all_gather(torch.tensor([text_digest(text)]))
+        digests = group.all_gather(torch.tensor([text_digest(text)], device="cpu"))
         if bool((digests == digests[0]).all()):
             return
         raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
@@ -104,8 +104,8 @@ def _spec(param: nn.Parameter) -> TensorSpec:
 
 def _gather_texts(group: Group, text: str) -> list[str]:
     raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
-    lengths = group.all_gather(torch.tensor([raw.numel()])).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    lengths = group.all_gather(torch.tensor([raw.numel()], device="cpu")).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: raw.numel()] = raw
     rows = group.all_gather(padded).view(group.size, -1)
     texts = [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]

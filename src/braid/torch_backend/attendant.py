@@ -41,7 +41,9 @@ class Attendant:
         self._patient: set[int] = set()  # those of them that can be left for longer
         self._futures: list[tuple[Started, WorkFuture]] = []
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
+        self._closing = False
+        self._call = threading.Event()  # to come at once
+        self._is_patient = False
 
     def attend(self, work: Started, *, patient: bool = False) -> None:
         """Take the steps of `work` until it is done.
@@ -54,29 +56,35 @@ class Attendant:
             self._works.append(work)
             if patient:
                 self._patient.add(id(work))
-            self._come()
+            self._come(hurry=not patient)
 
     def settle(self, work: Started, future: WorkFuture) -> None:
         """Settle `future` when `work` is done."""
         with self._lock:
             self._futures.append((work, future))
-            self._come()
+            self._come(hurry=True)
 
     def close(self) -> None:
         """Join the thread; what it attends to is left as it is."""
-        self._closing.set()
+        self._closing = True
+        self._call.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _come(self) -> None:
-        if self._thread is None and not self._closing.is_set():
+    def _come(self, *, hurry: bool) -> None:
+        if hurry and self._is_patient:
+            self._call.set()
+        if self._thread is None and not self._closing:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def _run(self) -> None:
         idle = 0
-        while not self._closing.wait(self._pause()):
+        while True:
+            self._call.wait(self._pause())
+            if self._closing:
+                return
             idle = 0 if self._round() else idle + 1
             if idle > IDLE_ROUNDS:
                 with self._lock:
@@ -86,8 +94,10 @@ class Attendant:
 
     def _pause(self) -> float:
         with self._lock:
-            patient = self._works and not self._futures and len(self._patient) == len(self._works)
-        return PATIENT_S if patient else ROUND_S
+            self._call.clear()
+            all_patient = len(self._patient) == len(self._works) > 0
+            self._is_patient = all_patient and not self._futures
+            return PATIENT_S if self._is_patient else ROUND_S
 
     def _round(self) -> bool:
         """Look after everything once; whether there was anything."""

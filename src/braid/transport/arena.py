@@ -135,7 +135,7 @@ class Arena:
             numel *= extent
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         block = self.allocate(nbytes)
         file = self._extents[block.extent - 1].file
         # torch keeps this object alive as long as the storage, so its end is the end of all views
@@ -313,10 +313,10 @@ class Arena:
         gone = {
             key for key in list(self._maps) if key[0] == rank and not root.extent(key[1]).nbytes
         }
-        for view in [v for v in self._views if (v[0], v[1] >> OFFSET_BITS) in gone]:
+        for view in [v for v in list(self._views) if (v[0], v[1] >> OFFSET_BITS) in gone]:
             self._views.pop(view, None)
         for key in gone:
-            del self._maps[key]
+            self._maps.pop(key, None)
             self._peers.forget(*key)
 
 
