@@ -58,7 +58,7 @@ class DdpBench:
     ranks: int = 2
     models: tuple[str, ...] = MODEL_NAMES
     batch: dict[str, int] = field(default_factory=lambda: dict(BATCH))
-    rounds: int = 10
+    rounds: int = 16
     steps: int = 5
     out: Path = Path("runs/bench-ddp")
 

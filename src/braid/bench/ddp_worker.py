@@ -73,8 +73,8 @@ class Measured(msgspec.Struct, kw_only=True):
         ranks: World size.
         step_s: Median seconds of a step, by variant; of the slowest rank.
         speedup: Gloo's step over the variant's, median of the rounds.
-        gone: Share of Gloo's exposed communication that the variant does not have, median of the rounds in which Gloo
-            exposed any; no variant is in it when there were none.
+        gone: Share of Gloo's exposed communication that the variant does not have; no variant is in it when there was
+            none.
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
         spread: Lowest and highest speed-up of the rounds.
     """
@@ -170,21 +170,21 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
 
 
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
-    """Share of what Gloo adds to a step that a variant does not add, by variant; medians over the rounds.
+    """Share of what Gloo adds to a step that a variant does not add, by variant.
 
-    Rounds in which Gloo added nothing say nothing about shares of it.
+    Both are differences within a round, and medians over the rounds before they are divided: in a round in which Gloo seems to
+    add little, noise would be most of the quotient. None where Gloo adds nothing.
     """
-    shares = {
-        variant: [
-            (gloo - own) / (gloo - silent)
-            for own, gloo, silent in zip(
-                times[variant], times["gloo"], times["silent"], strict=True
-            )
-            if gloo > silent
-        ]
-        for variant in COMPARED
+    exposed = _median_difference(times["gloo"], times["silent"])
+    if exposed <= 0:
+        return {}
+    return {
+        variant: _median_difference(times["gloo"], times[variant]) / exposed for variant in COMPARED
     }
-    return {variant: statistics.median(found) for variant, found in shares.items() if found}
+
+
+def _median_difference(longer: list[float], shorter: list[float]) -> float:
+    return statistics.median(a - b for a, b in zip(longer, shorter, strict=True))
 
 
 def _seconds(group: Group, step: _Step, count: int) -> float:
