@@ -255,7 +255,7 @@ def bench_ddp(
     models: tuple[str, ...] = ("mlp", "gpt"),
     batch_mlp: int = 64,
     batch_gpt: int = 2,
-    rounds: int = 7,
+    rounds: int = 16,
     steps: int = 5,
     out: str = "runs/bench-ddp",
 ) -> int:
