@@ -7,8 +7,6 @@ line of `COMMANDS`.
 
 from __future__ import annotations
 
-import errno
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
@@ -17,14 +15,12 @@ import tyro
 
 from braid._version import __version__
 from braid.errors import ConfigError
+from braid.last_words import drop_unwritten, ending_well, say_why
 
 __all__ = ["main"]
 
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
-BROKEN_PIPE_EXIT_CODE = 141  # as if SIGPIPE had ended it
-UNWRITTEN_EXIT_CODE = 74  # EX_IOERR of sysexits.h
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 TOLD = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
 Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=TOLD)]
@@ -39,28 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind `braid`; that of this process when None.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        try:
-            return _answer(given)
-        finally:
-            if sys.stdout is not None:  # as with `>&-`
-                sys.stdout.flush()  # what fails here would fail as the interpreter ends
-    except BrokenPipeError:  # `braid doctor | head`
-        _drop_unwritten()
-        return BROKEN_PIPE_EXIT_CODE
-    except SystemExit as exc:
-        if not isinstance(exc.__context__, BrokenPipeError):
-            raise
-        _drop_unwritten()
-        return BROKEN_PIPE_EXIT_CODE  # rich says 1, which is an answer of some commands
-    except OSError as exc:
-        if exc.errno not in FULL:
-            raise
-        _drop_unwritten()
-        where = exc.filename or "the standard output"
-        advice = "make room there, or send the output elsewhere"
-        _say_why(f"stopped (exit {UNWRITTEN_EXIT_CODE})", f"{exc.strerror}: {where}\n{advice}")
-        return UNWRITTEN_EXIT_CODE
+    return ending_well(lambda: _answer(given))
 
 
 def _answer(given: list[str]) -> int:
@@ -74,28 +49,10 @@ def _answer(given: list[str]) -> int:
         return _dispatch(given)
     except ConfigError as exc:
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
-        _say_why(f"nothing was {what} (exit {USAGE_EXIT_CODE})", str(exc))
+        say_why(f"nothing was {what} (exit {USAGE_EXIT_CODE})", str(exc))
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-
-
-def _say_why(what: str, problem: str) -> None:
-    first, *rest = problem.split("\n")
-    print(f"braid: {what}", file=sys.stderr)
-    print(f"  problem  {first}", *rest, sep="\n           ", file=sys.stderr)
-
-
-def _drop_unwritten() -> None:
-    """Let go of output that nobody takes: it would fail once more as the interpreter ends."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
 
 
 def _dispatch(given: list[str]) -> int:
@@ -194,7 +151,7 @@ def run(
     )
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=n > 1) as console:
         outcome = Supervisor(console, owns_process=True).run(job)
-    _drop_unwritten()  # the logs have it all; the exit code is that of the job
+    drop_unwritten()  # the logs have it all; the exit code is that of the job
     if not outcome.ok:
         print(outcome, file=sys.stderr, flush=True)
     return outcome.exit_code
