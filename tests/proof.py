@@ -125,7 +125,10 @@ def main() -> int:
             "",
             *ddp_table(ddp),
             "",
-            "Median step of data parallel training on two ranks (`braid bench ddp`).",
+            (
+                "Median step of data parallel training on two ranks (`braid bench ddp`). Exposed communication is what a step takes longer "
+                "than with torch's DDP sending nothing; shares vary by some 10 points from run to run here."
+            ),
             "",
             "| what | measured |",
             "|---|---|",
