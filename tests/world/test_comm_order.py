@@ -188,3 +188,25 @@ def _on_another_device(group: Group) -> list[float]:
 
 def test_the_default_device_does_not_matter(world):
     assert world(3, _on_another_device) == [[0.0, 3.0]] * 3
+
+
+def _two_lines(group: Group) -> list[str]:
+    """Rank 0 has begun to receive from rank 2, which sends nothing, when what rank 1 sends does not fit."""
+    if group.rank == 1:
+        group.send(torch.ones(4), 0)
+    if group.rank:
+        with pytest.raises(MismatchError) as caught:
+            group.recv(torch.ones(1), 0)
+        return [str(caught.value)]
+    with group.coalesce() as batch:
+        batch.recv(torch.zeros(2), 2)
+    with pytest.raises(MismatchError) as caught:
+        group.recv(torch.zeros(3), 1)
+    with pytest.raises(MismatchError) as other:
+        batch.work.wait()
+    return [str(caught.value), str(other.value)]
+
+
+def test_all_that_is_under_way_ends_with_the_same_mismatch(world):
+    (text, other), *rest = world(3, _two_lines)
+    assert [other, *(said for (said,) in rest)] == [text] * 3

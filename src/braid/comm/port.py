@@ -167,10 +167,10 @@ class Port:
         words = self._directories[self.rank]
         if words[_STATE] or self.transport.forked:  # a forked child has no say for its parent
             return
-        self.stopped = reason
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = code | channel << 8
+        self.stopped = reason  # after the state, which says what kind of end it is
         self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:

@@ -162,6 +162,8 @@ class Operation:
             return
         port = self.port
         if port.stopped:
+            if port.state(port.rank).code == DISAGREED:  # found by another operation of this rank
+                raise MismatchError(port.stopped)
             msg = f"expected a group in use for {self.text}, found that it ended: {port.stopped}"
             raise StaleError(msg)
         health = port.transport.health
