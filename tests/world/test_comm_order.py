@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from braid.comm import Group
 from braid.errors import MismatchError
+from braid.testing.worlds import run_threads
 
 N = 3
 Second = Callable[[Group, torch.Tensor], object]
@@ -210,3 +212,27 @@ def _two_lines(group: Group) -> list[str]:
 def test_all_that_is_under_way_ends_with_the_same_mismatch(world):
     (text, other), *rest = world(3, _two_lines)
     assert [other, *(said for (said,) in rest)] == [text] * 3
+
+
+LARGE = 1 << 20  # floats: several steps
+
+
+def _behind_a_block(group: Group, over: threading.Event) -> float:
+    """Rank 0 leaves an operation in the background, behind a lazy block, and waits for nothing of the group."""
+    x, y = torch.ones(LARGE), torch.ones(LARGE)
+    if group.rank == 0:
+        with group.coalesce(lazily=True) as batch:
+            batch.all_reduce(x)
+        group.all_reduce(y, async_op=True)
+        came = over.wait(20)
+        batch.work.wait()
+        assert came
+    else:
+        group.all_reduce(x)
+        group.all_reduce(y)
+        over.set()
+    return y[-1].item()
+
+
+def test_background_work_behind_a_block_needs_nobody_who_waits():
+    assert run_threads(2, _behind_a_block, threading.Event()) == [2.0, 2.0]

@@ -129,7 +129,7 @@ class MemoryEngine:
         self._count(call, operation)
 
     def start(self, call: Call) -> Work:
-        """Hand `call` to the progress thread, or put it behind what was started on its channel."""
+        """Hand `call` to the progress thread, or leave it to the thread behind what was started on its channel."""
         operation = self._operation(call, None)
         with self._ordering:
             if self.progress.pending(operation.channel):
@@ -138,6 +138,8 @@ class MemoryEngine:
             else:
                 ended = self.progress.submit(operation)
         work = self._work(operation, ended)
+        if ended is None and not operation.done:
+            self.progress.leave(operation)
         self._count(call, operation)
         return work
 
@@ -220,10 +222,11 @@ class MemoryEngine:
         self, operation: Operation, ended: threading.Event | None, *, lazily: bool = False
     ) -> Work:
         """Of one that has been submitted, or, without `ended`, enlisted."""
+        look = self.progress.look
         if ended is not None:
-            return Work(operation, partial(self.progress.join, ended), None)
+            return Work(operation, partial(self.progress.join, ended), look)
         self._timed(partial(self.progress.start, lazily=lazily), operation)
-        return Work(operation, partial(self._timed, self.progress.run), self.progress.look)
+        return Work(operation, partial(self._timed, self.progress.run), look)
 
     def _operation(
         self, call: Call, channel: Channel | None, scale: float | None = None

@@ -6,8 +6,9 @@ that waits, in `run` or in `join`, takes the steps of every started request as t
 
 `submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were
 submitted; those of different channels advance independently, so a late one blocks nobody else. What threads of the
-program start or run on one channel takes its place in the same way (`enlist`). The progress thread exists only while
-something is under way; while it runs, the interpreter's switch interval is lowered (5 ms by default, which a 1 MiB
+program start or run on one channel takes its place in the same way (`enlist`); what is asked for in the background behind
+them is left to the thread, together with what it stands behind (`leave`). The progress thread exists only while something
+is under way; while it runs, the interpreter's switch interval is lowered (5 ms by default, which a 1 MiB
 all-reduce would pay several times) and put back afterwards.
 """
 
@@ -45,6 +46,7 @@ class Progress:
         self._started: list[Operation] = []  # in order, whether somebody waits for them or not
         self._num_started = 0  # how many nobody was waiting for when they began
         self._queues: dict[Channel, deque[Operation]] = {}
+        self._left: list[Operation] = []  # started ones that the thread sees to when nobody waits
         self._thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
@@ -78,8 +80,11 @@ class Progress:
 
     def advance_started(self) -> bool:
         """Advance every started operation that can move and is the first of its channel; whether any did."""
+        return self._advance(self._heads())
+
+    def _advance(self, heads: list[Operation]) -> bool:
         moved = False
-        for operation in self._heads():
+        for operation in heads:
             if operation.ready():
                 moved = True
                 if operation.advance():
@@ -148,6 +153,8 @@ class Progress:
             operation.fail(exc)
         finally:
             self._waiting.discard(thread)
+            if self._left and not self._waiting:
+                self._wake()
         if operation.done:
             self._strike(operation)
         _raise_error(operation)
@@ -226,6 +233,18 @@ class Progress:
         operation.on_done(end)
         with self._lock:
             self._queues.setdefault(operation.channel, deque()).append(operation)
+        self._wake()
+        return ended
+
+    def leave(self, operation: Operation) -> None:
+        """Let the thread take the steps of an enlisted operation, and of those before it, while nobody waits."""
+        with self._lock:
+            self._left.append(operation)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the thread look at what is to be done; it is started if there is none."""
+        with self._lock:
             self._fresh = True
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -233,7 +252,6 @@ class Progress:
                 )
                 self._thread.start()
         self._transport.bells.ring_own()
-        return ended
 
     def abandon(self, port: Port) -> None:
         """Fail what is under way in a group that is being closed."""
@@ -305,14 +323,17 @@ class Progress:
             sys.setswitchinterval(interval)
 
     def _turn(self) -> bool:
-        """Advance the head of every queue, sleep if none could move; False when nothing is left."""
+        """Advance the head of every queue and of what is left, sleep if none could move; False when all have ended."""
         with self._lock:
             heads = [queue[0] for queue in self._queues.values()]
+            self._left = [o for o in self._left if not (o.done or self._closing)]
+            channels = {o.channel for o in self._left}
             self._fresh = False
-            if not heads:
+            if not (heads or channels):
                 self._thread = None
                 return False
-        moved = False
+        started = [o for o in self._heads() if o.channel in channels] if not self._waiting else []
+        moved = self._advance(started)
         for operation in heads:
             if self._closing:
                 msg = f"expected {operation.text} to end before its group was closed, found it under way"
@@ -321,20 +342,22 @@ class Progress:
                 self._drop(operation)
                 moved = True
         if not moved:
-            self._sleep(heads)
+            self._sleep(heads, started)
         return True
 
-    def _sleep(self, heads: list[Operation]) -> None:
+    def _sleep(self, heads: list[Operation], started: list[Operation]) -> None:
+        watched = [(o, self._drop) for o in heads] + [(o, self._strike) for o in started]
+
         def ready() -> bool:
-            return self._fresh or self._closing or any(operation.ready() for operation in heads)
+            return self._fresh or self._closing or any(o.ready() for o, _ in watched)
 
         def check() -> None:
-            for operation in heads:
+            for operation, forget in watched:
                 try:
                     operation.check()
                 except BaseException as exc:  # noqa: BLE001 - belongs to the one who waits for it
                     operation.fail(exc)
-                    self._drop(operation)
+                    forget(operation)
                     self._fresh = True
 
         self._transport.waiter.until(ready, check)

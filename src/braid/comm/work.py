@@ -314,15 +314,14 @@ class Work:
     Args:
         operation: What has been started.
         join: How to wait for it, (operation, seconds or None).
-        look: Takes the steps that are possible now, of everything that was started before it, too; None where
-            the progress thread takes them.
+        look: Takes the steps that are possible now, of everything that has been started.
     """
 
     def __init__(
         self,
         operation: Underway,
         join: Callable[[Any, float | None], None],
-        look: Callable[[Any], object] | None,
+        look: Callable[[Any], object],
     ) -> None:
         self._operation = operation
         self._join = join
@@ -356,7 +355,7 @@ class Work:
 
     def done(self) -> bool:
         """Whether it has ended, well or badly; takes the steps that are possible now."""
-        if self._look is not None and not self._operation.done:
+        if not self._operation.done:
             self._look(self._operation)
         return self._operation.done
 
