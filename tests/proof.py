@@ -18,7 +18,7 @@ from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
 from braid.bench.comm_worker import Row
-from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, run_ddp
+from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, run_ddp, share_text
 from braid.bench.faults import FaultReport, run_fault_trials
 from braid.events import Recorder
 
@@ -216,7 +216,7 @@ def ddp_table(report: DdpReport) -> list[str]:
         what = f"{found.model}, {found.num_params / 1e6:.0f} M"
         for name, step_s in found.step_s.items():
             faster = f"{found.speedup[name]:.2f}" if name in found.speedup else ""
-            gone = f"{found.gone[name]:.0%}" if name in found.gone else ""
+            gone = share_text(found, name)
             lines.append(f"| {what} | {HEADINGS[name]} | {step_s * 1e3:.0f} | {faster} | {gone} |")
     return lines
 

@@ -212,8 +212,7 @@ def bench_ddp(
     models: tuple[str, ...] = ("mlp", "gpt"),
     batch_mlp: int = 64,
     batch_gpt: int = 2,
-    rounds: int = 16,
-    steps: int = 5,
+    rounds: int = 96,
     out: str = "runs/bench-ddp",
 ) -> int:
     """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own, in turns in one run.
@@ -223,8 +222,7 @@ def bench_ddp(
         models: mlp and gpt, both of 25 million parameters.
         batch_mlp: Samples of a rank in a step.
         batch_gpt: Sequences of a rank in a step.
-        rounds: Alternating rounds; the ratios shown are medians over them.
-        steps: Steps of each wrapper in a round.
+        rounds: Steps of each wrapper, in turns; what is shown are medians over them.
         out: Directory for ddp.json.
     """
     from pathlib import Path
@@ -232,9 +230,7 @@ def bench_ddp(
     from braid.bench import ddp
 
     batch = {"mlp": batch_mlp, "gpt": batch_gpt}
-    bench = ddp.DdpBench(
-        ranks=n, models=models, batch=batch, rounds=rounds, steps=steps, out=Path(out)
-    )
+    bench = ddp.DdpBench(ranks=n, models=models, batch=batch, rounds=rounds, out=Path(out))
     ddp.print_ddp(ddp.run_ddp(bench), bench.out)
     return 0
 

@@ -71,7 +71,7 @@ def test_benches_that_make_no_sense_are_refused(wrong, word):
 @pytest.mark.procs
 @pytest.mark.proof
 def test_every_wrapper_trains(tmp_path, quiet):
-    bench = ddp.DdpBench(batch={"mlp": 1, "gpt": 1}, rounds=1, steps=1, out=tmp_path)
+    bench = ddp.DdpBench(batch={"mlp": 1, "gpt": 1}, rounds=2, out=tmp_path)
     report = ddp.run_ddp(bench, console=quiet)
     assert [found.model for found in report.models] == ["mlp", "gpt"]
     for found in report.models:
@@ -85,6 +85,18 @@ def test_shares_of_exposed_communication_are_quotients_of_medians():
     found = ddp_worker.shares_gone({**times, "braid": [1.0, 8.0, 2.0]})
     assert found == {"torch": 0.5, "braid": 1.0}
     assert ddp_worker.shares_gone({**times, "gloo": [0.9] * 3, "braid": [1.0] * 3}) == {}
+
+
+def test_shares_of_steps_that_never_vary_are_certain():
+    times = {"silent": [1.0] * 5, "gloo": [2.0] * 5, "torch": [1.25] * 5, "braid": [1.5] * 5}
+    assert ddp_worker.shares_between(times) == {"torch": (0.75, 0.75), "braid": (0.5, 0.5)}
+
+
+def test_shares_of_steps_that_vary_lie_between_bounds():
+    gloo, torchs = [2.0, 2.2, 1.8, 2.1, 1.9] * 4, [1.2, 1.4, 1.1, 1.6, 1.3] * 4
+    times = {"silent": [1.0] * 20, "gloo": gloo, "torch": torchs, "braid": gloo}
+    low, high = ddp_worker.shares_between(times)["torch"]
+    assert low < ddp_worker.shares_gone(times)["torch"] < high
 
 
 def test_unknown_models_are_refused():

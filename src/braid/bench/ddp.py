@@ -21,7 +21,7 @@ from braid.bench.machine import machine
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
-__all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp"]
+__all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp", "share_text"]
 
 BATCH = {"mlp": 64, "gpt": 2}
 HEADINGS = {
@@ -50,16 +50,14 @@ class DdpBench:
         ranks: World size.
         models: Out of mlp (25 million parameters) and gpt (likewise).
         batch: Samples or sequences of a rank in a step, by model.
-        rounds: Alternating rounds.
-        steps: Steps of one wrapper in one round.
+        rounds: Steps of each wrapper, one in every round.
         out: Directory for `ddp.json` and the run's logs.
     """
 
     ranks: int = 2
     models: tuple[str, ...] = MODEL_NAMES
     batch: dict[str, int] = field(default_factory=lambda: dict(BATCH))
-    rounds: int = 16
-    steps: int = 5
+    rounds: int = 96
     out: Path = Path("runs/bench-ddp")
 
     def __post_init__(self) -> None:
@@ -67,7 +65,7 @@ class DdpBench:
         if unknown:
             msg = f"expected models out of {', '.join(MODEL_NAMES)}, found {', '.join(unknown)}"
             raise ConfigError(msg)
-        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("steps", self.steps, 1)]
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
         least += [(f"the batch of {name}", self.batch[name], 1) for name in self.models]
         problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
         if problems:
@@ -90,7 +88,6 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         models=bench.models,
         batch=bench.batch,
         rounds=bench.rounds,
-        steps=bench.steps,
         out=str(figures.resolve()),
     )
     job = JobSpec(
@@ -117,6 +114,14 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     return report
 
 
+def share_text(found: Measured, variant: str) -> str:
+    """How much of Gloo's exposed communication `variant` does not have, and how sure that is."""
+    if variant not in found.gone:
+        return ""
+    low, high = found.gone_between[variant]
+    return f"{found.gone[variant]:.0%} ({low:.0%} to {high:.0%})"
+
+
 def ddp_table(report: DdpReport) -> Table:
     """One row per model and wrapper."""
     title = f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over Gloo / this one's"
@@ -131,7 +136,7 @@ def ddp_table(report: DdpReport) -> Table:
             step_s = found.step_s[variant]
             exposed = f"{(step_s - found.step_s['silent']) * 1e3:.1f}" if index > 1 else ""
             speedup = f"{found.speedup[variant]:.2f}" if variant in found.speedup else ""
-            gone = f"{found.gone[variant]:.0%}" if variant in found.gone else ""
+            gone = share_text(found, variant)
             grid.add_row(
                 "" if index else what,
                 HEADINGS[variant],

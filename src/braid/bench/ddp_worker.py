@@ -8,8 +8,8 @@
 
 What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying gradients into buckets,
 torch's wrapper does whoever communicates. Each has its own copy of the model, so that buckets, hooks and optimizer state
-stay its own; the ratio is taken within each round, in each of which another one begins, and the median over rounds is what
-counts.
+stay its own. In every round each takes one step, in an order drawn anew (what ran before is in the caches); ranks begin a
+step together, and it takes as long as the slowest rank's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -40,6 +41,7 @@ __all__ = ["MODEL_NAMES", "VARIANTS", "Measured", "Plan", "main"]
 MODEL_NAMES = ("mlp", "gpt")
 VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
 COMPARED = ("torch", "braid")  # with gloo
+NUM_RESAMPLED = 400
 WIDTH, DEPTH = 2048, 6  # 25.2 million parameters
 CONTEXT = 64
 LEARNING_RATE = 1e-4
@@ -51,15 +53,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         models: Out of `MODEL_NAMES`.
         batch: Samples (mlp) or sequences (gpt) of a rank in a step, by model.
-        rounds: Alternating rounds.
-        steps: Steps of one wrapper in one round.
+        rounds: Steps of each wrapper.
         out: File for the figures, written by rank 0.
     """
 
     models: tuple[str, ...]
     batch: dict[str, int]
     rounds: int
-    steps: int
     out: str
 
 
@@ -75,6 +75,8 @@ class Measured(msgspec.Struct, kw_only=True):
         speedup: Gloo's step over the variant's, median of the rounds.
         gone: Share of Gloo's exposed communication that the variant does not have; no variant is in it when there was
             none.
+        gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
+            it is chance.
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
         spread: Lowest and highest speed-up of the rounds.
     """
@@ -86,6 +88,7 @@ class Measured(msgspec.Struct, kw_only=True):
     step_s: dict[str, float]
     speedup: dict[str, float]
     gone: dict[str, float]
+    gone_between: dict[str, tuple[float, float]]
     exposed: float
     spread: dict[str, tuple[float, float]]
 
@@ -146,11 +149,7 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
     for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
         for _ in range(4):
             step()
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for number in range(plan.rounds):
-        first = number % len(VARIANTS)
-        for variant in VARIANTS[first:] + VARIANTS[:first]:
-            times[variant].append(_seconds(group, steps[variant], plan.steps))
+    times = _times(group, steps, plan.rounds)
     exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
     speedup = {}
     for variant in COMPARED:
@@ -164,6 +163,7 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
         step_s={variant: statistics.median(t) for variant, t in times.items()},
         speedup={variant: statistics.median(r) for variant, r in speedup.items()},
         gone=shares_gone(times),
+        gone_between=shares_between(times),
         exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
         spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
     )
@@ -187,16 +187,35 @@ def _median_difference(longer: list[float], shorter: list[float]) -> float:
     return statistics.median(a - b for a, b in zip(longer, shorter, strict=True))
 
 
-def _seconds(group: Group, step: _Step, count: int) -> float:
-    """Median seconds of a step, of the rank that took longest."""
-    times = []
-    group.barrier()
-    for _ in range(count):
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    found = torch.tensor([statistics.median(times)], dtype=torch.float64)
-    return float(group.all_reduce(found, "max"))
+def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """Percentiles 5 and 95 of `shares_gone` over resampled rounds (the bootstrap of Efron, 1979), by variant."""
+    numbers, rounds = random.Random(0), range(len(times["gloo"]))
+    found: dict[str, list[float]] = {}
+    for _ in range(NUM_RESAMPLED):
+        drawn = numbers.choices(rounds, k=len(rounds))
+        for variant, share in shares_gone(
+            {v: [t[i] for i in drawn] for v, t in times.items()}
+        ).items():
+            found.setdefault(variant, []).append(share)
+    percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in found.items()}
+    return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
+
+
+def _times(group: Group, steps: dict[str, _Step], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every step, of the rank that took longest, by variant."""
+    order, variants = random.Random(0), list(steps)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        order.shuffle(variants)
+        for variant in variants:
+            group.barrier()
+            start = time.perf_counter()
+            steps[variant]()
+            times[variant].append(time.perf_counter() - start)
+    for variant, own in times.items():
+        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
+        times[variant] = slowest.tolist()
+    return times
 
 
 def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
