@@ -61,7 +61,7 @@ class Countdown:
     """Done after so many looks."""
 
     def __init__(self, looks: int) -> None:
-        self.ended = False
+        self.asked = threading.Event()
         self.looks = looks
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -69,6 +69,7 @@ class Countdown:
 
     def done(self) -> bool:
         self.looks -= 1
+        self.asked.set()
         return self.looks <= 0
 
     def exception(self) -> None:
@@ -84,6 +85,23 @@ def test_attendant_takes_steps_and_settles_futures() -> None:
     assert settled.wait(10)
     attendant.close()
     assert future.value() == 7
+
+
+def test_attendant_comes_again_for_what_it_can_leave_for_longer() -> None:
+    attendant, work = Attendant("braid-torch_backend-test"), Countdown(1)
+    attendant.attend(work, patient=True)
+    assert work.asked.wait(10)
+    attendant.close()
+
+
+def test_attendant_does_not_ask_what_it_has_released() -> None:
+    attendant, released, other = Attendant("braid-torch_backend-test"), Countdown(1), Countdown(1)
+    attendant.attend(released, patient=True)
+    attendant.release(released)
+    attendant.attend(other, patient=True)
+    assert other.asked.wait(10)
+    attendant.close()
+    assert not released.asked.is_set()
 
 
 def test_results_are_flat_if_they_can_be_and_rows_otherwise() -> None:

@@ -10,7 +10,8 @@ millisecond while anything is under way, takes the steps that have become possib
 has nothing to do for operations that are waited for sooner than that, and ends when it has not been needed for a while.
 
 What is started inside backward is waited for at its end, and on a host without spare cores every step before that takes time
-from the computation that all are waiting for: there it is started lazily, and the thread comes by rarely.
+from the computation that all are waiting for: there it is started lazily, and the thread comes by rarely and leaves alone
+what is younger than its last round.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Attendant:
         self._lock = threading.Lock()
         self._works: list[Started] = []
         self._patient: set[int] = set()  # those of them that can be left for longer
+        self._young: set[int] = set()  # those of these that no round has seen
         self._futures: list[tuple[Started, WorkFuture]] = []
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -56,7 +58,13 @@ class Attendant:
             self._works.append(work)
             if patient:
                 self._patient.add(id(work))
+                self._young.add(id(work))
             self._come(hurry=not patient)
+
+    def release(self, work: Started) -> None:
+        """Forget `work`, which has ended; else what it returned would live until the next round."""
+        with self._lock:
+            self._forget(work)
 
     def settle(self, work: Started, future: WorkFuture) -> None:
         """Settle `future` when `work` is done."""
@@ -95,22 +103,31 @@ class Attendant:
     def _pause(self) -> float:
         with self._lock:
             self._call.clear()
-            all_patient = len(self._patient) == len(self._works) > 0
-            self._is_patient = all_patient and not self._futures
+            if self._works or self._futures:  # else what comes next is probably like what came last
+                all_patient = len(self._patient) == len(self._works)
+                self._is_patient = all_patient and not self._futures
             return PATIENT_S if self._is_patient else ROUND_S
 
     def _round(self) -> bool:
         """Look after everything once; whether there was anything."""
         with self._lock:
-            works, futures = tuple(self._works), tuple(self._futures)
+            num_works = len(self._works)
+            works = [work for work in self._works if id(work) not in self._young]
+            futures = tuple(self._futures)
+            self._young.clear()
         ended = [work for work in works if work.done()]
         settled = [pair for pair in futures if pair[0].done()]
         with self._lock:
             for work in ended:
-                self._works.remove(work)
-                self._patient.discard(id(work))
+                self._forget(work)
             for pair in settled:
                 self._futures.remove(pair)
         for _, future in settled:
             future.settle()
-        return bool(works or futures)
+        return bool(num_works or futures)
+
+    def _forget(self, work: Started) -> None:
+        if work in self._works:
+            self._works.remove(work)
+            self._patient.discard(id(work))
+            self._young.discard(id(work))

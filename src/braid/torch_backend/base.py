@@ -153,6 +153,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         patient = self._is_waited_for_soon()
         if patient or not work.done():
             self._home.attendant.attend(work, patient=patient)
+            if patient:
+                work.add_done_callback(self._home.attendant.release)
         return self._started(work, outputs, source)
 
     def _is_waited_for_soon(self) -> bool:
