@@ -34,6 +34,7 @@ from braid.launch import JobSpec, QuietConsole, Supervisor
 
 __all__ = ["OPERATIONS", "CommBench", "CommReport", "plot", "print_report", "run_comm", "table"]
 
+SHORT = 20  # above, decimals are noise and only widen the table
 OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -264,7 +265,7 @@ def table(report: CommReport) -> Table:
         "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, on tensors of Group.empty; "
         "torch: torch.distributed over braid"
     )
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     grid.add_column("operation", no_wrap=True)
     grid.add_column("ranks", justify="right", no_wrap=True)
     grid.add_column("bytes", justify="right", no_wrap=True)
@@ -279,10 +280,15 @@ def table(report: CommReport) -> Table:
         cells += [_size(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
         for name in libraries:
             known = name in row.seconds
-            cells.append(f"{row.seconds[name] * 1e6:,.1f}" if known else "")
-            cells.append(f"{row.ratio[name]:.1f}" if known else "")
+            cells.append(_short(row.seconds[name] * 1e6) if known else "")
+            cells.append(_short(row.ratio[name]) if known else "")
         grid.add_row(*cells)
     return grid
+
+
+def _short(figure: float) -> str:
+    """At least two digits that count, and no more than the figure is sure of."""
+    return f"{figure:.1f}" if figure < SHORT else f"{figure:,.0f}"
 
 
 def plot(report: CommReport, path: Path) -> Path:

@@ -1,0 +1,137 @@
+"""Closed forms: what each algorithm costs on a network where every rank has one full-duplex link.
+
+    T = messages * a  +  nbytes * b  +  flops * c
+
+a: seconds per message, b: seconds per byte, c: seconds per byte added up; p: ranks; l: bytes of the largest full buffer of a rank (the gathered
+one for gather, scatter and all-gather; what a rank sends in all for all-to-all); lg = ceil(log2 p). Counted along the longest chain of
+messages that wait for each other. The simulator, which knows none of these, gives the same numbers (tests), so either can be read as proof of the other.
+
+Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005); the terms for other than powers of two are those of the programs here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+
+__all__ = ["FORMS", "Cost", "form"]
+
+
+class Cost(NamedTuple):
+    """What is done one after the other.
+
+    Attributes:
+        messages: Number.
+        nbytes: Bytes sent; not whole where l is no multiple of p.
+        flops: Bytes added up.
+    """
+
+    messages: int
+    nbytes: float
+    flops: float = 0.0
+
+    def seconds(self, a: float, b: float, c: float = 0.0) -> float:
+        """Time, with a seconds per message, b per byte sent and c per byte added up."""
+        return self.messages * a + self.nbytes * b + self.flops * c
+
+    def __add__(self, other: object) -> Cost:
+        """One after the other."""
+        if not isinstance(other, Cost):
+            return NotImplemented
+        return Cost(
+            self.messages + other.messages, self.nbytes + other.nbytes, self.flops + other.flops
+        )
+
+
+Form = Callable[[int, float], Cost]
+
+
+def _lg(p: int) -> int:
+    return (p - 1).bit_length()
+
+
+def _core(p: int) -> int:
+    return 1 << (p.bit_length() - 1)
+
+
+def _folded(p: int, l: float, core: Cost) -> Cost:
+    """Ranks above the largest power of two hand over before and get the result after."""
+    return core if p == _core(p) else core + Cost(2, 2 * l, l)
+
+
+def _chain(p: int, l: float, adds: bool) -> Cost:
+    """p-1 messages of a p-th each."""
+    share = (p - 1) * l / p
+    return Cost(p - 1, share, share * adds)
+
+
+def _doubling(p: int, l: float) -> Cost:
+    rounds = _lg(_core(p))
+    return _folded(p, l, Cost(rounds, rounds * l, rounds * l))
+
+
+def _halving_doubling(p: int, l: float) -> Cost:
+    core = _core(p)
+    share = (core - 1) * l / core
+    return _folded(p, l, Cost(2 * _lg(core), 2 * share, share))
+
+
+def _bruck_all_to_all(p: int, l: float) -> Cost:
+    blocks = sum(d.bit_count() for d in range(p))  # block d travels once for every bit of d
+    return Cost(_lg(p), blocks * l / p)
+
+
+def _torus(p: int, l: float) -> Cost:
+    row = next(n for n in range(round(p**0.5) + 1, 0, -1) if p % n == 0)
+    return grid(p, l, row)
+
+
+def grid(p: int, l: float, row: int) -> Cost:
+    """All-reduce along rows of `row` ranks and columns, all links equal."""
+    column = p // row
+    along_row = _chain(row, l, True) + _chain(row, l, False)
+    along_column = _chain(column, l / row, True) + _chain(column, l / row, False)
+    return along_row + along_column
+
+
+FORMS: Mapping[tuple[str, str], Form] = {
+    ("naive", "broadcast"): lambda p, l: Cost(p - 1, (p - 1) * l),
+    ("naive", "reduce"): lambda p, l: Cost(p - 1, (p - 1) * l, (p - 1) * l),
+    ("naive", "all_reduce"): lambda p, l: Cost(2 * (p - 1), 2 * (p - 1) * l, (p - 1) * l),
+    ("naive", "gather"): lambda p, l: _chain(p, l, False),
+    ("naive", "scatter"): lambda p, l: _chain(p, l, False),
+    ("naive", "all_gather"): lambda p, l: _chain(p, l, False) + Cost(p - 1, (p - 1) * l),
+    ("tree", "broadcast"): lambda p, l: Cost(_lg(p), _lg(p) * l),
+    ("tree", "reduce"): lambda p, l: Cost(_lg(p), _lg(p) * l, _lg(p) * l),
+    ("tree", "all_reduce"): lambda p, l: Cost(2 * _lg(p), 2 * _lg(p) * l, _lg(p) * l),
+    ("tree", "gather"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
+    ("tree", "scatter"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
+    ("ring", "reduce_scatter"): lambda p, l: _chain(p, l, True),
+    ("ring", "all_gather"): lambda p, l: _chain(p, l, False),
+    ("ring", "all_reduce"): lambda p, l: _chain(p, l, True) + _chain(p, l, False),
+    ("pairwise", "reduce_scatter"): lambda p, l: _chain(p, l, True),
+    ("pairwise", "all_gather"): lambda p, l: _chain(p, l, False),
+    ("pairwise", "all_to_all"): lambda p, l: _chain(p, l, False),
+    ("bruck", "all_gather"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
+    ("bruck", "all_to_all"): _bruck_all_to_all,
+    ("hypercube", "all_gather"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
+    ("doubling", "all_reduce"): _doubling,
+    ("halving_doubling", "all_reduce"): _halving_doubling,
+    ("torus", "all_reduce"): _torus,
+}
+
+
+def form(algorithm: str, operation: str, p: int, l: float) -> Cost:
+    """Cost of `algorithm` for `operation` on p ranks with l bytes.
+
+    Raises:
+        ConfigError: There is no such algorithm.
+    """
+    found = FORMS.get((algorithm, operation))
+    if found is None:
+        known = sorted(name for name, op in FORMS if op == operation)
+        msg = f"expected an algorithm for {operation} out of {', '.join(known) or 'none'}, found {algorithm}"
+        raise ConfigError(msg)
+    return found(p, l)

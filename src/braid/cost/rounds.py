@@ -1,0 +1,85 @@
+"""The time of an algorithm on a hundred thousand ranks: by rounds, all ranks of a round at once.
+
+Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But ranks of a class do the same at the same time, so arrays will do: for each kind of round
+count how many messages are on every link, take for each message latency + bytes * (messages on its narrowest link), and let
+
+    t[source], t[target]  =  max(t[source], t[target]) + seconds of the message
+
+A round that is repeated is computed until every rank is delayed by the same time per repetition, and then multiplied. Where ranks of a round start together, which is
+what sharing of links supposes here, this gives the numbers of the simulator (tests, up to 256 ranks).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.schedule.collective import Round, Rounds
+from braid.topology import Cluster
+
+__all__ = ["Estimate", "simulate_rounds"]
+
+Seconds = npt.NDArray[np.float64]
+EXACT_REPEATS = 512  # of one round; more go on as the slowest rank does
+
+
+class Estimate(NamedTuple):
+    """What an algorithm costs on a cluster.
+
+    Attributes:
+        seconds: Until the last rank is ready.
+        level_bytes: Bytes over all links to each level of the cluster, both ways, by name.
+    """
+
+    seconds: float
+    level_bytes: dict[str, float]
+
+
+def simulate_rounds(
+    rounds: Rounds, nbytes: float, cluster: Cluster, sum_s_per_byte: float = 0.0
+) -> Estimate:
+    """Seconds and bytes of `rounds` on `cluster`.
+
+    Args:
+        rounds: An algorithm for at most as many ranks as the cluster has.
+        nbytes: l, bytes of the largest full buffer of a rank.
+        cluster: Network.
+        sum_s_per_byte: c, seconds per byte that is added up.
+    """
+    block_bytes = rounds.block_bytes(nbytes)
+    ready = np.zeros(rounds.num_ranks)
+    totals = np.zeros(len(cluster.levels))
+    for step in rounds.steps:
+        if not isinstance(step, Round):
+            continue
+        size = step.num_blocks * block_bytes
+        latency, links = cluster.routes(step.sources, step.targets)
+        used = links >= 0
+        load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
+        needed = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
+        seconds = latency + size * needed
+        _repeat(ready, step, seconds, size * sum_s_per_byte if step.adds else 0.0)
+        per_level = used.reshape(len(used), -1, 2).sum(axis=(0, 2))
+        totals += per_level * size * step.repeat
+    names = [level.name for level in cluster.levels]
+    return Estimate(float(ready.max()), dict(zip(names, totals.tolist(), strict=True)))
+
+
+def _repeat(ready: Seconds, step: Round, seconds: Seconds, added_s: float) -> None:
+    """Let `ready` be the times after all repetitions."""
+    before = ready.copy()
+    for number in range(step.repeat):
+        if number == EXACT_REPEATS:
+            ready += (step.repeat - number) * float((seconds + added_s).max())
+            return
+        ends = np.maximum(ready[step.sources], ready[step.targets]) + seconds
+        before[:] = ready
+        np.maximum.at(ready, step.sources, ends)
+        np.maximum.at(ready, step.targets, ends)
+        ready[step.targets] += added_s
+        delayed = ready - before
+        if number and np.ptp(delayed) <= 1e-12 * delayed.max():
+            ready += (step.repeat - number - 1) * delayed.max()
+            return

@@ -1,0 +1,76 @@
+"""Algorithms by name and operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from braid.errors import ConfigError
+from braid.schedule.collective import bruck, exchange, grid, naive, pairwise, ring, tree
+from braid.schedule.collective.rounds import Rounds
+
+__all__ = ["ALGORITHMS", "algorithm"]
+
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+ALGORITHMS: Mapping[tuple[str, str], Callable[..., Rounds]] = {
+    ("ring", "all_reduce"): ring.all_reduce,
+    ("ring", "reduce_scatter"): ring.reduce_scatter,
+    ("ring", "all_gather"): ring.all_gather,
+    ("doubling", "all_reduce"): exchange.doubling,
+    ("halving_doubling", "all_reduce"): exchange.halving_doubling,
+    ("hypercube", "all_gather"): exchange.hypercube,
+    ("tree", "all_reduce"): tree.all_reduce,
+    ("tree", "broadcast"): tree.broadcast,
+    ("tree", "reduce"): tree.reduce,
+    ("tree", "gather"): tree.gather,
+    ("tree", "scatter"): tree.scatter,
+    ("pairwise", "all_to_all"): pairwise.all_to_all,
+    ("pairwise", "reduce_scatter"): pairwise.reduce_scatter,
+    ("pairwise", "all_gather"): pairwise.all_gather,
+    ("bruck", "all_to_all"): bruck.all_to_all,
+    ("bruck", "all_gather"): bruck.all_gather,
+    ("torus", "all_reduce"): grid.torus,
+    ("hierarchical", "all_reduce"): grid.all_reduce,
+    ("naive", "all_reduce"): naive.all_reduce,
+    ("naive", "broadcast"): naive.broadcast,
+    ("naive", "reduce"): naive.reduce,
+    ("naive", "gather"): naive.gather,
+    ("naive", "scatter"): naive.scatter,
+    ("naive", "all_gather"): naive.all_gather,
+}
+
+
+def algorithm(
+    name: str, operation: str, num_ranks: int, *, root: int = 0, row: int | None = None
+) -> Rounds:
+    """An algorithm for a number of ranks.
+
+    Args:
+        name: Such as ring.
+        operation: Such as all_reduce.
+        num_ranks: World size.
+        root: For operations that have one.
+        row: Ranks of a host, for hierarchical.
+
+    Raises:
+        ConfigError: There is none of this name for the operation, or not for this number of ranks, root or row.
+    """
+    make = ALGORITHMS.get((name, operation))
+    if make is None:
+        names = sorted(n for n, op in ALGORITHMS if op == operation)
+        operations = sorted(op for n, op in ALGORITHMS if n == name)
+        msg = f"expected an algorithm for {operation} out of {', '.join(names) or 'none'}, found {name}"
+        if operations:
+            msg += f", which carries out {', '.join(operations)}"
+        raise ConfigError(msg)
+    if name == "hierarchical":
+        if row is None:
+            msg = "expected the number of ranks of a host for hierarchical, found none"
+            raise ConfigError(msg)
+        return make(num_ranks, row)
+    if operation not in ROOTED:
+        return make(num_ranks)
+    if not 0 <= root < max(num_ranks, 1):
+        msg = f"expected a root from 0 to {num_ranks - 1}, found {root}"
+        raise ConfigError(msg)
+    return make(num_ranks, root)

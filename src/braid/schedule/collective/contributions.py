@@ -1,0 +1,119 @@
+"""Whether a program does what its operation promises: every contribution exactly once, in the right place.
+
+Carried out with sets instead of numbers: a block holds the ranks whose contributions have been added up in it. Adding a
+contribution twice, adding other blocks' numbers, sending what holds nothing and ending with too little are each said with the
+action that did it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from braid.schedule.collective.vocabulary import Held, held_at_end, held_at_start
+from braid.schedule.matching import Matching, Moment, Place
+from braid.schedule.program import RECEIVE, SEND, Action, Program
+from braid.schedule.violation import Violation
+
+__all__ = ["check_contributions", "check_slots"]
+
+MOST_REPORTED = 20
+
+
+def check_slots(program: Program) -> list[Violation]:
+    """Blocks that the buffer does not have."""
+    found = []
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            wrong = [
+                unit for unit in (action.unit, action.edge) if unit >= program.header.num_units
+            ]
+            if wrong:
+                text = f"block {wrong[0]} of {program.header.num_units}, which are numbered from 0"
+                found.append(Violation("units", rank, position, text))
+    return found
+
+
+def check_contributions(
+    program: Program, matching: Matching, moments: Iterable[Moment]
+) -> list[Violation]:
+    """What goes wrong when everything happens in this order, and what is missing at the end.
+
+    Args:
+        program: Whose messages have partners and do not deadlock.
+        matching: Of it.
+        moments: All of it, in an order in which it can happen.
+    """
+    return _Ledger(program, matching).check(moments)
+
+
+class _Ledger:
+    """What every block holds."""
+
+    def __init__(self, program: Program, matching: Matching) -> None:
+        self._program = program
+        self._partner = matching.partner
+        header = program.header
+        given = (header.operation, program.num_ranks, header.num_units, header.root)
+        self._holds = [dict(blocks) for blocks in held_at_start(*given)]
+        self._wanted = held_at_end(*given)
+        self._read: dict[Place, Held | None] = {}  # what sends and copies took
+        self._found: list[Violation] = []
+
+    def check(self, moments: Iterable[Moment]) -> list[Violation]:
+        for rank, positions, ended in moments:
+            for position in positions:
+                place, action = Place(rank, position), self._program.ranks[rank][position]
+                role = self._program.vocabulary.role(action)
+                if not ended and role != RECEIVE:
+                    self._take(place, action, action.unit if role == SEND else action.edge)
+                elif ended and role != SEND:
+                    source = self._partner[place] if role == RECEIVE else place
+                    self._put(place, action, self._read[source])
+        found = self._found or _missing(self._holds, self._wanted)
+        return found[:MOST_REPORTED]
+
+    def _take(self, place: Place, action: Action, block: int) -> None:
+        held = self._read[place] = self._holds[place.rank].get(block)
+        if held is None:
+            self._wrong(place, action, "it holds nothing yet")
+
+    def _put(self, place: Place, action: Action, came: Held | None) -> None:
+        blocks = self._holds[place.rank]
+        there = blocks.get(action.unit)
+        if came is None:  # said where it was taken
+            return
+        if action.kind != "reduce":
+            blocks[action.unit] = came
+        elif there is None:
+            self._wrong(place, action, "there is nothing yet to add to")
+        elif there.block != came.block:
+            self._wrong(place, action, f"adds block {came.block} to block {there.block}")
+        elif twice := there.ranks & came.ranks:
+            self._wrong(place, action, f"counts the contribution of rank {_ranks(twice)} twice")
+        else:
+            blocks[action.unit] = Held(there.block, there.ranks | came.ranks)
+
+    def _wrong(self, place: Place, action: Action, problem: str) -> None:
+        text = f"{self._program.vocabulary.describe(action)}: {problem}"
+        self._found.append(Violation("contributions", *place, text))
+
+
+def _missing(holds: list[dict[int, Held]], wanted: list[dict[int, Held]]) -> list[Violation]:
+    found = []
+    for rank, blocks in enumerate(wanted):
+        for unit, held in blocks.items():
+            has = holds[rank].get(unit)
+            if has == held:
+                continue
+            if has is None or has.block != held.block:
+                text = f"block {unit} ends without block {held.block} of rank {_ranks(held.ranks)}"
+            elif held.ranks & ~has.ranks:
+                text = f"block {unit} ends without the contribution of rank {_ranks(held.ranks & ~has.ranks)}"
+            else:
+                text = f"block {unit} ends with contributions of rank {_ranks(has.ranks & ~held.ranks)} that it must not have"
+            found.append(Violation("contributions", rank, -1, text))
+    return found
+
+
+def _ranks(mask: int) -> str:
+    return ", ".join(str(rank) for rank in range(mask.bit_length()) if mask >> rank & 1)

@@ -1,0 +1,121 @@
+"""Rounds: an algorithm written once, for four ranks to look at and for a hundred thousand to compute with.
+
+An algorithm is a list of rounds. In a round some ranks send to one other rank each, all the same number of blocks, and a
+round that is repeated with the same pairs (a ring) stands there once:
+
+    Round(sources [0 1 2 3], targets [1 2 3 0], num_blocks 1, repeat 3)
+
+`program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds` in `cost` needs only pairs and
+numbers of blocks, so its work grows with ranks times kinds of rounds and not with messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.schedule.collective.vocabulary import COLLECTIVE
+from braid.schedule.program import Action, Header, Program
+
+__all__ = ["Copy", "Ranks", "Round", "Rounds", "program"]
+
+Ranks = npt.NDArray[np.int64]
+Slots = Callable[[int, int], Sequence[int]]
+
+
+class Round(NamedTuple):
+    """Messages that are under way at the same time.
+
+    Attributes:
+        sources: Ranks that send; each at most once.
+        targets: Whom to; each at most once.
+        num_blocks: Blocks of each message.
+        slots: Which blocks a rank sends, by (rank, repetition).
+        into: Where the target of a rank puts them, by (sender, repetition); the same blocks when None.
+        adds: Whether what comes is added to what is there.
+        repeat: How many times in a row.
+    """
+
+    sources: Ranks
+    targets: Ranks
+    num_blocks: int
+    slots: Slots
+    into: Slots | None = None
+    adds: bool = False
+    repeat: int = 1
+
+
+class Copy(NamedTuple):
+    """Copies inside each rank's buffer.
+
+    Attributes:
+        blocks: (to, from) of a rank.
+    """
+
+    blocks: Callable[[int], Sequence[tuple[int, int]]]
+
+
+class Rounds(NamedTuple):
+    """An algorithm for a number of ranks.
+
+    Attributes:
+        name: Of the algorithm.
+        operation: What it carries out.
+        num_ranks: World size.
+        num_blocks: Into how many the buffer is divided; for all_to_all both buffers together.
+        steps: Rounds and copies, in order.
+        root: Rank, for operations that have one.
+    """
+
+    name: str
+    operation: str
+    num_ranks: int
+    num_blocks: int
+    steps: tuple[Round | Copy, ...]
+    root: int = -1
+
+    def block_bytes(self, nbytes: float) -> float:
+        """Bytes of a block.
+
+        Args:
+            nbytes: Of the largest full buffer of a rank; of one of the two of all_to_all.
+        """
+        return nbytes / (self.num_ranks if self.operation == "all_to_all" else self.num_blocks)
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds one after the other."""
+        return sum(step.repeat for step in self.steps if isinstance(step, Round))
+
+
+def program(rounds: Rounds) -> Program:
+    """All of it, action by action."""
+    ranks: list[list[Action]] = [[] for _ in range(rounds.num_ranks)]
+    index = 0
+    for step in rounds.steps:
+        if isinstance(step, Copy):
+            for rank, actions in enumerate(ranks):
+                blocks = step.blocks(rank)
+                actions.extend(Action("copy", to, index, edge=source) for to, source in blocks)
+            index += 1
+            continue
+        for repetition in range(step.repeat):
+            _write(ranks, step, repetition, index)
+            index += 1
+    header = Header(rounds.name, rounds.operation, rounds.num_blocks, index, rounds.root)
+    return Program(COLLECTIVE, header, tuple(map(tuple, ranks)))
+
+
+def _write(ranks: list[list[Action]], step: Round, repetition: int, index: int) -> None:
+    kind = "reduce" if step.adds else "recv"
+    pairs = list(zip(step.sources.tolist(), step.targets.tolist(), strict=True))
+    into = step.into or step.slots
+    for source, target in pairs:  # in every rank's list of a round, sends come first
+        blocks = step.slots(source, repetition)
+        assert len(blocks) == step.num_blocks, (source, blocks, step)
+        ranks[source] += (Action("send", block, index, target) for block in blocks)
+    for source, target in pairs:
+        ranks[target] += (Action(kind, block, index, source) for block in into(source, repetition))

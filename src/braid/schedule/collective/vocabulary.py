@@ -1,0 +1,126 @@
+"""The words of collectives: blocks that are sent, received, added and copied.
+
+The buffer of every rank is divided into blocks, which are the units of its actions. What a block holds is written `(block, ranks)`: whose contributions
+to which block of the result have been added up in it. An operation says what everybody holds at the start and what must be held at
+the end; between them the validator only adds up (`contributions`).
+
+    all_reduce       block b of everybody          ->  everybody: block b of all ranks
+    reduce           likewise                      ->  root: likewise
+    reduce_scatter   likewise                      ->  rank r: block r of all ranks
+    broadcast        block b of the root           ->  everybody: likewise
+    scatter          block b of the root           ->  rank r: block r of the root
+    all_gather       rank r: block r               ->  everybody: block b of rank b
+    gather           rank r: block r               ->  root: likewise
+    all_to_all       rank r: p blocks, b for rank b  ->  in p further blocks of rank r, block b from rank b
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+from braid.schedule.program import LOCAL, RECEIVE, SEND, Kind, Vocabulary
+
+__all__ = ["COLLECTIVE", "OPERATIONS", "Held", "held_at_end", "held_at_start", "num_slots"]
+
+COLLECTIVE = Vocabulary(
+    name="collective",
+    kinds={
+        "send": Kind(SEND, "send a block"),
+        "recv": Kind(RECEIVE, "receive a block, in place of what was there"),
+        "reduce": Kind(RECEIVE, "receive a block and add it"),
+        "copy": Kind(LOCAL, "copy block `edge` to `unit`", has_edge=True),
+    },
+    unit_name="block",
+    index_name="round",
+    posts="round",
+)
+
+OPERATIONS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "scatter",
+    "all_gather",
+    "gather",
+    "all_to_all",
+)
+
+
+class Held(NamedTuple):
+    """What a block of a rank's buffer holds.
+
+    Attributes:
+        block: Of the result; for all_to_all sender * p + receiver.
+        ranks: Bit r: the contribution of rank r is in it.
+    """
+
+    block: int
+    ranks: int
+
+
+def num_slots(operation: str, num_ranks: int, num_blocks: int) -> int:
+    """Blocks of a rank's buffer; all_to_all has two buffers, one behind the other."""
+    return 2 * num_ranks if operation == "all_to_all" else num_blocks
+
+
+def held_at_start(
+    operation: str, num_ranks: int, num_blocks: int, root: int
+) -> list[dict[int, Held]]:
+    """What the blocks of every rank hold before; one that is missing holds nothing of use."""
+    _check(operation, num_ranks, num_blocks, root)
+    own = [1 << rank for rank in range(num_ranks)]
+    if operation in {"all_reduce", "reduce", "reduce_scatter"}:
+        return [{b: Held(b, own[r]) for b in range(num_blocks)} for r in range(num_ranks)]
+    if operation in {"broadcast", "scatter"}:
+        full = {b: Held(b, own[root]) for b in range(num_blocks)}
+        return [full if r == root else {} for r in range(num_ranks)]
+    if operation in {"all_gather", "gather"}:
+        return [{r: Held(r, own[r])} for r in range(num_ranks)]
+    return [
+        {b: Held(r * num_ranks + b, own[r]) for b in range(num_ranks)} for r in range(num_ranks)
+    ]
+
+
+def held_at_end(
+    operation: str, num_ranks: int, num_blocks: int, root: int
+) -> list[dict[int, Held]]:
+    """What the blocks of every rank must hold after; one that is missing may hold anything."""
+    _check(operation, num_ranks, num_blocks, root)
+    everybody = (1 << num_ranks) - 1
+    ranks, blocks = range(num_ranks), range(num_blocks)
+    reduced = {b: Held(b, everybody) for b in blocks}
+    gathered = {r: Held(r, 1 << r) for r in ranks}
+    if operation == "all_reduce":
+        return [reduced for _ in ranks]
+    if operation == "reduce":
+        return [reduced if r == root else {} for r in ranks]
+    if operation == "reduce_scatter":
+        return [{r: reduced[r]} for r in ranks]
+    if operation == "broadcast":
+        return [{b: Held(b, 1 << root) for b in blocks} for _ in ranks]
+    if operation == "scatter":
+        return [{r: Held(r, 1 << root)} for r in ranks]
+    if operation == "all_gather":
+        return [gathered for _ in ranks]
+    if operation == "gather":
+        return [gathered if r == root else {} for r in ranks]
+    return [{num_ranks + b: Held(b * num_ranks + r, 1 << b) for b in ranks} for r in ranks]
+
+
+def _check(operation: str, num_ranks: int, num_blocks: int, root: int) -> None:
+    problems = []
+    if operation not in OPERATIONS:
+        problems.append(f"expected an operation out of {', '.join(OPERATIONS)}, found {operation}")
+    rooted = operation in {"reduce", "broadcast", "scatter", "gather"}
+    if rooted != (root >= 0) or root >= num_ranks:
+        wanted = f"a root from 0 to {num_ranks - 1}" if rooted else "no root"
+        problems.append(f"expected {wanted} for {operation}, found {root if root >= 0 else 'none'}")
+    by_rank = operation in {"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"}
+    if by_rank and num_blocks != num_slots(operation, num_ranks, num_ranks):
+        problems.append(
+            f"expected {num_slots(operation, num_ranks, num_ranks)} blocks for {operation} on {num_ranks} ranks, found {num_blocks}"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))

@@ -1,0 +1,161 @@
+"""Which send goes with which receive, and in which order things can happen.
+
+Sends and receives between two ranks form one first-in, first-out line each way, so matching needs no search. What is left
+over is an error of the program, found here and not by a rank that waits for ever.
+
+`order` carries a program out without time: it posts what each rank posts together and ends what can end. Under *buffered*
+semantics a send ends at once; under *rendezvous* only when its receive has been posted. A program that is right under
+rendezvous needs no memory for messages under way. What cannot end is a deadlock, reported as the circle of who waits for whom.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import NamedTuple
+
+from braid.schedule.program import LOCAL, SEND, Program, batches
+
+__all__ = ["Deadlock", "Matching", "Moment", "Place", "match", "order"]
+
+
+class Place(NamedTuple):
+    """An action of a program.
+
+    Attributes:
+        rank: Whose.
+        position: In its list.
+    """
+
+    rank: int
+    position: int
+
+
+class Matching(NamedTuple):
+    """Pairs of messages.
+
+    Attributes:
+        partner: Receive of every matched send, and send of every matched receive.
+        alone: Sends and receives that have none.
+    """
+
+    partner: dict[Place, Place]
+    alone: list[Place]
+
+
+class Moment(NamedTuple):
+    """What happens to the actions that a rank posts together: they are posted, and later they end.
+
+    Attributes:
+        rank: Whose.
+        positions: Of the actions.
+        ended: Which of the two; what is sent or copied is read when it is posted, what comes is written when it ends.
+    """
+
+    rank: int
+    positions: range
+    ended: bool
+
+
+class Deadlock(NamedTuple):
+    """Who waits for whom, for ever.
+
+    Attributes:
+        circle: Actions that wait, each for a later action of the next one's rank; the last waits for the first. Where somebody waits for a
+            rank that has ended, it is the way there.
+    """
+
+    circle: list[Place]
+
+
+def match(program: Program) -> Matching:
+    """Pair the n-th send from one rank to another with the n-th receive there."""
+    sends: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            role = program.vocabulary.role(action)
+            if role == LOCAL:
+                continue
+            if role == SEND:
+                sends[rank, action.peer].append(Place(rank, position))
+            else:
+                receives[action.peer, rank].append(Place(rank, position))
+    partner: dict[Place, Place] = {}
+    alone: list[Place] = []
+    for pair in sorted({*sends, *receives}):
+        out, into = sends[pair], receives[pair]
+        both = min(len(out), len(into))
+        for one, other in zip(out[:both], into[:both], strict=True):
+            partner[one], partner[other] = other, one
+        alone += out[both:] + into[both:]
+    return Matching(partner, sorted(alone))
+
+
+def order(
+    program: Program, matching: Matching, *, buffered: bool
+) -> tuple[list[Moment], Deadlock | None]:
+    """What happens, in an order in which it can, and the deadlock, if not everything can end.
+
+    Args:
+        program: Whose messages all have partners.
+        matching: Of it.
+        buffered: Whether a send ends without its receive.
+    """
+    return _Run(program, matching, buffered=buffered).run()
+
+
+class _Run:
+    def __init__(self, program: Program, matching: Matching, *, buffered: bool) -> None:
+        self._program = program
+        self._partner = matching.partner
+        self._buffered = buffered
+        self._batches = [deque(batches(program, rank)) for rank in range(program.num_ranks)]
+        self._posted = [0] * program.num_ranks  # how many actions of a rank have been posted
+        self._moments: list[Moment] = []
+
+    def run(self) -> tuple[list[Moment], Deadlock | None]:
+        fresh = deque(range(self._program.num_ranks))  # ranks whose head may be able to end
+        for rank in range(self._program.num_ranks):
+            self._post(rank)
+        while fresh:
+            rank = fresh.popleft()
+            while self._batches[rank] and self._stuck_at(rank) is None:
+                self._moments.append(Moment(rank, self._batches[rank].popleft(), ended=True))
+                self._post(rank)
+                fresh.extend(self._peers_of_head(rank))
+        waiting = [rank for rank, left in enumerate(self._batches) if left]
+        return self._moments, (Deadlock(self._circle(waiting[0])) if waiting else None)
+
+    def _post(self, rank: int) -> None:
+        if self._batches[rank]:
+            positions = self._batches[rank][0]
+            self._posted[rank] = positions.stop
+            self._moments.append(Moment(rank, positions, ended=False))
+
+    def _peers_of_head(self, rank: int) -> list[int]:
+        if not self._batches[rank]:
+            return []
+        actions = self._program.ranks[rank]
+        return [actions[i].peer for i in self._batches[rank][0] if actions[i].peer >= 0]
+
+    def _stuck_at(self, rank: int) -> Place | None:
+        """The first action of the head of `rank` that cannot end."""
+        for position in self._batches[rank][0]:
+            partner = self._partner.get(Place(rank, position))
+            if partner is None or partner.position < self._posted[partner.rank]:
+                continue
+            action = self._program.ranks[rank][position]
+            if not (self._buffered and self._program.vocabulary.role(action) == SEND):
+                return Place(rank, position)
+        return None
+
+    def _circle(self, rank: int) -> list[Place]:
+        way: list[Place] = []
+        seen: dict[int, int] = {}
+        while rank not in seen:
+            seen[rank] = len(way)
+            stuck = self._stuck_at(rank)
+            assert stuck is not None  # it waits
+            way.append(stuck)
+            rank = self._partner[stuck].rank
+        return way[seen[rank] :]

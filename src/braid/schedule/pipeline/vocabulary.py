@@ -1,0 +1,85 @@
+"""The words of pipelines: forward and backward of a micro-batch on a stage, and the messages between stages.
+
+A stage lives on the rank of its number. What it must keep to, beyond what all programs must: every stage does F and B of every
+micro-batch once, F before B; what the stage before made is received before F, and what the stage behind made before B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from braid.schedule.matching import Matching, Moment
+from braid.schedule.program import LOCAL, RECEIVE, SEND, Action, Kind, Program, Vocabulary
+from braid.schedule.violation import Violation
+
+__all__ = ["PIPELINE", "check_data", "check_work"]
+
+PIPELINE = Vocabulary(
+    name="pipeline",
+    kinds={
+        "F": Kind(LOCAL, "forward of a micro-batch"),
+        "B": Kind(LOCAL, "backward of a micro-batch"),
+        "send_f": Kind(SEND, "send what F made to the next stage"),
+        "recv_f": Kind(RECEIVE, "receive what F of the stage before made"),
+        "send_b": Kind(SEND, "send the gradient of what F was given to the stage before"),
+        "recv_b": Kind(RECEIVE, "receive the gradient of what F made"),
+    },
+    unit_name="stage",
+    index_name="micro-batch",
+    posts="run",
+)
+
+
+def check_work(program: Program) -> list[Violation]:
+    """F and B of every stage and micro-batch, once each, on the rank of the stage."""
+    found = []
+    header = program.header
+    for rank, actions in enumerate(program.ranks):
+        done: set[tuple[str, int]] = set()
+        for position, action in enumerate(actions):
+            if action.unit != rank or action.index >= header.num_indices:
+                text = f"expected stage {rank} and a micro-batch below {header.num_indices}, found {PIPELINE.describe(action)}"
+                found.append(Violation("units", rank, position, text))
+            if action.kind in {"F", "B"}:
+                if (action.kind, action.index) in done:
+                    text = f"{PIPELINE.describe(action)} a second time"
+                    found.append(Violation("work", rank, position, text))
+                done.add((action.kind, action.index))
+        missing = [
+            f"{kind}{rank}.{index}"
+            for kind in ("F", "B")
+            for index in range(header.num_indices)
+            if (kind, index) not in done
+        ]
+        if missing:
+            text = f"ends without {', '.join(missing)}"
+            found.append(Violation("work", rank, -1, text))
+    return found
+
+
+def check_data(
+    program: Program, _matching: Matching, _moments: Iterable[Moment]
+) -> list[Violation]:
+    """Everything that is used has been made or received before."""
+    found = []
+    last = program.num_ranks - 1
+    for rank, actions in enumerate(program.ranks):
+        has: set[tuple[str, int]] = set()
+        for position, action in enumerate(actions):
+            lacking = [
+                kind for kind in _needs(action, rank, last) if (kind, action.index) not in has
+            ]
+            has.add((action.kind, action.index))
+            if lacking:
+                text = f"{PIPELINE.describe(action)} comes before {lacking[0]} of micro-batch {action.index}"
+                found.append(Violation("data", rank, position, text))
+    return found
+
+
+def _needs(action: Action, stage: int, last: int) -> list[str]:
+    """What must have been done with the same micro-batch before."""
+    if action.kind == "F":
+        return ["recv_f"] if stage else []
+    if action.kind == "B":
+        return ["F"] if stage == last else ["F", "recv_b"]
+    return {"send_f": ["F"], "send_b": ["B"]}.get(action.kind, [])

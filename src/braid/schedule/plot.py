@@ -1,0 +1,150 @@
+"""Pictures of programs and timelines: text for a terminal, SVG for a page, trace events for Perfetto.
+
+round          0          1          2          3
+rank 0    0>1 +2<2   2>1 +1<2   1>1  0<2   0>1  2<2       block > to whom, block < from whom, + added
+rank 1    1>2 +0<0   0>2 +2<0   2>2  1<0   1>2  0<0
+
+rank 0   F0 F1 F2       B0   F3    B1     B2   B3          a timeline: each character a share of the whole time
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from braid.schedule.program import LOCAL, SEND, Action, Program
+from braid.schedule.simulate import Interval, Timeline
+
+__all__ = ["lanes", "table", "to_svg", "to_trace"]
+
+MOST_COLUMNS = 64  # of a table: more rounds than anybody reads
+COLOURS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#bbbbbb",
+)  # Paul Tol's bright scheme, for all eyes
+LANE, BAR, LEFT, TOP = 26, 18, 70, 24  # pixels
+
+
+def table(program: Program) -> list[list[str]]:
+    """What every rank does, by round or micro-batch.
+
+    Returns:
+        Rows of cells: the head first, then a row per rank.
+    """
+    last = max((a.index for actions in program.ranks for a in actions), default=-1)
+    columns = range(min(last + 1, MOST_COLUMNS))
+    cut = ["..."] if last >= MOST_COLUMNS else []
+    rows = [[program.vocabulary.index_name, *map(str, columns), *cut]]
+    for rank, actions in enumerate(program.ranks):
+        cells: dict[int, list[str]] = defaultdict(list)
+        for action in actions:
+            cells[action.index].append(_cell(program, action))
+        rows.append([f"rank {rank}", *(" ".join(_merged(cells[i])) for i in columns), *cut])
+    return rows
+
+
+def _cell(program: Program, action: Action) -> str:
+    role = program.vocabulary.role(action)
+    if role == LOCAL:
+        return f"{action.kind}{action.edge if action.edge >= 0 else ''}"
+    mark = ">" if role == SEND else "<"
+    adds = "+" if action.kind == "reduce" else ""
+    return f"{adds}{action.unit}{mark}{action.peer}"
+
+
+def _merged(cells: Sequence[str]) -> list[str]:
+    """Cells in order; from four on, how many there are."""
+    if len(cells) <= 4:
+        return list(cells)
+    counts = Counter(cell.lstrip("+0123456789") for cell in cells)
+    return [f"{count} blocks{way}" for way, count in counts.items()]
+
+
+def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
+    """A line of `width` characters per rank: kind and index of what it does, `-` while a message is under way.
+
+    Args:
+        timeline: Of a simulation.
+        num_ranks: World size.
+        width: Characters for the whole time.
+    """
+    total = timeline.seconds or 1.0
+    rows = [[" "] * width for _ in range(num_ranks)]
+    ordered = sorted(
+        timeline.intervals, key=lambda i: not i.is_message
+    )  # work stands above messages
+    for interval in ordered:
+        first = min(int(interval.start_s / total * width), width - 1)
+        end = max(first + 1, min(round(interval.end_s / total * width), width))
+        text = "" if interval.is_message else f"{interval.action.kind}{interval.action.index}"
+        fill = "-" if interval.is_message else "="
+        rows[interval.rank][first:end] = text[: end - first].ljust(end - first, fill)
+    return [f"rank {rank:<4} {''.join(row)}" for rank, row in enumerate(rows)]
+
+
+def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
+    """The timeline as a picture; what it is appears under the pointer.
+
+    Args:
+        timeline: Of a simulation.
+        num_ranks: World size.
+        width: Pixels for the whole time.
+    """
+    total = timeline.seconds or 1.0
+    kinds = sorted({interval.action.kind for interval in timeline.intervals})
+    colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    height = TOP + num_ranks * LANE + LANE
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + width + 10}" height="{height}" font-family="sans-serif" font-size="12">'
+    ]
+    for i, kind in enumerate(kinds):
+        parts.append(
+            f'<rect x="{LEFT + i * 90}" y="4" width="12" height="12" fill="{colour[kind]}"/>'
+        )
+        parts.append(f'<text x="{LEFT + i * 90 + 16}" y="14">{escape(kind)}</text>')
+    names = range(num_ranks)
+    parts += (f'<text x="4" y="{TOP + rank * LANE + 14}">rank {rank}</text>' for rank in names)
+    for interval in timeline.intervals:
+        x = LEFT + interval.start_s / total * width
+        wide = max((interval.end_s - interval.start_s) / total * width, 0.5)
+        y = TOP + interval.rank * LANE
+        what = escape(_words(interval))
+        parts.append(
+            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{BAR}" fill="{colour[interval.action.kind]}" '
+            f'fill-opacity="0.8"><title>{what}</title></rect>'
+        )
+    parts.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
+    parts.append(
+        f'<text x="{LEFT + width}" y="{height - 8}" text-anchor="end">{total:.6g} s</text>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def to_trace(timeline: Timeline) -> list[dict[str, Any]]:
+    """Events of Chrome's trace format, in microseconds; a process per rank."""
+    return [
+        {
+            "name": f"{i.action.kind} {i.action.unit}.{i.action.index}",
+            "cat": "simulated",
+            "ph": "X",
+            "pid": i.rank,
+            "tid": i.action.kind,
+            "ts": i.start_s * 1e6,
+            "dur": (i.end_s - i.start_s) * 1e6,
+        }
+        for i in timeline.intervals
+    ]
+
+
+def _words(interval: Interval) -> str:
+    action = interval.action
+    peer = f", rank {action.peer}" if action.peer >= 0 else ""
+    more = f" and {interval.num_actions - 1} more" if interval.num_actions > 1 else ""
+    return f"{action.kind} {action.unit}, {action.index}{peer}{more}: {interval.start_s:.6g} to {interval.end_s:.6g} s"

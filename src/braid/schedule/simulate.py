@@ -1,0 +1,313 @@
+"""How long a program takes on a network, without running it.
+
+Every rank goes through its list; what it posts together is under way at the same time. Messages of one round from one rank to another
+travel as one. A message begins when both ends have been posted (rendezvous) or when its send has (buffered), waits for the
+latency of its route, and then moves at the rate of its slowest link, which it shares evenly with what is on that link at that
+time. So nothing has to be assumed about who waits for whom, and a link that is oversubscribed slows exactly those who use it.
+
+    rank 0   |post| latency |======= bytes at the rate of the slowest link =======| add |post| ...
+    rank 1        |post ....|=====================================================| add |post| ...
+
+Rates are those of even sharing link by link (no rank gets what another leaves of its share), which is what TCP flows of equal
+latency come near to.
+
+Source: the fluid model of network simulators; H. Casanova et al., SimGrid, JPDC 74 (2014).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from braid.errors import ConfigError
+from braid.schedule.matching import Place, match
+from braid.schedule.program import SEND, Action, Program, batches
+
+__all__ = ["Costs", "Interval", "Network", "Route", "Timeline", "simulate"]
+
+BOTH = 2  # ends of a message
+SAME_TIME = 1e-12  # events that differ by less than this share of the time are simultaneous: sums of floats differ by order
+
+
+class Route(NamedTuple):
+    """The way from one rank to another.
+
+    Attributes:
+        latency_s: Seconds before the first byte comes.
+        links: Numbers of the links that it uses.
+    """
+
+    latency_s: float
+    links: tuple[int, ...]
+
+
+class Network(Protocol):
+    """What messages travel over."""
+
+    @property
+    def bytes_per_s(self) -> Sequence[float]:
+        """Of every link."""
+        ...
+
+    def route(self, source: int, target: int) -> Route:
+        """Way from a rank to another one."""
+        ...
+
+
+class Costs(NamedTuple):
+    """What actions cost.
+
+    Attributes:
+        nbytes: Bytes of a message, by its send or receive.
+        seconds: Of this rank's own work: a local action, or what a receive needs when it has come.
+    """
+
+    nbytes: Callable[[int, Action], float]
+    seconds: Callable[[int, Action], float]
+
+
+class Interval(NamedTuple):
+    """What a rank did for some time.
+
+    Attributes:
+        rank: Whose.
+        start_s: Seconds since the start: when the message began to travel, or the work to be done.
+        end_s: When it was over.
+        action: The first of those that did it together.
+        num_actions: How many did.
+        is_message: Whether it was under way, rather than at work.
+    """
+
+    rank: int
+    start_s: float
+    end_s: float
+    action: Action
+    num_actions: int = 1
+    is_message: bool = False
+
+
+class Timeline(NamedTuple):
+    """What happened when.
+
+    Attributes:
+        intervals: Of all ranks, by start.
+        end_s: When each rank was ready.
+        link_bytes: Bytes over each link.
+    """
+
+    intervals: list[Interval]
+    end_s: list[float]
+    link_bytes: dict[int, float]
+
+    @property
+    def seconds(self) -> float:
+        """When the last rank was ready."""
+        return max(self.end_s, default=0.0)
+
+
+def simulate(
+    program: Program, costs: Costs, network: Network, *, buffered: bool = False
+) -> Timeline:
+    """Carry `program` out in simulated time.
+
+    Args:
+        program: Valid.
+        costs: Bytes and seconds of its actions.
+        network: What messages travel over.
+        buffered: Whether messages travel before their receives are posted.
+
+    Raises:
+        ConfigError: It comes to nothing: the program deadlocks.
+    """
+    return _Simulation(program, costs, network, buffered=buffered).run()
+
+
+class _Message:
+    """What one rank sends to another in one round, and that one receives in one round."""
+
+    __slots__ = (
+        "actions",
+        "has_come",
+        "left",
+        "links",
+        "nbytes",
+        "posted",
+        "ranks",
+        "rate",
+        "start_s",
+    )
+
+    def __init__(self, source: int, target: int) -> None:
+        self.ranks = (source, target)
+        self.actions: tuple[list[Action], list[Action]] = ([], [])  # sends and receives
+        self.links: tuple[int, ...] = ()
+        self.nbytes = self.left = self.rate = 0.0
+        self.posted = 0
+        self.start_s = 0.0
+        self.has_come = False
+
+
+class _Simulation:
+    def __init__(self, program: Program, costs: Costs, network: Network, *, buffered: bool) -> None:
+        self._program = program
+        self._costs = costs
+        self._network = network
+        self._bandwidth = [float(rate) for rate in network.bytes_per_s]
+        self._buffered = buffered
+        self._lists = [list(batches(program, rank)) for rank in range(program.num_ranks)]
+        self._at = [-1] * program.num_ranks  # which batch a rank is in
+        self._open = [0] * program.num_ranks  # messages and work of it that have not ended
+        self._work_s = [0.0] * program.num_ranks  # to be done when the messages have come
+        self._messages = self._all_messages()
+        self._flows: dict[_Message, None] = {}  # under way, in order
+        self._on_link: Counter[int] = Counter()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._now = 0.0
+        self._flows_at = 0.0
+        self._intervals: list[Interval] = []
+        self._end_s = [0.0] * program.num_ranks
+        self._link_bytes: dict[int, float] = defaultdict(float)
+
+    def run(self) -> Timeline:
+        for rank in range(self._program.num_ranks):
+            self._next_batch(rank)
+        while self._events or self._flows:
+            self._advance()
+        stuck = [r for r, at in enumerate(self._at) if at < len(self._lists[r])]
+        if stuck:
+            ranks = ", ".join(map(str, stuck))
+            msg = f"expected a program that ends, found that ranks {ranks} wait for ever: validate it first"
+            raise ConfigError(msg)
+        self._intervals.sort(key=lambda i: (i.start_s, i.rank))
+        return Timeline(self._intervals, self._end_s, dict(self._link_bytes))
+
+    # Time.
+
+    def _at_time(self, when_s: float, call: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when_s, self._count, call))
+
+    def _advance(self) -> None:
+        """Go to the next moment at which something happens, and let all of it happen."""
+        self._share()
+        ends = [self._now + flow.left / flow.rate for flow in self._flows]
+        first = self._events[0][0] if self._events else float("inf")
+        self._now = max(self._now, min([first, *ends]))
+        limit = self._now * (1 + SAME_TIME)
+        self._flow_until(self._now)
+        for flow, end in zip(list(self._flows), ends, strict=True):
+            if end <= limit:
+                self._arrive(flow)
+        while self._events and self._events[0][0] <= limit:
+            heapq.heappop(self._events)[2]()
+
+    def _flow_until(self, when_s: float) -> None:
+        passed = when_s - self._flows_at
+        for flow in self._flows:
+            flow.left -= passed * flow.rate
+        self._flows_at = when_s
+
+    def _share(self) -> None:
+        bandwidth, on_link = self._bandwidth, self._on_link
+        for flow in self._flows:
+            flow.rate = min(bandwidth[link] / on_link[link] for link in flow.links)
+
+    # Ranks.
+
+    def _next_batch(self, rank: int) -> None:
+        self._at[rank] += 1
+        if self._at[rank] == len(self._lists[rank]):
+            self._end_s[rank] = self._now
+            return
+        positions = self._lists[rank][self._at[rank]]
+        actions = self._program.ranks[rank]
+        vocabulary = self._program.vocabulary
+        self._open[rank] = 1  # until all have been posted
+        own = (actions[i] for i in positions if vocabulary.role(actions[i]) != SEND)
+        self._work_s[rank] = sum(self._costs.seconds(rank, action) for action in own)
+        for message in self._messages.get((rank, self._at[rank]), ()):
+            self._post(message, is_send=message.ranks[0] == rank)
+        self._close(rank)
+
+    def _close(self, rank: int) -> None:
+        """One thing of the batch of `rank` has ended."""
+        self._open[rank] -= 1
+        if self._open[rank]:
+            return
+        seconds = self._work_s[rank]
+        if not seconds:
+            self._at_time(self._now, lambda: self._next_batch(rank))
+            return
+        positions = self._lists[rank][self._at[rank]]
+        vocabulary, actions = self._program.vocabulary, self._program.ranks[rank]
+        worked = [actions[i] for i in positions if vocabulary.role(actions[i]) != SEND]
+        interval = Interval(rank, self._now, self._now + seconds, worked[0], len(worked))
+        self._intervals.append(interval)
+        self._at_time(interval.end_s, lambda: self._next_batch(rank))
+
+    # Messages.
+
+    def _all_messages(self) -> dict[tuple[int, int], list[_Message]]:
+        """By (rank, number of the batch) of either end."""
+        program, partner = self._program, match(self._program).partner
+        batch_of = [
+            [number for number, positions in enumerate(own) for _ in positions]
+            for own in self._lists
+        ]
+        found: dict[tuple[int, int, int, int], _Message] = {}
+        for rank, actions in enumerate(program.ranks):
+            for position, action in enumerate(actions):
+                if program.vocabulary.role(action) != SEND:
+                    continue
+                target, there = partner[Place(rank, position)]
+                ends = (rank, batch_of[rank][position], target, batch_of[target][there])
+                message = found.setdefault(ends, _Message(rank, target))
+                message.actions[0].append(action)
+                message.actions[1].append(program.ranks[target][there])
+                message.nbytes += self._costs.nbytes(rank, action)
+        by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        for (source, sent_in, target, come_in), message in found.items():
+            by_batch[source, sent_in].append(message)
+            by_batch[target, come_in].append(message)
+        return by_batch
+
+    def _post(self, message: _Message, *, is_send: bool) -> None:
+        message.posted += 1
+        begins = is_send if self._buffered else message.posted == BOTH
+        if begins:
+            self._begin(message)
+        if not (message.has_come or (is_send and self._buffered)):
+            self._open[message.ranks[0 if is_send else 1]] += 1
+
+    def _begin(self, message: _Message) -> None:
+        route = self._network.route(*message.ranks)
+        message.links, message.left = route.links, message.nbytes
+        message.start_s = self._now
+        for link in route.links:
+            self._link_bytes[link] += message.nbytes
+        self._at_time(self._now + route.latency_s, lambda: self._flow(message))
+
+    def _flow(self, message: _Message) -> None:
+        if not message.nbytes or not message.links:
+            self._arrive(message)
+            return
+        self._flows[message] = None
+        self._on_link.update(message.links)
+
+    def _arrive(self, message: _Message) -> None:
+        if message in self._flows:
+            del self._flows[message]
+            self._on_link.subtract(message.links)
+        message.has_come = True
+        for rank, actions in zip(message.ranks, message.actions, strict=True):
+            first, count = actions[0], len(actions)
+            interval = Interval(rank, message.start_s, self._now, first, count, is_message=True)
+            self._intervals.append(interval)
+        source, target = message.ranks
+        if not self._buffered:
+            self._close(source)
+        if message.posted == BOTH:
+            self._close(target)

@@ -1,0 +1,28 @@
+"""What is wrong with a program, as the validator finds it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Violation"]
+
+
+class Violation(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        rule: Name of the rule: kinds, peers, units, matching, deadlock, contributions, ...
+        rank: Whose action it is.
+        position: Of the action in its rank's list; -1 for the end of the list.
+        text: What is wrong, in words.
+    """
+
+    rule: str
+    rank: int
+    position: int
+    text: str
+
+    def __str__(self) -> str:
+        """`matching: rank 1, action 3: send of block 0 ... has no receive`."""
+        where = f"action {self.position}" if self.position >= 0 else "at the end"
+        return f"{self.rule}: rank {self.rank}, {where}: {self.text}"

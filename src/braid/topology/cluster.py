@@ -1,0 +1,149 @@
+"""A cluster as a tree of switches: what is inside a host, a rack, a hall, and how fast the way up is.
+
+    level       children per unit        latency of a message that turns around here, and bandwidth of each child's link to here
+    socket      4 ranks                  1 us    20 GB/s          rank 0 1 2 3 | 4 5 6 7 || 8 9 ...
+    host        2 sockets (UPI)          2 us    40 GB/s               socket      |     ||
+    rack        16 hosts                 5 us    25 GB/s                  host ----+     ||
+    spine       8 racks, 4 : 1          10 us   100 GB/s                          rack --++
+
+Ranks are numbered host by host, so place in the tree is arithmetic: unit u of a level holds the ranks u * n to (u + 1) * n - 1. A message goes up to the
+first level that both ends have in common and down again, over one link of each child on the way; with full duplex up
+and down are links of their own. Latency is that of the level at which it turns around; bandwidth is shared, link by link
+(`schedule.simulate`). Oversubscription is how many times the children of a unit could send what its way up carries.
+
+Source: C. Leiserson, Fat-trees, IEEE ToC 34 (1985), for the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.errors import ConfigError
+from braid.schedule import Route
+
+__all__ = ["Cluster", "Level", "flat"]
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """Units of one kind, such as hosts, each with a switch that joins its children.
+
+    Attributes:
+        name: Of a unit, such as host.
+        size: Children of a unit: ranks for the first level, else units of the level below.
+        latency_s: Seconds until the first byte of a message that turns around here.
+        bytes_per_s: Of the link from each child to here.
+        full_duplex: Whether both ways of a link have this bandwidth each; else they share it.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    bytes_per_s: float
+    full_duplex: bool = True
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.size < 1:
+            problems.append(f"size is {self.size}, expected 1 or more")
+        if not 0 <= self.latency_s < float("inf"):
+            problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
+        if not 0 < self.bytes_per_s < float("inf"):
+            problems.append(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
+        if problems:
+            msg = f"level {self.name!r} of the cluster: {'; '.join(problems)}"
+            raise ConfigError(msg)
+
+
+class Cluster:
+    """A tree of levels; the network of a simulation.
+
+    Args:
+        levels: From the ranks upwards.
+
+    Raises:
+        ConfigError: There is no level, or two have one name.
+    """
+
+    def __init__(self, levels: Sequence[Level]) -> None:
+        names = [level.name for level in levels]
+        if not names or len(set(names)) < len(names):
+            msg = f"expected at least one level, each with a name of its own, found {', '.join(names) or 'none'}"
+            raise ConfigError(msg)
+        self.levels = tuple(levels)
+        widths = np.cumprod([1, *(level.size for level in levels)])
+        self._widths: list[int] = widths.tolist()  # ranks of a child, by level; last: of everything
+        num_children = [self.num_ranks // width for width in self._widths[:-1]]
+        firsts = np.cumsum([0, *(2 * n for n in num_children)])
+        self._first_links: list[int] = firsts.tolist()
+
+    @property
+    def num_ranks(self) -> int:
+        """World size."""
+        return self._widths[-1]
+
+    @cached_property
+    def bytes_per_s(self) -> npt.NDArray[np.float64]:
+        """Of every link; of a child and its level, the way up and the way down stand beside each other."""
+        counts = np.diff(self._first_links)
+        return np.repeat([level.bytes_per_s for level in self.levels], counts)
+
+    def oversubscription(self, name: str) -> float:
+        """How many times the children of a unit of the level below `name` could fill its link; 1 for ranks."""
+        number = [level.name for level in self.levels].index(name)
+        if not number:
+            return 1.0
+        below = self.levels[number - 1]
+        return below.size * below.bytes_per_s / self.levels[number].bytes_per_s
+
+    def route(self, source: int, target: int) -> Route:
+        """Way between two ranks."""
+        latency, links = self.routes(np.array([source]), np.array([target]))
+        return Route(float(latency[0]), tuple(int(link) for link in links[0] if link >= 0))
+
+    def routes(self, sources: Numbers, targets: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
+        """Ways of many messages at once.
+
+        Args:
+            sources: Ranks.
+            targets: Ranks, as many.
+
+        Returns:
+            Latency of each in seconds, and the links of each in a row, with -1 where there are no more.
+        """
+        latency = np.zeros(len(sources))
+        links = np.full((len(sources), 2 * len(self.levels)), -1, dtype=np.int64)
+        apart = sources != targets
+        for number, level in enumerate(self.levels):
+            width, first = self._widths[number], self._first_links[number]
+            up, down = sources // width, targets // width
+            links[apart, 2 * number] = first + 2 * up[apart]
+            links[apart, 2 * number + 1] = first + 2 * down[apart] + level.full_duplex
+            wider = self._widths[number + 1]
+            meets = apart & (sources // wider == targets // wider)
+            latency[meets] = level.latency_s
+            apart &= ~meets
+        return latency, links
+
+    def level_of_link(self, link: int) -> Level:
+        """Level that a link leads to."""
+        return self.levels[int(np.searchsorted(self._first_links, link, side="right")) - 1]
+
+
+def flat(num_ranks: int, latency_s: float, bytes_per_s: float) -> Cluster:
+    """Ranks at one switch with a full-duplex link each: what closed forms suppose.
+
+    Args:
+        num_ranks: World size.
+        latency_s: a, seconds per message.
+        bytes_per_s: 1 / b.
+    """
+    level = Level(name="switch", size=num_ranks, latency_s=latency_s, bytes_per_s=bytes_per_s)
+    return Cluster([level])
