@@ -47,7 +47,11 @@ def simulate_rounds(
         nbytes: l, bytes of the largest full buffer of a rank.
         cluster: Network.
         sum_s_per_byte: c, seconds per byte that is added up.
+
+    Raises:
+        ConfigError: The cluster has fewer ranks.
     """
+    cluster.check_size(rounds.num_ranks)
     block_bytes = rounds.block_bytes(nbytes)
     ready = np.zeros(rounds.num_ranks)
     totals = np.zeros(len(cluster.levels))

@@ -68,7 +68,7 @@ def _merged(cells: Sequence[str]) -> list[str]:
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
-    """A line of `width` characters per rank: kind and index of what it does, `-` while a message is under way.
+    """A line of `width` characters per rank: kind and index of what it does, index and `-` while messages are under way.
 
     Args:
         timeline: Of a simulation.
@@ -83,7 +83,8 @@ def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
     for interval in ordered:
         first = min(int(interval.start_s / total * width), width - 1)
         end = max(first + 1, min(round(interval.end_s / total * width), width))
-        text = "" if interval.is_message else f"{interval.action.kind}{interval.action.index}"
+        kind = "" if interval.is_message else interval.action.kind
+        text = f"{kind}{interval.action.index}"
         fill = "-" if interval.is_message else "="
         rows[interval.rank][first:end] = text[: end - first].ljust(end - first, fill)
     return [f"rank {rank:<4} {''.join(row)}" for rank, row in enumerate(rows)]

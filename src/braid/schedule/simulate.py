@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from braid.errors import ConfigError
@@ -47,7 +47,7 @@ class Network(Protocol):
     """What messages travel over."""
 
     @property
-    def bytes_per_s(self) -> Sequence[float]:
+    def bytes_per_s(self) -> Iterable[float]:
         """Of every link."""
         ...
 

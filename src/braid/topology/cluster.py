@@ -95,6 +95,13 @@ class Cluster:
         counts = np.diff(self._first_links)
         return np.repeat([level.bytes_per_s for level in self.levels], counts)
 
+    def check_size(self, num_ranks: int) -> None:
+        """Raise ConfigError unless the cluster has so many ranks."""
+        if num_ranks > self.num_ranks:
+            sizes = " x ".join(f"{level.size} ({level.name})" for level in self.levels)
+            msg = f"expected at most {self.num_ranks} ranks, as the cluster has ({sizes}), found {num_ranks}"
+            raise ConfigError(msg)
+
     def oversubscription(self, name: str) -> float:
         """How many times the children of a unit of the level below `name` could fill its link; 1 for ranks."""
         number = [level.name for level in self.levels].index(name)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from braid.errors import ConfigError
 from braid.schedule.collective import bruck, exchange, grid, naive, pairwise, ring, tree
 from braid.schedule.collective.rounds import Rounds
+from braid.schedule.program import check_ranks
 
 __all__ = ["ALGORITHMS", "algorithm"]
 
@@ -63,6 +64,7 @@ def algorithm(
         if operations:
             msg += f", which carries out {', '.join(operations)}"
         raise ConfigError(msg)
+    check_ranks(num_ranks)
     if name == "hierarchical":
         if row is None:
             msg = "expected the number of ranks of a host for hierarchical, found none"
@@ -70,7 +72,7 @@ def algorithm(
         return make(num_ranks, row)
     if operation not in ROOTED:
         return make(num_ranks)
-    if not 0 <= root < max(num_ranks, 1):
+    if not 0 <= root < num_ranks:
         msg = f"expected a root from 0 to {num_ranks - 1}, found {root}"
         raise ConfigError(msg)
     return make(num_ranks, root)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from braid.schedule.collective.rounds import Ranks, Round, Rounds
+from braid.schedule.program import check_ranks
 
 __all__ = ["all_gather", "all_reduce", "reduce_scatter", "rings"]
 
@@ -56,6 +57,7 @@ def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> 
         ahead: The rank at place i begins with part i + `ahead`.
         adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 + `ahead`; else they are gathered.
     """
+    check_ranks(lanes.size)
     length = lanes.shape[1]
     if length == 1:
         return ()

@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from braid.errors import ConfigError
 from braid.schedule.collective.vocabulary import COLLECTIVE
 from braid.schedule.program import Action, Header, Program
 
 __all__ = ["Copy", "Ranks", "Round", "Rounds", "program"]
 
+MOST_RANKS = 512  # a ring has 4 p^2 actions
 Ranks = npt.NDArray[np.int64]
 Slots = Callable[[int, int], Sequence[int]]
 
@@ -92,7 +94,14 @@ class Rounds(NamedTuple):
 
 
 def program(rounds: Rounds) -> Program:
-    """All of it, action by action."""
+    """All of it, action by action.
+
+    Raises:
+        ConfigError: There are more ranks than anybody writes out; `simulate_rounds` in `cost` does without.
+    """
+    if rounds.num_ranks > MOST_RANKS:
+        msg = f"expected at most {MOST_RANKS} ranks to be written out action by action, found {rounds.num_ranks}"
+        raise ConfigError(msg)
     ranks: list[list[Action]] = [[] for _ in range(rounds.num_ranks)]
     index = 0
     for step in rounds.steps:

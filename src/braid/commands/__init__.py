@@ -1,0 +1,12 @@
+"""Families of subcommands of `braid`; see README.md."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+__all__ = ["TOLD", "Directory"]
+
+TOLD = ""  # instead of tyro's `(default: None)`, where the help says what happens by default
+Directory = Annotated[str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint=TOLD)]

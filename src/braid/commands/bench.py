@@ -1,0 +1,90 @@
+"""`braid bench ...`: measure communication and training steps, in turns in one run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from braid.commands import TOLD
+from braid.errors import ConfigError
+
+__all__ = ["bench_comm", "bench_ddp"]
+
+
+def bench_comm(
+    *,
+    n: Annotated[tuple[int, ...], tyro.conf.arg(name="num-ranks", aliases=["-n"])] = (2,),
+    operations: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]", help_behavior_hint=TOLD)
+    ] = (),
+    sizes_kib: tuple[int, ...] = (1, 16, 256, 1024, 4096, 16384),
+    dtypes: tuple[str, ...] = ("float32",),
+    complete: bool = False,
+    rounds: int = 5,
+    out: str = "runs/bench-comm",
+    no_plot: bool = False,
+) -> int:
+    """Measure collectives against Gloo and MPI, in turns in one run: table, JSON, plot.
+
+    Args:
+        n: Number of ranks; several are measured one after the other.
+        operations: Which; all when empty.
+        sizes_kib: KiB of the largest full buffer of a rank.
+        dtypes: Such as float32 bfloat16 int64.
+        complete: 2 and 4 ranks, 1 KiB to 256 MiB, float32, bfloat16 and int64, whatever else is said; takes long.
+        rounds: Alternating rounds for each row; the ratios shown are medians over them.
+        out: Directory for comm.json and comm.png.
+        no_plot: Do not draw comm.png, which needs matplotlib.
+    """
+    from pathlib import Path
+
+    from braid.bench import comm
+
+    bench = comm.CommBench(
+        ranks=comm.COMPLETE_RANKS if complete else n,
+        operations=operations or comm.OPERATIONS,
+        sizes_bytes=(
+            comm.COMPLETE_SIZES_BYTES if complete else tuple(size << 10 for size in sizes_kib)
+        ),
+        dtypes=comm.COMPLETE_DTYPES if complete else dtypes,
+        rounds=rounds,
+        out=Path(out),
+    )
+    report = comm.run_comm(bench)
+    comm.print_report(report, bench.out)
+    if not no_plot:
+        try:
+            print(f"plot  {comm.plot(report, bench.out / 'comm.png')}")
+        except ConfigError as exc:  # the figures are there, only the picture is not
+            print(f"plot  none: {exc}")
+    return 0
+
+
+def bench_ddp(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    models: tuple[str, ...] = ("mlp", "gpt"),
+    batch_mlp: int = 64,
+    batch_gpt: int = 2,
+    rounds: int = 96,
+    out: str = "runs/bench-ddp",
+) -> int:
+    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own, in turns in one run.
+
+    Args:
+        n: Number of ranks.
+        models: mlp and gpt, both of 25 million parameters.
+        batch_mlp: Samples of a rank in a step.
+        batch_gpt: Sequences of a rank in a step.
+        rounds: Steps of each wrapper, in turns; what is shown are medians over them.
+        out: Directory for ddp.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import ddp
+
+    batch = {"mlp": batch_mlp, "gpt": batch_gpt}
+    bench = ddp.DdpBench(ranks=n, models=models, batch=batch, rounds=rounds, out=Path(out))
+    ddp.print_ddp(ddp.run_ddp(bench), bench.out)
+    return 0

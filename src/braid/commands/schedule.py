@@ -1,0 +1,351 @@
+"""`braid schedule ...`: print, validate, simulate and compare programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from braid.commands import TOLD
+from braid.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from braid.schedule import Costs, Program, Timeline
+    from braid.schedule.collective import Rounds
+    from braid.topology import Cluster
+
+__all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simulate"]
+
+Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+Row = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
+Told = Annotated[str, tyro.conf.arg(help_behavior_hint=TOLD)]
+NO_TERMINAL_WIDTH = 120
+MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
+KILO = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 1 << 10,
+    "mi": 1 << 20,
+    "gi": 1 << 30,
+}
+
+
+def schedule_show(
+    name: Name,
+    *,
+    ranks: int = 4,
+    operation: Told = "",
+    root: int = 0,
+    row: Row = None,
+    microbatches: int = 8,
+    table: bool = False,
+) -> int:
+    """Print a program: ring, doubling, halving_doubling, hypercube, tree, pairwise, bruck, torus, hierarchical, naive; 1f1b, gpipe.
+
+    Args:
+        name: Of the algorithm.
+        ranks: World size, or number of stages.
+        operation: What it carries out (default: all_reduce where it can, else what it is for).
+        root: Rank that has or gets everything, for operations that have one.
+        row: Ranks of a host, for hierarchical.
+        microbatches: For 1f1b and gpipe.
+        table: Draw a table of rounds instead.
+    """
+    from braid.schedule import to_text
+
+    program = _program(name, ranks, operation, root, row, microbatches)
+    if table:
+        _print_table(_wide_console(), program)
+    else:
+        print(to_text(program), end="")
+    return 0
+
+
+def schedule_check(
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")],
+) -> int:
+    """Validate a program: matching, deadlock, every contribution exactly once.
+
+    Args:
+        file: As `braid schedule show` prints it.
+    """
+    from braid.schedule import from_text, validate
+    from braid.schedule.known import RULES, VOCABULARIES
+
+    try:
+        program = from_text(_read(file), VOCABULARIES)
+    except ConfigError as exc:
+        msg = f"{file}, {exc}"
+        raise ConfigError(msg) from exc
+    found = validate(program, RULES)
+    for violation in found:
+        print(violation)
+    if not found:
+        print(f"valid: {program}")
+    return 1 if found else 0
+
+
+def schedule_simulate(
+    name: Name,
+    *,
+    ranks: int = 8,
+    operation: Told = "",
+    root: int = 0,
+    row: Row = None,
+    nbytes: str = "64Mi",
+    cluster: Told = "",
+    latency_us: float = 5.0,
+    gbytes_per_s: float = 10.0,
+    microbatches: int = 8,
+    forward_ms: float = 1.0,
+    backward_ms: float = 2.0,
+    svg: Told = "",
+    trace: Told = "",
+) -> int:
+    """Say how long a program takes on a cluster, and draw its timeline.
+
+    Args:
+        name: Of the algorithm, or a file that begins with `program`.
+        ranks: World size, or number of stages.
+        operation: What it carries out (default: all_reduce where it can, else what it is for).
+        root: Rank that has or gets everything, for operations that have one.
+        row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
+        nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations of a micro-batch.
+        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
+        latency_us: Microseconds before the first byte.
+        gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
+        microbatches: For 1f1b and gpipe.
+        forward_ms: Of a micro-batch on a stage.
+        backward_ms: Likewise.
+        svg: File for a picture.
+        trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """
+    from braid.schedule.collective import algorithm
+
+    size, net = _bytes(nbytes), _cluster(cluster, ranks, latency_us, gbytes_per_s)
+    row = row or net.levels[0].size
+    if ranks > MOST_DRAWN and name not in {"1f1b", "gpipe"}:
+        if svg or trace:
+            msg = f"expected at most {MOST_DRAWN} ranks for a picture or a trace, found {ranks}: leave --svg and --trace out"
+            raise ConfigError(msg)
+        wanted = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
+        return _estimate(wanted, size, net)
+    program = _program(name, ranks, operation, root, row, microbatches)
+    net.check_size(program.num_ranks)
+    costs = _costs(program, size, forward_ms * 1e-3, backward_ms * 1e-3)
+    return _draw(program, costs, net, svg, trace)
+
+
+def schedule_compare(
+    operation: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(metavar="OPERATION")
+    ] = "all_reduce",
+    *,
+    ranks: int = 1024,
+    sizes: tuple[str, ...] = ("1Ki", "64Ki", "1Mi", "16Mi", "256Mi", "4Gi"),
+    cluster: Told = "",
+    latency_us: float = 5.0,
+    gbytes_per_s: float = 10.0,
+) -> int:
+    """Show which algorithm is fastest for which size on a cluster, up to 100,000 ranks.
+
+    Args:
+        operation: Such as all_reduce.
+        ranks: World size.
+        sizes: Bytes of the largest full buffer of a rank.
+        cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
+        latency_us: Microseconds before the first byte.
+        gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
+    """
+    from rich import box
+    from rich.table import Table
+
+    from braid.cost import compare
+
+    net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
+    found = compare(operation, ranks, [_bytes(size) for size in sizes], net)
+    levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
+    print(f"{operation} on {ranks} ranks ({levels}); the fastest is marked *")
+    grid = Table(box=box.SIMPLE_HEAD)
+    grid.add_column("algorithm", no_wrap=True)
+    for size in sizes:
+        grid.add_column(size, justify="right", no_wrap=True)
+    for name, estimates in found.estimates.items():
+        marks = ["*" if found.best(i) == name else " " for i in range(len(sizes))]
+        cells = (f"{_time(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
+        grid.add_row(name, *cells)
+    _wide_console().print(grid)
+    for level in net.levels[1:]:
+        if (times := net.oversubscription(level.name)) > 1:
+            print(f"links to the {level.name} are oversubscribed {times:g} : 1")
+    for name, why in found.left_out.items():
+        print(f"left out: {name}, {why}")
+    return 0
+
+
+def _program(
+    name: str, ranks: int, operation: str, root: int, row: int | None, microbatches: int
+) -> Program:
+    from pathlib import Path
+
+    from braid.schedule import from_text
+    from braid.schedule.collective import algorithm, program
+    from braid.schedule.known import VOCABULARIES
+    from braid.schedule.pipeline import gpipe, one_f_one_b
+
+    if name in {"1f1b", "gpipe"}:
+        return (one_f_one_b if name == "1f1b" else gpipe)(ranks, microbatches)
+    if Path(name).is_file():
+        return from_text(_read(name), VOCABULARIES)
+    rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
+    return program(rounds)
+
+
+def _main_operation(name: str) -> str:
+    from braid.schedule.collective import ALGORITHMS
+
+    operations = [operation for known, operation in ALGORITHMS if known == name]
+    if not operations:
+        names = sorted({known for known, _ in ALGORITHMS})
+        msg = (
+            f"expected an algorithm out of {', '.join(names)}, 1f1b, gpipe, or a file, found {name}"
+        )
+        raise ConfigError(msg)
+    return "all_reduce" if "all_reduce" in operations else operations[0]
+
+
+def _cluster(file: str, ranks: int, latency_us: float, gbytes_per_s: float) -> Cluster:
+    from braid.topology import flat, from_toml
+
+    if not file:
+        return flat(ranks, latency_us * 1e-6, gbytes_per_s * 1e9)
+    try:
+        return from_toml(_read(file))
+    except ConfigError as exc:
+        msg = f"{file}: {exc}"
+        raise ConfigError(msg) from exc
+
+
+def _read(file: str) -> str:
+    from pathlib import Path
+
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        msg = f"expected a text file that can be read, found {file}: {exc}"
+        raise ConfigError(msg) from exc
+
+
+def _write(file: str, text: str) -> None:
+    from pathlib import Path
+
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        msg = f"expected a place to write to, found {file}: {exc}"
+        raise ConfigError(msg) from exc
+
+
+def _bytes(text: str) -> int:
+    """Of `64Mi`, `1.5G`, `1000`."""
+    digits = text.rstrip("bB").rstrip("iIkKmMgGtT")
+    unit = text.rstrip("bB")[len(digits) :].lower()
+    try:
+        found = round(float(digits) * KILO[unit])
+    except (ValueError, KeyError, OverflowError):
+        found = -1
+    if found < 0:
+        msg = f"expected bytes such as 1000, 64Ki, 1.5G, found {text!r}"
+        raise ConfigError(msg)
+    return found
+
+
+def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -> Costs:
+    from braid.schedule import Costs
+
+    header = program.header
+    if program.vocabulary.name == "pipeline":
+        work = {"F": forward_s, "B": backward_s}
+        return Costs(lambda _r, _a: nbytes, lambda _r, action: work.get(action.kind, 0.0))
+    blocks = program.num_ranks if header.operation == "all_to_all" else header.num_units
+    return Costs(lambda _r, _a: nbytes / blocks, lambda _r, _a: 0.0)
+
+
+def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) -> int:
+    import json
+
+    from braid.schedule import simulate
+    from braid.schedule.plot import lanes, to_svg, to_trace
+
+    timeline = simulate(program, costs, net)
+    print(f"{program}: {_time(timeline.seconds)}")
+    for line in lanes(timeline, program.num_ranks):
+        print(line)
+    _print_bytes(_by_level(timeline, net))
+    if svg:
+        _write(svg, to_svg(timeline, program.num_ranks))
+        print(f"picture  {svg}")
+    if trace:
+        _write(trace, json.dumps({"traceEvents": to_trace(timeline)}))
+        print(f"trace    {trace}")
+    return 0
+
+
+def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
+    from braid.cost import simulate_rounds
+
+    found = simulate_rounds(rounds, nbytes, net)
+    print(
+        f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} rounds: {_time(found.seconds)}"
+    )
+    _print_bytes(found.level_bytes)
+    return 0
+
+
+def _by_level(timeline: Timeline, net: Cluster) -> dict[str, float]:
+    found = {level.name: 0.0 for level in net.levels}
+    for link, nbytes in timeline.link_bytes.items():
+        found[net.level_of_link(link).name] += nbytes
+    return found
+
+
+def _print_bytes(by_level: dict[str, float]) -> None:
+    for name, nbytes in by_level.items():
+        print(f"bytes up and down the links to each {name}: {nbytes:,.0f}")
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return (
+                f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds:,.0f} s"
+            )
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _wide_console() -> Console:
+    """As wide as the terminal; wide enough for tables where there is none."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=NO_TERMINAL_WIDTH)
+
+
+def _print_table(console: Console, program: Program) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from braid.schedule.plot import table
+
+    head, *rows = table(program)
+    grid = Table(title=str(program), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in head:
+        grid.add_column(name)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)

@@ -1,0 +1,72 @@
+"""Which algorithm is fastest, for which size: every one that there is, on one cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braid.cost.rounds import Estimate, simulate_rounds
+from braid.errors import ConfigError
+from braid.schedule.collective import ALGORITHMS, algorithm
+from braid.topology import Cluster
+
+__all__ = ["Comparison", "compare"]
+
+LARGEST_NAIVE = 4096  # ranks: its rounds grow with the ranks, each with one message
+
+
+class Comparison(NamedTuple):
+    """Estimates for some sizes.
+
+    Attributes:
+        sizes: Bytes of the largest full buffer of a rank.
+        estimates: One per size, by name of the algorithm.
+        left_out: Algorithms that do not suit this number of ranks, and why.
+    """
+
+    sizes: tuple[int, ...]
+    estimates: dict[str, list[Estimate]]
+    left_out: dict[str, str]
+
+    def best(self, index: int) -> str:
+        """Fastest algorithm for size number `index`."""
+        return min(self.estimates, key=lambda name: self.estimates[name][index].seconds)
+
+
+def compare(
+    operation: str,
+    num_ranks: int,
+    sizes: Sequence[int],
+    cluster: Cluster,
+    sum_s_per_byte: float = 0.0,
+) -> Comparison:
+    """Every algorithm for `operation`.
+
+    Args:
+        operation: Such as all_reduce.
+        num_ranks: World size, at most that of the cluster.
+        sizes: Bytes of the largest full buffer of a rank.
+        cluster: Network; hierarchical takes the units of its first level as rows.
+        sum_s_per_byte: Seconds per byte that is added up.
+
+    Raises:
+        ConfigError: There is no algorithm for it, or the cluster has fewer ranks.
+    """
+    names = [name for name, known in ALGORITHMS if known == operation]
+    if not names:
+        known = sorted({op for _, op in ALGORITHMS})
+        msg = f"expected an operation out of {', '.join(known)}, found {operation}"
+        raise ConfigError(msg)
+    cluster.check_size(num_ranks)
+    estimates, left_out = {}, {}
+    for name in names:
+        if name in {"naive", "pairwise"} and num_ranks > LARGEST_NAIVE:
+            left_out[name] = f"has as many kinds of rounds as ranks: up to {LARGEST_NAIVE}"
+            continue
+        try:
+            rounds = algorithm(name, operation, num_ranks, row=cluster.levels[0].size)
+        except ConfigError as exc:
+            left_out[name] = str(exc)
+            continue
+        estimates[name] = [simulate_rounds(rounds, n, cluster, sum_s_per_byte) for n in sizes]
+    return Comparison(tuple(sizes), estimates, left_out)

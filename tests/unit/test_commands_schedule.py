@@ -1,0 +1,135 @@
+"""Claims of `braid schedule`: what it prints can be read back, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from braid.cli import main
+
+BROKEN = """\
+program collective handmade broadcast units 1 indices 2 root 0
+rank 0
+  send0.0>1
+rank 1
+  recv0.0<0
+rank 2
+"""
+CLUSTER = """\
+[[level]]
+name = "host"
+size = 4
+latency_s = 1e-6
+bytes_per_s = 100e9
+[[level]]
+name = "spine"
+size = 16
+latency_s = 1e-5
+bytes_per_s = 10e9
+"""
+
+
+def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["schedule", *arguments])
+    found = capsys.readouterr()
+    return code, found.out + found.err
+
+
+@pytest.mark.parametrize("name", ["ring", "bruck", "hierarchical", "tree", "1f1b", "gpipe"])
+def test_what_show_prints_is_valid(name, tmp_path, capsys):
+    code, text = ends(capsys, "show", name, "--ranks", "6", "--row", "3")
+    (tmp_path / "program").write_text(text)
+    checked = ends(capsys, "check", str(tmp_path / "program"))
+    assert (code, checked[0], checked[1].startswith("valid: ")) == (0, 0, True)
+
+
+def test_a_program_that_does_not_keep_its_promise_fails_the_check(tmp_path, capsys):
+    (tmp_path / "program").write_text(BROKEN)
+    assert ends(capsys, "check", str(tmp_path / "program")) == (
+        1,
+        "contributions: rank 2, at the end: block 0 ends without block 0 of rank 0\n",
+    )
+
+
+def test_a_typing_error_is_found_with_its_place(tmp_path, capsys):
+    (tmp_path / "program").write_text(BROKEN.replace("recv0.0", "reecv0.0"))
+    code, text = ends(capsys, "check", str(tmp_path / "program"))
+    where = "line 5, column 3: expected a kind out of send, recv, reduce, copy, found 'reecv0.0<0'"
+    assert (code, where in text) == (2, True)
+
+
+def test_a_simulation_is_drawn_three_times(tmp_path, capsys):
+    svg, trace = tmp_path / "a.svg", tmp_path / "a.json"
+    files = ("--svg", str(svg), "--trace", str(trace))
+    code, text = ends(capsys, "simulate", "1f1b", "--ranks", "2", "--microbatches", "3", *files)
+    rows = [line for line in text.split("\n") if line.startswith("rank ")]
+    assert (code, [f"B{i}" in rows[1] for i in range(3)]) == (0, [True] * 3)
+    assert ET.parse(svg).getroot().tag.endswith("svg")
+    assert {event["pid"] for event in json.loads(trace.read_text())["traceEvents"]} == {0, 1}
+
+
+def test_a_program_of_ones_own_can_be_simulated(tmp_path, capsys):
+    code, text = ends(capsys, "show", "ring", "--ranks", "2")
+    (tmp_path / "mine").write_text(text)
+    code, text = ends(capsys, "simulate", str(tmp_path / "mine"), "--ranks", "2", "--nbytes", "1G")
+    assert (code, text.split("\n")[0]) == (0, "ring all_reduce on 2 ranks, 4 sends: 100 ms")
+
+
+def test_the_fastest_algorithm_is_marked_for_each_size(tmp_path, capsys):
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    given = ("--ranks", "64", "--cluster", str(tmp_path / "cluster.toml"), "--sizes", "1Ki", "16Mi")
+    code, text = ends(capsys, "compare", "all_reduce", *given)
+    marked = {line.split()[0] for line in text.split("\n") if "* " in line}
+    assert (code, marked) == (0, {"doubling", "hierarchical"})
+    assert "links to the spine are oversubscribed 40 : 1" in text
+
+
+def test_many_ranks_are_computed_without_writing_them_out(capsys):
+    code, text = ends(capsys, "simulate", "tree", "--ranks", "100000", "--nbytes", "0")
+    assert (code, text.split("\n")[0]) == (
+        0,
+        "tree all_reduce on 100000 ranks, 34 rounds: 170 us",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("show", "rong"), "found rong"),
+        (("show", "ring", "--operation", "scatter"), "out of naive, tree, found ring"),
+        (("show", "ring", "--ranks", "0"), "expected at least 1 rank, found 0"),
+        (("show", "hierarchical", "--ranks", "6", "--row", "4"), "found rows of 4"),
+        (("show", "hypercube", "--ranks", "6"), "expected a power of two"),
+        (("show", "tree", "--operation", "reduce", "--root", "9"), "expected a root from 0 to 3"),
+        (("show", "1f1b", "--microbatches", "0"), "at least 1 stage and 1 micro-batch"),
+        (("show", "ring", "--ranks", "1000"), "at most 512 ranks"),
+        (("check", "/nowhere/at/all"), "No such file"),
+        (("simulate", "ring", "--nbytes", "5Q"), "expected bytes such as 1000, 64Ki, 1.5G"),
+        (("simulate", "ring", "--svg", "/nowhere/a.svg"), "expected a place to write to"),
+        (("simulate", "ring", "--ranks", "300", "--svg", "a.svg"), "at most 256 ranks"),
+        (("simulate", "ring", "--gbytes-per-s", "0"), "bytes_per_s is 0.0, expected more than 0"),
+        (("compare", "all_redooce"), "found all_redooce"),
+    ],
+)
+def test_mistakes_are_named(arguments, words, capsys):
+    code, text = ends(capsys, *arguments)
+    assert (code, words in " ".join(text.split())) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("[[level]", "expected the levels of a cluster as TOML"),
+        (CLUSTER.replace("size = 16", "size = 'x'"), "level"),
+        (CLUSTER.replace("size = 16", "sizes = 16"), "sizes"),
+        (CLUSTER.replace("spine", "host"), "each with a name of its own, found host, host"),
+        (CLUSTER.replace("size = 16", "size = 1"), "at most 4 ranks, as the cluster has"),
+    ],
+)
+def test_mistakes_in_a_cluster_are_named(file, words, tmp_path, capsys):
+    path = tmp_path / "cluster.toml"
+    path.write_text(file)
+    code, text = ends(capsys, "compare", "all_reduce", "--ranks", "8", "--cluster", str(path))
+    assert (code, words in " ".join(text.split())) == (2, True)
