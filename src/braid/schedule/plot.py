@@ -115,11 +115,14 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
     for interval in timeline.intervals:
         x = LEFT + interval.start_s / total * width
         wide = max((interval.end_s - interval.start_s) / total * width, 0.5)
-        y = TOP + interval.rank * LANE
+        y, high = TOP + interval.rank * LANE, BAR
+        if interval.is_message:  # sends in the upper half of a lane, receives in the lower
+            high = BAR / 2
+            y += 0 if interval.action.kind.startswith("send") else high
         what = escape(_words(interval))
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{BAR}" fill="{colour[interval.action.kind]}" '
-            f'fill-opacity="0.8"><title>{what}</title></rect>'
+            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high:g}" fill="{colour[interval.action.kind]}" '
+            f'stroke="white" stroke-width="0.5"><title>{what}</title></rect>'
         )
     parts.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
     parts.append(

@@ -1,0 +1,261 @@
+"""Writes the pages in docs/collectives: `python tests/pages.py`.
+
+A page per algorithm with its rounds, a picture of its time, its cost and where it wins, all made from the program itself; a test holds the files to
+what this writes, and the formulas to the closed forms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from braid.cost import Comparison, compare
+from braid.schedule import Costs, simulate
+from braid.schedule.collective import ALGORITHMS, algorithm, program
+from braid.schedule.plot import table, to_svg
+from braid.topology import Cluster, Level, flat
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "collectives"
+NUM_RANKS = 4  # in tables and pictures; more do not fit
+A, BYTES_PER_S, C = 5e-6, 10e9, 2e-11
+DRAWN_BYTES = 1 << 20
+WIDTH = 800
+SIZES = {
+    "1 KiB": 1 << 10,
+    "64 KiB": 1 << 16,
+    "1 MiB": 1 << 20,
+    "16 MiB": 1 << 24,
+    "256 MiB": 1 << 28,
+}
+CLUSTER = (
+    Cluster(  # 8 GPUs of a host on NVLink, a 400 Gbit/s card per host, racks of 8 hosts, 4 : 1
+        [
+            Level(name="host", size=8, latency_s=2e-6, bytes_per_s=600e9),
+            Level(name="rack", size=8, latency_s=5e-6, bytes_per_s=50e9),
+            Level(name="spine", size=4, latency_s=10e-6, bytes_per_s=100e9),
+        ]
+    )
+)
+
+SWITCH = flat(64, A, BYTES_PER_S)
+WHERE = (
+    f"One switch: {A * 1e6:g} us and {BYTES_PER_S / 1e9:g} GB/s per rank. The cluster: hosts of 8 ranks with 600 GB/s each, 50 GB/s per "
+    "host, racks of 8 hosts behind 100 GB/s (4 : 1). Computed by `braid schedule compare`; on a machine of your own, measure."
+)
+DRAWN = (
+    f"The time that this takes with {A * 1e6:g} us per message, {BYTES_PER_S / 1e9:g} GB/s per link and {DRAWN_BYTES >> 20} MiB: sends above, "
+    "receives below, additions in full height. `braid schedule show` and `braid schedule simulate` print more."
+)
+
+
+class Subject(NamedTuple):
+    """A page.
+
+    Attributes:
+        title: Of the page.
+        module: Of `braid.schedule.collective`, which tells the idea.
+        formulas: Time by operation, as Python reads it: a seconds per message, b per byte, c per byte added up, p ranks (a
+            power of two), l bytes, lg = log2 p.
+        note: What else is to be known.
+    """
+
+    title: str
+    module: str
+    formulas: dict[str, str]
+    note: str = ""
+
+
+CHAIN = "(p-1)*a + (p-1)/p*l*b"
+FOLDED = "Other numbers of ranks cost two more messages of l bytes."
+SUBJECTS = {
+    "ring": Subject(
+        "Ring",
+        "ring",
+        {
+            "all_reduce": "2*(p-1)*a + 2*(p-1)/p*l*b + (p-1)/p*l*c",
+            "reduce_scatter": "(p-1)*a + (p-1)/p*l*(b+c)",
+            "all_gather": CHAIN,
+        },
+    ),
+    "doubling": Subject(
+        "Recursive doubling", "exchange", {"all_reduce": "lg*(a + l*b + l*c)"}, FOLDED
+    ),
+    "halving_doubling": Subject(
+        "Halving-doubling",
+        "exchange",
+        {"all_reduce": "2*lg*a + 2*(p-1)/p*l*b + (p-1)/p*l*c"},
+        FOLDED,
+    ),
+    "hypercube": Subject(
+        "Hypercube", "exchange", {"all_gather": "lg*a + (p-1)/p*l*b"}, "Powers of two only."
+    ),
+    "tree": Subject(
+        "Binomial tree",
+        "tree",
+        {
+            "broadcast": "lg*(a + l*b)",
+            "reduce": "lg*(a + l*b + l*c)",
+            "all_reduce": "2*lg*(a + l*b) + lg*l*c",
+            "scatter": "lg*a + (p-1)/p*l*b",
+            "gather": "lg*a + (p-1)/p*l*b",
+        },
+    ),
+    "pairwise": Subject(
+        "Pairwise exchange",
+        "pairwise",
+        {"all_to_all": CHAIN, "reduce_scatter": "(p-1)*a + (p-1)/p*l*(b+c)", "all_gather": CHAIN},
+    ),
+    "bruck": Subject(
+        "Bruck",
+        "bruck",
+        {"all_gather": "lg*a + (p-1)/p*l*b", "all_to_all": "lg*a + lg/2*l*b"},
+    ),
+    "torus": Subject(
+        "2-D torus",
+        "grid",
+        {"all_reduce": "2*(r-1)*(a + l/r*b) + 2*(p/r-1)*(a + l/p*b) + (p-1)/p*l*c"},
+        "r is the length of a row; a square torus has r = sqrt(p).",
+    ),
+    "hierarchical": Subject(
+        "Hierarchical rings",
+        "grid",
+        {"all_reduce": "2*(r-1)*(a + l/r*b) + 2*(p/r-1)*(a + l/p*b) + (p-1)/p*l*c"},
+        "r is the number of ranks of a host. Between hosts a and b are those of the network, and the second b is that of a rank's share of it.",
+    ),
+    "naive": Subject(
+        "One to all",
+        "naive",
+        {
+            "broadcast": "(p-1)*(a + l*b)",
+            "reduce": "(p-1)*(a + l*b + l*c)",
+            "all_reduce": "2*(p-1)*(a + l*b) + (p-1)*l*c",
+            "gather": CHAIN,
+            "scatter": CHAIN,
+            "all_gather": "2*(p-1)*a + (p-1)/p*l*b + (p-1)*l*b",
+        },
+    ),
+}
+
+
+def page(name: str) -> str:
+    """Text of the page of an algorithm."""
+    subject = SUBJECTS[name]
+    module = importlib.import_module(f"braid.schedule.collective.{subject.module}")
+    idea = inspect.getdoc(module) or ""
+    source = f"../../src/braid/schedule/collective/{subject.module}.py"
+    operation = next(iter(subject.formulas))
+    lines = [f"# {subject.title}", "", *_idea(idea), ""]
+    lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
+    lines += [f"![Timeline]({name}.svg)", ""]
+    lines += [
+        DRAWN,
+        "",
+        "## Cost",
+        "",
+        "| operation | seconds |",
+        "|---|---|",
+        *(f"| {op} | `{text.replace('*', ' ')}` |" for op, text in subject.formulas.items()),
+        "",
+        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, l bytes of the largest full buffer, lg = ceil(log2 p). "
+        + subject.note,
+        "",
+        "## Where it wins",
+        "",
+        *_wins(name),
+        "",
+        f"The file: [{subject.module}.py]({source}).",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def picture(name: str) -> str:
+    """Timeline of an algorithm, as SVG."""
+    rounds = algorithm(name, next(iter(SUBJECTS[name].formulas)), NUM_RANKS, row=2)
+    size = rounds.block_bytes(DRAWN_BYTES)
+    costs = Costs(lambda _r, _a: size, lambda _r, a: size * C if a.kind == "reduce" else 0.0)
+    timeline = simulate(program(rounds), costs, flat(NUM_RANKS, A, BYTES_PER_S))
+    return to_svg(timeline, NUM_RANKS, WIDTH)
+
+
+def _idea(doc: str) -> list[str]:
+    """The docstring as Markdown: what is indented there, pictures and examples, is literal."""
+    lines: list[str] = []
+    literal = False
+    for line in doc.split("\n"):
+        if line.strip() and line.startswith("    ") != literal:
+            literal = not literal
+            if lines and not lines[-1]:
+                lines.pop()
+            lines += ["", "```"] if literal else ["```", ""]
+        lines.append(line[4:] if literal else line)
+    return [*lines, "```"] if literal else lines
+
+
+def _rounds(name: str, operation: str) -> list[str]:
+    head, *rows = table(program(algorithm(name, operation, NUM_RANKS, row=2)))
+    return [
+        f"| {' | '.join(head)} |",
+        f"|{'---|' * len(head)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+        "`3>1`: block 3 to rank 1; `3<0`: block 3 from rank 0; `+`: added to what is there.",
+    ]
+
+
+def _wins(name: str) -> list[str]:
+    operations = [operation for known, operation in ALGORITHMS if known == name]
+    networks = {"one switch, 64 ranks": SWITCH, "the cluster, 256 ranks": CLUSTER}
+    lines = [f"| fastest for | {' | '.join(SIZES)} |", f"|---|{'---|' * len(SIZES)}"]
+    for operation in operations:
+        for where, cluster in networks.items():
+            found = _compared(operation, cluster)
+            cells = [_winner(found, i, name) for i in range(len(SIZES))]
+            lines.append(f"| {operation}, {where} | {' | '.join(cells)} |")
+    return [*lines, "", WHERE]
+
+
+@lru_cache
+def _compared(operation: str, cluster: Cluster) -> Comparison:
+    return compare(operation, cluster.num_ranks, list(SIZES.values()), cluster)
+
+
+def _winner(found: Comparison, index: int, name: str) -> str:
+    """`yes` if nothing is faster than `name`; else what is."""
+    best = found.best(index)
+    own, least = (
+        (found.estimates[n][index].seconds for n in (name, best))
+        if name in found.estimates
+        else (1.0, 0.0)
+    )
+    return "yes" if own <= least * (1 + 1e-9) else best
+
+
+def main() -> None:
+    """Write all pages and the list of them."""
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for name in SUBJECTS:
+        (PAGES / f"{name}.md").write_text(page(name), encoding="utf-8")
+        (PAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
+    (PAGES / "README.md").write_text(contents(), encoding="utf-8")
+
+
+def contents() -> str:
+    """The list of pages."""
+    lines = [
+        "# Collectives, page by page",
+        "",
+        "Written by `python tests/pages.py` from the programs themselves.",
+        "",
+    ]
+    for name, subject in SUBJECTS.items():
+        operations = ", ".join(op for known, op in ALGORITHMS if known == name)
+        lines.append(f"* [{subject.title}]({name}.md): {operations}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
