@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -66,6 +67,26 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
 def test_benches_that_make_no_sense_are_refused(wrong, word):
     with pytest.raises(ConfigError, match=word):
         comm.CommBench(**wrong)
+
+
+def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
+    seconds = dict.fromkeys(comm.LIBRARIES, 0.987654321)
+    row = comm.Row(
+        operation="reduce_scatter",
+        dtype="bfloat16",
+        nbytes=256 << 20,
+        ranks=4,
+        seconds=seconds,
+        ratio=dict.fromkeys(seconds, 1234.5),
+        spread={},
+    )
+    other = msgspec.structs.replace(row, dtype="float32")
+    report = comm.CommReport(
+        braid="", torch="", machine="", mpi="an MPI", explained={}, rows=[row, other]
+    )
+    comm.print_report(report, tmp_path)
+    text = capsys.readouterr().out
+    assert (text.count("987,654"), text.count("1,23"), "…" in text) == (10, 8, False)
 
 
 @pytest.mark.procs

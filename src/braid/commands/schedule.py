@@ -166,6 +166,7 @@ def schedule_compare(
     from rich.table import Table
 
     from braid.cost import compare
+    from braid.schedule.plot import time_text
 
     net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
     found = compare(operation, ranks, [_bytes(size) for size in sizes], net)
@@ -177,7 +178,7 @@ def schedule_compare(
         grid.add_column(size, justify="right", no_wrap=True)
     for name, estimates in found.estimates.items():
         marks = ["*" if found.best(i) == name else " " for i in range(len(sizes))]
-        cells = (f"{_time(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
+        cells = (f"{time_text(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
         grid.add_row(name, *cells)
     _wide_console().print(grid)
     for level in net.levels[1:]:
@@ -280,10 +281,10 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     import json
 
     from braid.schedule import simulate
-    from braid.schedule.plot import lanes, to_svg, to_trace
+    from braid.schedule.plot import lanes, time_text, to_svg, to_trace
 
     timeline = simulate(program, costs, net)
-    print(f"{program}: {_time(timeline.seconds)}")
+    print(f"{program}: {time_text(timeline.seconds)}")
     for line in lanes(timeline, program.num_ranks):
         print(line)
     _print_bytes(_by_level(timeline, net))
@@ -298,10 +299,11 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
 
 def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
     from braid.cost import simulate_rounds
+    from braid.schedule.plot import time_text
 
     found = simulate_rounds(rounds, nbytes, net)
     print(
-        f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} rounds: {_time(found.seconds)}"
+        f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} rounds: {time_text(found.seconds)}"
     )
     _print_bytes(found.level_bytes)
     return 0
@@ -317,15 +319,6 @@ def _by_level(timeline: Timeline, net: Cluster) -> dict[str, float]:
 def _print_bytes(by_level: dict[str, float]) -> None:
     for name, nbytes in by_level.items():
         print(f"bytes up and down the links to each {name}: {nbytes:,.0f}")
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return (
-                f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds:,.0f} s"
-            )
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _wide_console() -> Console:

@@ -17,7 +17,7 @@ from typing import Any
 from braid.schedule.program import LOCAL, SEND, Action, Program
 from braid.schedule.simulate import Interval, Timeline
 
-__all__ = ["lanes", "table", "to_svg", "to_trace"]
+__all__ = ["lanes", "table", "time_text", "to_svg", "to_trace"]
 
 MOST_COLUMNS = 64  # of a table: more rounds than anybody reads
 COLOURS = (
@@ -115,18 +115,18 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
     for interval in timeline.intervals:
         x = LEFT + interval.start_s / total * width
         wide = max((interval.end_s - interval.start_s) / total * width, 0.5)
-        y, high = TOP + interval.rank * LANE, BAR
+        y, high = float(TOP + interval.rank * LANE), float(BAR)
         if interval.is_message:  # sends in the upper half of a lane, receives in the lower
             high = BAR / 2
             y += 0 if interval.action.kind.startswith("send") else high
         what = escape(_words(interval))
         parts.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high:g}" fill="{colour[interval.action.kind]}" '
+            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" fill="{colour[interval.action.kind]}" '
             f'stroke="white" stroke-width="0.5"><title>{what}</title></rect>'
         )
     parts.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
     parts.append(
-        f'<text x="{LEFT + width}" y="{height - 8}" text-anchor="end">{total:.6g} s</text>'
+        f'<text x="{LEFT + width}" y="{height - 8}" text-anchor="end">{time_text(total)}</text>'
     )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -151,4 +151,13 @@ def _words(interval: Interval) -> str:
     action = interval.action
     peer = f", rank {action.peer}" if action.peer >= 0 else ""
     more = f" and {interval.num_actions - 1} more" if interval.num_actions > 1 else ""
-    return f"{action.kind} {action.unit}, {action.index}{peer}{more}: {interval.start_s:.6g} to {interval.end_s:.6g} s"
+    return f"{action.kind} {action.unit}, {action.index}{peer}{more}: {time_text(interval.start_s)} to {time_text(interval.end_s)}"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            value = seconds / scale
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+    return f"{seconds * 1e6:.3g} us"
