@@ -91,7 +91,10 @@ SUBJECTS = {
         FOLDED,
     ),
     "hypercube": Subject(
-        "Hypercube", "exchange", {"all_gather": "lg*a + (p-1)/p*l*b"}, "Powers of two only."
+        "Hypercube",
+        "exchange",
+        {"all_gather": "lg*a + (p-1)/p*l*b"},
+        "Ranks that are no corner of the cube hand over a block before, and get everything after.",
     ),
     "tree": Subject(
         "Binomial tree",

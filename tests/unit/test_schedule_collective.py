@@ -26,8 +26,6 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17)
 
 def variants(name: str, operation: str, num_ranks: int) -> Iterator[Rounds]:
     """The algorithm with several roots, and with every row that divides the number of ranks."""
-    if name == "hypercube" and num_ranks & (num_ranks - 1):
-        return
     if name == "hierarchical":
         for row in range(1, num_ranks + 1):
             if num_ranks % row == 0:
@@ -250,10 +248,6 @@ def test_ring_sends_what_no_all_reduce_can_do_without_from_every_rank() -> None:
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4, "row": 3},
             "expected rows of equal length on 4 ranks, found rows of 3: use a divisor of 4",
-        ),
-        (
-            {"name": "hypercube", "operation": "all_gather", "num_ranks": 6},
-            "expected a power of two for a hypercube, found 6 ranks: bruck gathers on any number",
         ),
         (
             {"name": "tree", "operation": "broadcast", "num_ranks": 4, "root": 4},

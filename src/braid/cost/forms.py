@@ -78,6 +78,15 @@ def _halving_doubling(p: int, l: float) -> Cost:
     return _folded(p, l, Cost(2 * _lg(core), 2 * share, share))
 
 
+def _hypercube(p: int, l: float) -> Cost:
+    """The way of rank 0, whose half holds most of the blocks of ranks that are no corner."""
+    core = _core(p)
+    others, rounds = p - core, _lg(core)
+    blocks = sum((1 << i) + min(1 << i, others) for i in range(rounds))
+    inside = Cost(rounds, blocks * l / p)
+    return inside + Cost(2, l / p + l) if others else inside
+
+
 def _bruck_all_to_all(p: int, l: float) -> Cost:
     blocks = sum(d.bit_count() for d in range(p))  # block d travels once for every bit of d
     return Cost(_lg(p), blocks * l / p)
@@ -116,7 +125,7 @@ FORMS: Mapping[tuple[str, str], Form] = {
     ("pairwise", "all_to_all"): lambda p, l: _chain(p, l, False),
     ("bruck", "all_gather"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
     ("bruck", "all_to_all"): _bruck_all_to_all,
-    ("hypercube", "all_gather"): lambda p, l: Cost(_lg(p), (p - 1) * l / p),
+    ("hypercube", "all_gather"): _hypercube,
     ("doubling", "all_reduce"): _doubling,
     ("halving_doubling", "all_reduce"): _halving_doubling,
     ("torus", "all_reduce"): _torus,

@@ -58,20 +58,20 @@ def simulate_rounds(
     for step in rounds.steps:
         if not isinstance(step, Round):
             continue
-        size = step.num_blocks * block_bytes
+        size = np.broadcast_to(step.num_blocks * block_bytes, len(step.sources))
         latency, links = cluster.routes(step.sources, step.targets)
         used = links >= 0
         load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
         needed = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
         seconds = latency + size * needed
-        _repeat(ready, step, seconds, size * sum_s_per_byte if step.adds else 0.0)
-        per_level = used.reshape(len(used), -1, 2).sum(axis=(0, 2))
-        totals += per_level * size * step.repeat
+        _repeat(ready, step, seconds, size * sum_s_per_byte * step.adds)
+        per_level = used.reshape(len(used), -1, 2).sum(axis=2)
+        totals += (per_level * size[:, None]).sum(axis=0) * step.repeat
     names = [level.name for level in cluster.levels]
     return Estimate(float(ready.max()), dict(zip(names, totals.tolist(), strict=True)))
 
 
-def _repeat(ready: Seconds, step: Round, seconds: Seconds, added_s: float) -> None:
+def _repeat(ready: Seconds, step: Round, seconds: Seconds, added_s: Seconds) -> None:
     """Let `ready` be the times after all repetitions."""
     before = ready.copy()
     for number in range(step.repeat):

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from braid.errors import ConfigError
 from braid.schedule.collective.rounds import Round, Rounds
 from braid.schedule.program import check_ranks
 
@@ -43,7 +42,7 @@ def doubling(num_ranks: int) -> Rounds:
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
         return (0,)
 
-    steps = tuple(_exchange(core, d, 1, whole, adds=True) for d in _distances(core))
+    steps = tuple(_exchange(core, d, 1, whole) for d in _distances(core))
     return Rounds("doubling", "all_reduce", num_ranks, 1, folded(num_ranks, 1, steps))
 
 
@@ -52,22 +51,27 @@ def halving_doubling(num_ranks: int) -> Rounds:
     core = _core(num_ranks)
     distances = _distances(core)
     steps = [_halve(core, distance) for distance in reversed(distances)]
-    steps += [_gather(core, distance) for distance in distances]
+    steps += [_gather(core, distance, core) for distance in distances]
     found = folded(num_ranks, core, tuple(steps))
     return Rounds("halving_doubling", "all_reduce", num_ranks, core, found)
 
 
 def hypercube(num_ranks: int) -> Rounds:
-    """All-gather along the edges of a hypercube: lg p rounds.
+    """All-gather along the edges of a hypercube: lg p rounds; ranks that are no corner hand their block to a partner."""
+    core = _core(num_ranks)
+    others = np.arange(core, num_ranks)
+    steps = [_gather(core, distance, num_ranks) for distance in _distances(core)]
+    if len(others):
 
-    Raises:
-        ConfigError: The number of ranks is no power of two.
-    """
-    if num_ranks != _core(num_ranks):
-        msg = f"expected a power of two for a hypercube, found {num_ranks} ranks: bruck gathers on any number"
-        raise ConfigError(msg)
-    steps = tuple(_gather(num_ranks, distance) for distance in _distances(num_ranks))
-    return Rounds("hypercube", "all_gather", num_ranks, num_ranks, steps)
+        def own(rank: int, _repetition: int) -> Sequence[int]:
+            return (rank,)
+
+        def whole(_rank: int, _repetition: int) -> Sequence[int]:
+            return range(num_ranks)
+
+        steps.insert(0, Round(others, others - core, 1, own))
+        steps.append(Round(others - core, others, num_ranks, whole))
+    return Rounds("hypercube", "all_gather", num_ranks, num_ranks, tuple(steps))
 
 
 def folded(num_ranks: int, num_blocks: int, steps: tuple[Round, ...]) -> tuple[Round, ...]:
@@ -94,9 +98,9 @@ def _distances(core: int) -> list[int]:
     return [1 << i for i in range(core.bit_length() - 1)]
 
 
-def _exchange(core: int, distance: int, num_blocks: int, slots: Slots, *, adds: bool) -> Round:
+def _exchange(core: int, distance: int, num_blocks: int, slots: Slots) -> Round:
     ranks = np.arange(core)
-    return Round(ranks, ranks ^ distance, num_blocks, slots, adds=adds)
+    return Round(ranks, ranks ^ distance, num_blocks, slots, adds=True)
 
 
 def _halve(core: int, distance: int) -> Round:
@@ -106,14 +110,18 @@ def _halve(core: int, distance: int) -> Round:
         first = (rank ^ distance) // distance * distance
         return range(first, first + distance)
 
-    return _exchange(core, distance, distance, slots, adds=True)
+    return _exchange(core, distance, distance, slots)
 
 
-def _gather(core: int, distance: int) -> Round:
-    """Send the blocks that this half holds."""
+def _gather(core: int, distance: int, num_blocks: int) -> Round:
+    """Send the blocks that this half holds; blocks from `core` on lie with the ranks `core` before them."""
 
     def slots(rank: int, _repetition: int) -> Sequence[int]:
         first = rank // distance * distance
-        return range(first, first + distance)
+        own = range(first, first + distance)
+        return [*own, *(b + core for b in own if b + core < num_blocks)]
 
-    return _exchange(core, distance, distance, slots, adds=False)
+    ranks = np.arange(core)
+    firsts = ranks // distance * distance
+    counts = distance + np.clip(num_blocks - core - firsts, 0, distance)
+    return Round(ranks, ranks ^ distance, counts, slots)

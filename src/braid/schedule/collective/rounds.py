@@ -1,7 +1,7 @@
 """Rounds: an algorithm written once, for four ranks to look at and for a hundred thousand to compute with.
 
-An algorithm is a list of rounds. In a round some ranks send to one other rank each, all the same number of blocks, and a
-round that is repeated with the same pairs (a ring) stands there once:
+An algorithm is a list of rounds. In a round some ranks send to one other rank each, and a round that is repeated with the
+same pairs (a ring) stands there once:
 
     Round(sources [0 1 2 3], targets [1 2 3 0], num_blocks 1, repeat 3)
 
@@ -34,7 +34,7 @@ class Round(NamedTuple):
     Attributes:
         sources: Ranks that send; each at most once.
         targets: Whom to; each at most once.
-        num_blocks: Blocks of each message.
+        num_blocks: Blocks of each message, or of all.
         slots: Which blocks a rank sends, by (rank, repetition).
         into: Where the target of a rank puts them, by (sender, repetition); the same blocks when None.
         adds: Whether what comes is added to what is there.
@@ -43,7 +43,7 @@ class Round(NamedTuple):
 
     sources: Ranks
     targets: Ranks
-    num_blocks: int
+    num_blocks: int | Ranks
     slots: Slots
     into: Slots | None = None
     adds: bool = False
@@ -121,10 +121,11 @@ def program(rounds: Rounds) -> Program:
 def _write(ranks: list[list[Action]], step: Round, repetition: int, index: int) -> None:
     kind = "reduce" if step.adds else "recv"
     pairs = list(zip(step.sources.tolist(), step.targets.tolist(), strict=True))
+    counts = np.broadcast_to(step.num_blocks, len(pairs)).tolist()
     into = step.into or step.slots
-    for source, target in pairs:  # in every rank's list of a round, sends come first
+    for (source, target), count in zip(pairs, counts, strict=True):  # sends come first
         blocks = step.slots(source, repetition)
-        assert len(blocks) == step.num_blocks, (source, blocks, step)
+        assert len(blocks) == count, (source, blocks, step)
         ranks[source] += (Action("send", block, index, target) for block in blocks)
     for source, target in pairs:
         ranks[target] += (Action(kind, block, index, source) for block in into(source, repetition))

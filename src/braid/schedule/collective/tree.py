@@ -44,11 +44,8 @@ def all_reduce(num_ranks: int) -> Rounds:
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """Block r of the root to rank r; every message carries the blocks of a subtree.
-
-    Where p is no power of two the last subtree is cut off, so a round of its own carries its smaller message.
-    """
-    steps = [round_ for d in _distances(num_ranks) for round_ in _subtrees(num_ranks, root, d)]
+    """Block r of the root to rank r; every message carries the blocks of a subtree."""
+    steps = [_subtree(num_ranks, root, distance) for distance in _distances(num_ranks)]
     return Rounds("tree", "scatter", num_ranks, num_ranks, tuple(steps), root)
 
 
@@ -91,22 +88,17 @@ def _up(num_ranks: int, root: int) -> list[Round]:
     ]
 
 
-def _subtrees(num_ranks: int, root: int, distance: int) -> list[Round]:
-    """Messages of one distance, those of equal size in one round."""
+def _subtree(num_ranks: int, root: int, distance: int) -> Round:
+    """Messages of one distance; of the last subtree only a part may be there."""
 
     def slots(rank: int, _repetition: int) -> Sequence[int]:
         place = (rank - root) % num_ranks
         return _blocks(place + distance, distance, num_ranks, root)
 
     senders = _senders(num_ranks, distance)
-    cut = senders + 2 * distance > num_ranks  # of the last subtree only a part is there
-    found = []
-    for some in (senders[~cut], senders[cut]):
-        if len(some):
-            num_blocks = min(distance, num_ranks - int(some[-1]) - distance)
-            targets = (some + distance + root) % num_ranks
-            found.append(Round((some + root) % num_ranks, targets, num_blocks, slots))
-    return found
+    counts = np.minimum(distance, num_ranks - senders - distance)
+    targets = (senders + distance + root) % num_ranks
+    return Round((senders + root) % num_ranks, targets, counts, slots)
 
 
 def _blocks(place: int, size: int, num_ranks: int, root: int) -> Sequence[int]:

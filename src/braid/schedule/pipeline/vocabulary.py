@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from braid.schedule.matching import Matching, Moment
+from braid.schedule.matching import Matching, Moment, Place
 from braid.schedule.program import LOCAL, RECEIVE, SEND, Action, Kind, Program, Vocabulary
 from braid.schedule.violation import Violation
 
@@ -57,10 +57,8 @@ def check_work(program: Program) -> list[Violation]:
     return found
 
 
-def check_data(
-    program: Program, _matching: Matching, _moments: Iterable[Moment]
-) -> list[Violation]:
-    """Everything that is used has been made or received before."""
+def check_data(program: Program, matching: Matching, _moments: Iterable[Moment]) -> list[Violation]:
+    """Everything that is used has been made or received before, and what is received is what was meant."""
     found = []
     last = program.num_ranks - 1
     for rank, actions in enumerate(program.ranks):
@@ -73,7 +71,19 @@ def check_data(
             if lacking:
                 text = f"{PIPELINE.describe(action)} comes before {lacking[0]} of micro-batch {action.index}"
                 found.append(Violation("data", rank, position, text))
+            if PIPELINE.role(action) == RECEIVE:
+                other = matching.partner[Place(rank, position)]
+                sent = program.ranks[other.rank][other.position]
+                if sent != _counterpart(action):
+                    text = f"{PIPELINE.describe(action)} gets what rank {other.rank} sends with {PIPELINE.describe(sent)}"
+                    found.append(Violation("data", rank, position, text))
     return found
+
+
+def _counterpart(action: Action) -> Action:
+    """The send that a receive is meant for: of the stage before for F, of the stage behind for B."""
+    stage = action.unit - 1 if action.kind == "recv_f" else action.unit + 1
+    return Action(action.kind.replace("recv", "send"), stage, action.index, action.unit)
 
 
 def _needs(action: Action, stage: int, last: int) -> list[str]:
