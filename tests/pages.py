@@ -205,7 +205,7 @@ def _rounds(name: str, operation: str) -> list[str]:
         f"|{'---|' * len(head)}",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
-        "`3>1`: block 3 to rank 1; `3<0`: block 3 from rank 0; `+`: added to what is there.",
+        "`3>1`: block 3 to rank 1; `3<0`: block 3 from rank 0; `+`: added to what is there; `4=0`: block 0 copied to block 4; `2x>1`: two blocks to rank 1.",
     ]
 
 

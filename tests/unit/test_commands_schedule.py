@@ -73,8 +73,15 @@ def test_a_simulation_is_drawn_three_times(tmp_path, capsys):
 def test_a_program_of_ones_own_can_be_simulated(tmp_path, capsys):
     code, text = ends(capsys, "show", "ring", "--ranks", "2")
     (tmp_path / "mine").write_text(text)
-    code, text = ends(capsys, "simulate", str(tmp_path / "mine"), "--ranks", "2", "--nbytes", "1G")
+    code, text = ends(capsys, "simulate", str(tmp_path / "mine"), "--nbytes", "1G")
     assert (code, text.split("\n")[0]) == (0, "ring all_reduce on 2 ranks, 4 sends: 100 ms")
+
+
+def test_a_program_whose_message_nobody_receives_is_not_simulated(tmp_path, capsys):
+    (tmp_path / "mine").write_text(BROKEN.replace("recv0.0<0", ""))
+    code, text = ends(capsys, "simulate", str(tmp_path / "mine"))
+    words = "found none for the send of block 0 in round 0 to rank 1 of rank 0: validate"
+    assert (code, words in " ".join(text.split())) == (2, True)
 
 
 def test_the_fastest_algorithm_is_marked_for_each_size(tmp_path, capsys):

@@ -74,14 +74,10 @@ def schedule_check(
     Args:
         file: As `braid schedule show` prints it.
     """
-    from braid.schedule import from_text, validate
-    from braid.schedule.known import RULES, VOCABULARIES
+    from braid.schedule import validate
+    from braid.schedule.known import RULES
 
-    try:
-        program = from_text(_read(file), VOCABULARIES)
-    except ConfigError as exc:
-        msg = f"{file}, {exc}"
-        raise ConfigError(msg) from exc
+    program = _from_file(file)
     found = validate(program, RULES)
     for violation in found:
         print(violation)
@@ -110,8 +106,8 @@ def schedule_simulate(
     """Say how long a program takes on a cluster, and draw its timeline.
 
     Args:
-        name: Of the algorithm, or a file that begins with `program`.
-        ranks: World size, or number of stages.
+        name: Of the algorithm, or a file as `braid schedule show` prints it.
+        ranks: World size, or number of stages; of a file its own.
         operation: What it carries out (default: all_reduce where it can, else what it is for).
         root: Rank that has or gets everything, for operations that have one.
         row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
@@ -125,8 +121,12 @@ def schedule_simulate(
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
+    from pathlib import Path
+
     from braid.schedule.collective import algorithm
 
+    if Path(name).is_file():
+        ranks = _from_file(name).num_ranks
     size, net = _bytes(nbytes), _cluster(cluster, ranks, latency_us, gbytes_per_s)
     row = row or net.levels[0].size
     if ranks > MOST_DRAWN and name not in {"1f1b", "gpipe"}:
@@ -194,17 +194,27 @@ def _program(
 ) -> Program:
     from pathlib import Path
 
-    from braid.schedule import from_text
     from braid.schedule.collective import algorithm, program
-    from braid.schedule.known import VOCABULARIES
     from braid.schedule.pipeline import gpipe, one_f_one_b
 
     if name in {"1f1b", "gpipe"}:
         return (one_f_one_b if name == "1f1b" else gpipe)(ranks, microbatches)
     if Path(name).is_file():
-        return from_text(_read(name), VOCABULARIES)
+        return _from_file(name)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
     return program(rounds)
+
+
+def _from_file(file: str) -> Program:
+    from braid.schedule import from_text
+    from braid.schedule.known import VOCABULARIES
+
+    text = _read(file)
+    try:
+        return from_text(text, VOCABULARIES)
+    except ConfigError as exc:
+        msg = f"{file}, {exc}"
+        raise ConfigError(msg) from exc
 
 
 def _main_operation(name: str) -> str:
@@ -336,7 +346,8 @@ def _print_table(console: Console, program: Program) -> None:
     from braid.schedule.plot import table
 
     head, *rows = table(program)
-    grid = Table(title=str(program), title_justify="left", box=box.SIMPLE_HEAD)
+    print(program)
+    grid = Table(box=box.SIMPLE_HEAD)
     for name in head:
         grid.add_column(name)
     for row in rows:

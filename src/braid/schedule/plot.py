@@ -53,7 +53,7 @@ def table(program: Program) -> list[list[str]]:
 def _cell(program: Program, action: Action) -> str:
     role = program.vocabulary.role(action)
     if role == LOCAL:
-        return f"{action.kind}{action.edge if action.edge >= 0 else ''}"
+        return f"{action.unit}={action.edge}" if action.edge >= 0 else action.kind
     mark = ">" if role == SEND else "<"
     adds = "+" if action.kind == "reduce" else ""
     return f"{adds}{action.unit}{mark}{action.peer}"
@@ -63,8 +63,8 @@ def _merged(cells: Sequence[str]) -> list[str]:
     """Cells in order; from four on, how many there are."""
     if len(cells) <= 4:
         return list(cells)
-    counts = Counter(cell.lstrip("+0123456789") for cell in cells)
-    return [f"{count} blocks{way}" for way, count in counts.items()]
+    ways = Counter("=" if "=" in cell else cell.lstrip("+0123456789") for cell in cells)
+    return [f"{count} copies" if way == "=" else f"{count}x{way}" for way, count in ways.items()]
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:

@@ -119,7 +119,7 @@ def simulate(
         buffered: Whether messages travel before their receives are posted.
 
     Raises:
-        ConfigError: It comes to nothing: the program deadlocks.
+        ConfigError: It comes to nothing: a message has no partner, or the program deadlocks.
     """
     return _Simulation(program, costs, network, buffered=buffered).run()
 
@@ -252,7 +252,12 @@ class _Simulation:
 
     def _all_messages(self) -> dict[tuple[int, int], list[_Message]]:
         """By (rank, number of the batch) of either end."""
-        program, partner = self._program, match(self._program).partner
+        program, (partner, alone) = self._program, match(self._program)
+        if alone:
+            rank, position = alone[0]
+            what = program.vocabulary.describe(program.ranks[rank][position])
+            msg = f"expected a partner for every message, found none for the {what} of rank {rank}: validate the program first"
+            raise ConfigError(msg)
         batch_of = [
             [number for number, positions in enumerate(own) for _ in positions]
             for own in self._lists
