@@ -62,8 +62,8 @@ def simulate_rounds(
         latency, links = cluster.routes(step.sources, step.targets)
         used = links >= 0
         load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
-        needed = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
-        seconds = latency + size * needed
+        shared = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
+        seconds = latency + size * np.maximum(shared, 1 / cluster.most(links, size))
         _repeat(ready, step, seconds, size * sum_s_per_byte * step.adds)
         per_level = used.reshape(len(used), -1, 2).sum(axis=2)
         totals += (per_level * size[:, None]).sum(axis=0) * step.repeat

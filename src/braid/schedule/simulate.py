@@ -37,10 +37,12 @@ class Route(NamedTuple):
     Attributes:
         latency_s: Seconds before the first byte comes.
         links: Numbers of the links that it uses.
+        bytes_per_s: What one message of its size gets at most, however idle the links are.
     """
 
     latency_s: float
     links: tuple[int, ...]
+    bytes_per_s: float = float("inf")
 
 
 class Network(Protocol):
@@ -51,8 +53,8 @@ class Network(Protocol):
         """Of every link."""
         ...
 
-    def route(self, source: int, target: int) -> Route:
-        """Way from a rank to another one."""
+    def route(self, source: int, target: int, nbytes: float) -> Route:
+        """Way of a message of `nbytes` from a rank to another one."""
         ...
 
 
@@ -132,6 +134,7 @@ class _Message:
         "has_come",
         "left",
         "links",
+        "most",
         "nbytes",
         "posted",
         "ranks",
@@ -143,7 +146,7 @@ class _Message:
         self.ranks = (source, target)
         self.actions: tuple[list[Action], list[Action]] = ([], [])  # sends and receives
         self.links: tuple[int, ...] = ()
-        self.nbytes = self.left = self.rate = 0.0
+        self.nbytes = self.left = self.rate = self.most = 0.0
         self.posted = 0
         self.start_s = 0.0
         self.has_come = False
@@ -213,7 +216,8 @@ class _Simulation:
     def _share(self) -> None:
         bandwidth, on_link = self._bandwidth, self._on_link
         for flow in self._flows:
-            flow.rate = min(bandwidth[link] / on_link[link] for link in flow.links)
+            share = min(bandwidth[link] / on_link[link] for link in flow.links)
+            flow.rate = min(share, flow.most)
 
     # Ranks.
 
@@ -288,8 +292,8 @@ class _Simulation:
             self._open[message.ranks[0 if is_send else 1]] += 1
 
     def _begin(self, message: _Message) -> None:
-        route = self._network.route(*message.ranks)
-        message.links, message.left = route.links, message.nbytes
+        route = self._network.route(*message.ranks, message.nbytes)
+        message.links, message.left, message.most = route.links, message.nbytes, route.bytes_per_s
         message.start_s = self._now
         for link in route.links:
             self._link_bytes[link] += message.nbytes

@@ -41,6 +41,8 @@ class Level:
         latency_s: Seconds until the first byte of a message that turns around here.
         bytes_per_s: Of the link from each child to here.
         full_duplex: Whether both ways of a link have this bandwidth each; else they share it.
+        by_size: What one message gets at most, by its size: (bytes, bytes per second), sizes ascending; in between on a straight
+            line over the logarithm of the size. Nothing but the link limits it when empty.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Level:
     latency_s: float
     bytes_per_s: float
     full_duplex: bool = True
+    by_size: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         problems = []
@@ -57,9 +60,24 @@ class Level:
             problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
         if not 0 < self.bytes_per_s < float("inf"):
             problems.append(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
+        sizes, rates = [n for n, _ in self.by_size], [rate for _, rate in self.by_size]
+        if sizes != sorted(set(sizes)) or min([1.0, *sizes, *rates]) <= 0:
+            problems.append(
+                f"by_size is {self.by_size}, expected ascending sizes and rates above 0"
+            )
         if problems:
             msg = f"level {self.name!r} of the cluster: {'; '.join(problems)}"
             raise ConfigError(msg)
+
+    def most(self, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Bytes per second that messages of these sizes get at most."""
+        if not self.by_size:
+            return np.full(len(nbytes), np.inf)
+        sizes, rates = np.array(self.by_size).T
+        found: npt.NDArray[np.float64] = np.interp(
+            np.log(np.maximum(nbytes, 1.0)), np.log(sizes), rates
+        )
+        return found
 
 
 class Cluster:
@@ -110,10 +128,26 @@ class Cluster:
         below = self.levels[number - 1]
         return below.size * below.bytes_per_s / self.levels[number].bytes_per_s
 
-    def route(self, source: int, target: int) -> Route:
-        """Way between two ranks."""
+    def route(self, source: int, target: int, nbytes: float = 0.0) -> Route:
+        """Way of a message between two ranks."""
         latency, links = self.routes(np.array([source]), np.array([target]))
-        return Route(float(latency[0]), tuple(int(link) for link in links[0] if link >= 0))
+        most = self.most(links, np.array([nbytes]))
+        ways = tuple(int(link) for link in links[0] if link >= 0)
+        return Route(float(latency[0]), ways, float(most[0]))
+
+    def most(self, links: Numbers, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Bytes per second that messages of these sizes get at most, whatever else is on their links.
+
+        Args:
+            links: Of each message, as `routes` returns them.
+            nbytes: Of each message.
+        """
+        found = np.full(len(nbytes), np.inf)
+        for number, level in enumerate(self.levels):
+            if level.by_size:
+                passes = links[:, 2 * number] >= 0
+                found[passes] = np.minimum(found[passes], level.most(nbytes[passes]))
+        return found
 
     def routes(self, sources: Numbers, targets: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
         """Ways of many messages at once.
