@@ -194,6 +194,15 @@ def test_a_program_that_deadlocks_is_refused() -> None:
     )
 
 
+def test_a_message_without_another_end_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError) as raised:
+        timeline("send0.0>1", "copy0.0/0", network=switch(2))
+    assert str(raised.value) == (
+        "expected a partner for every message, found none for the send of block 0 in round 0 to rank 1 of rank 0: "
+        "validate the program first"
+    )
+
+
 def test_what_deadlocks_only_without_memory_ends_where_messages_are_buffered() -> None:
     assert timeline(*ONE_AFTER_THE_OTHER, network=switch(2), buffered=True).end_s == [10.0, 10.0]
 
