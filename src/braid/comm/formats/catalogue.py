@@ -1,0 +1,50 @@
+"""Formats by name, as in `wire="bf16"` and in configuration files: `name`, or `name:option`."""
+
+from __future__ import annotations
+
+import torch
+
+from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32
+from braid.comm.formats.integers import Int8
+from braid.comm.formats.sparse import TopK
+from braid.comm.formats.wire_format import WireFormat
+from braid.errors import ConfigError
+
+__all__ = ["NAMES", "by_name"]
+
+_CASTS = {form.name: form for form in (FLOAT32, BF16, FLOAT16)}
+NAMES = (*_CASTS, "int8", "int8:stochastic", "topk:RATIO")
+
+
+def by_name(name: str, *, generator: torch.Generator | None = None) -> WireFormat:
+    """The format called `name`.
+
+    Args:
+        name: One of `NAMES`, with a number for RATIO: `topk:0.01` sends at most 1 % of the numbers.
+        generator: Where stochastic rounding takes its numbers from; other formats leave it alone.
+
+    Raises:
+        ConfigError: There is no such format, its option makes no sense, or it needs a generator.
+    """
+    if name in _CASTS:
+        return _CASTS[name]
+    if name == "int8":
+        return Int8()
+    if name == "int8:stochastic":
+        return Int8(stochastic=True, generator=generator)
+    kind, _, option = name.partition(":")
+    if kind == "topk":
+        return TopK(_ratio(name, option))
+    hint = ""
+    if kind.startswith(("rank", "powersgd")):
+        hint = "; low rank takes two all-reduces and is no format of one message: see LowRank"
+    msg = f"expected a wire format out of {', '.join(NAMES)}, found {name!r}{hint}"
+    raise ConfigError(msg)
+
+
+def _ratio(name: str, option: str) -> float:
+    try:
+        return float(option)
+    except ValueError:
+        msg = f"expected a number as the ratio of topk, as in topk:0.01, found {name!r}"
+        raise ConfigError(msg) from None

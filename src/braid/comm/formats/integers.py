@@ -1,0 +1,171 @@
+"""int8 with a scale per block: a quarter of the bytes, and an outlier spoils 256 numbers instead of all.
+
+Problem: one scale for a whole tensor must cover its largest number, and where that is 100 times the typical one, the
+typical number is rounded to 1 or 0.
+
+Idea: blocks of 256 numbers, each with the scale that its own largest magnitude needs.
+
+    wire    | scales: float32 x ceil(n / 256) | numbers: int8 x n |
+            scale = max |x| of the block / 127,  number = round(x / scale) in -127..127,  x ~ number * scale
+
+The error of a number is at most half its block's scale: max |x| / 254, twice that with stochastic rounding, which
+rounds up with the probability of the remainder and is therefore right on average: sums over many ranks or steps do not
+drift. A block in which any number is infinite or NaN is sent with an infinite scale and arrives as NaN throughout: what
+cannot be scaled is not hidden.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.1; we take equal steps where
+they take dynamic ones. Stochastic rounding: Alistarh et al., "QSGD" (2017), section 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from braid.comm.formats.wire_format import check_length, chunks, numbers, room, same_device
+from braid.errors import CommError, ConfigError
+
+__all__ = ["Int8"]
+
+BLOCK = 256  # numbers that share a scale: 1.6 % of the bytes are scales; divides CHUNK
+LARGEST = 127  # -128 is never sent, so that x and -x look alike
+SCALE_BYTES = 4
+MAX_SCALE = 2.679388e36  # the largest float32 / 127, rounded down: 127 times it is finite
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8:
+    """Symmetric 8-bit integers, one float32 scale per block of 256.
+
+    With m the largest magnitude of a number's block, its error is at most `m / 254` (`m / 127` if stochastic), but for
+    the rounding of float32: 2^-21 m, and 2^-142 where scales themselves are subnormal.
+
+    Attributes:
+        stochastic: Round up with the probability of the remainder instead of to the nearest, ties to even.
+        generator: Where stochastic rounding takes its numbers from; on the device of what is encoded.
+
+    Cost:
+        1.016 bytes a number; three passes over the numbers to encode, one to decode.
+
+    Raises:
+        ConfigError: `stochastic` without a generator.
+    """
+
+    stochastic: bool = False
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.stochastic and self.generator is None:
+            msg = (
+                "expected a torch.Generator for stochastic rounding, found None: "
+                "pass generator=torch.Generator().manual_seed(seed)"
+            )
+            raise ConfigError(msg)
+
+    @property
+    def name(self) -> str:
+        """Name in the catalogue."""
+        return "int8:stochastic" if self.stochastic else "int8"
+
+    @property
+    def lossy(self) -> bool:
+        """Always."""
+        return True
+
+    def nbytes(self, numel: int) -> int:
+        """Exactly what `encode` writes."""
+        return SCALE_BYTES * _num_blocks(numel) + numel
+
+    def encode(self, x: torch.Tensor, into: torch.Tensor) -> int:
+        """See `WireFormat.encode`."""
+        x = numbers(x, "x")
+        nbytes = self.nbytes(x.numel())
+        into = room(into, "into", nbytes)
+        same_device(x, into)
+        generator = self.generator if self.stochastic else None
+        if generator is not None and generator.device.type != x.device.type:
+            msg = f"expected a generator on {x.device}, where the numbers are, found one on {generator.device}"
+            raise ConfigError(msg)
+        scales, codes = _parts(into[:nbytes], x.numel())
+        for rows, of_rows, scale in _blocks(x, codes, scales):
+            _quantize(rows, of_rows, scale, generator)
+        return nbytes
+
+    def decode(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        """See `WireFormat.decode`."""
+        out = numbers(out, "out")
+        scales, codes = self._read(buffer, out)
+        for rows, of_rows, scale in _blocks(out, codes, scales):
+            torch.mul(of_rows, scale, out=rows)
+
+    def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
+        """See `WireFormat.add`."""
+        out = numbers(out, "out")
+        scales, codes = self._read(buffer, out)
+        for rows, of_rows, scale in _blocks(out, codes, scales):
+            rows.add_(of_rows * scale)  # addcmul_ might round once instead of twice
+
+    def _read(self, buffer: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        buffer = room(buffer, "buffer")
+        same_device(out, buffer)
+        check_length(self.name, buffer.numel(), self.nbytes(out.numel()), out.numel())
+        scales, codes = _parts(buffer, out.numel())
+        wrong = torch.logical_not(scales >= 0)  # so that NaN is wrong
+        if bool(wrong.any()):
+            block = int(wrong.nonzero()[0])
+            msg = (
+                f"expected scales of at least 0 in {self.name}, found {float(scales[block])} for block {block} of "
+                f"{scales.numel()}: the message is corrupt, or in another format"
+            )
+            raise CommError(msg)
+        return scales, codes
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _parts(buffer: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_bytes = SCALE_BYTES * _num_blocks(numel)
+    return buffer[:scale_bytes].view(torch.float32), buffer[scale_bytes:].view(torch.int8)
+
+
+def _blocks(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Numbers and codes with a block a row, scales as the column beside them; a chunk at a time."""
+    rows, of_rows = _rows(x), _rows(codes)
+    starts = itertools.accumulate((len(matrix) for matrix in rows), initial=0)
+    columns = [
+        scales[at : at + len(matrix), None] for at, matrix in zip(starts, rows, strict=False)
+    ]
+    return list(zip(rows, of_rows, columns, strict=True))
+
+
+def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+    whole = flat.numel() // BLOCK * BLOCK
+    rows = [piece.view(-1, BLOCK) for piece in chunks(flat[:whole])]
+    if whole < flat.numel():
+        rows.append(flat[whole:].view(1, -1))
+    return rows
+
+
+def _quantize(
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    generator: torch.Generator | None,
+) -> None:
+    """Write the codes of `rows` [blocks, numbers] and their `scale` [blocks, 1]; stochastic if there is a generator."""
+    work = rows.abs()
+    peak = work.amax(dim=1, keepdim=True)  # NaN if there is one
+    scale.copy_(torch.where(peak.isfinite(), (peak / LARGEST).clamp_(max=MAX_SCALE), torch.inf))
+    torch.div(rows, scale, out=work)
+    if generator is None:
+        work.round_()
+    else:
+        work.add_(torch.rand(rows.shape, generator=generator, device=rows.device)).floor_()
+    # NaN is 0 / 0 in a block of zeros or inf / inf in one that is NaN anyway
+    codes.copy_(work.clamp_(-LARGEST, LARGEST).nan_to_num_(nan=0.0))

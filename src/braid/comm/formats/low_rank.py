@@ -1,0 +1,155 @@
+"""A matrix as the product of two thin ones: (rows + columns) * rank numbers instead of rows * columns.
+
+Problem: formats that change single numbers stop at a bit a number, and their sums have to be taken apart and put
+together again at every hop. The gradient of a weight matrix is often close to a matrix of low rank, which is linear: the
+sum of products with the same factor is the product with the sum.
+
+Idea (PowerSGD): one step of power iteration instead of a singular value decomposition, starting where the last call ended
+(`q`, the warm start), which over the steps of a training turns into the full iteration. M is this rank's matrix:
+
+    stage 1   P = M Q                   rows x rank      <- all-reduce (average) over the ranks
+    stage 2   P = orthogonal(P)
+              Q = M^T P                 columns x rank   <- all-reduce (average) over the ranks
+    finish    M' = P Q^T                the average of all M, projected onto P's columns; Q is the next warm start
+
+It takes *two* all-reduces with work between them and is therefore no `WireFormat`: it has two stages and an end.
+
+    p = low_rank.compress(matrix)
+    group.all_reduce(p, op="avg")
+    q = low_rank.project(matrix, p)
+    group.all_reduce(q, op="avg")
+    low_rank.finish(p, q, out=matrix)
+
+The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `settle` after), without which what
+is orthogonal to P is lost.
+
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(2019), algorithm 1; we orthogonalise with Householder reflections (QR) where they use Gram-Schmidt, which leaves a
+column of zeros where a matrix has less than the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["LowRank"]
+
+
+class LowRank:
+    """Compresses one matrix of fixed shape again and again; owned by whoever owns the matrix.
+
+    All ranks must begin with equal generators and take the same steps: then `q` is the same on all of them. A call that
+    is abandoned before `finish` changes nothing. NaN and infinity in any rank's matrix arrive as NaN at all.
+
+    Args:
+        rows: Of the matrix.
+        columns: Of the matrix.
+        rank: Of the approximation, 1 to min(rows, columns).
+        generator: Where the first `q` comes from, on its device; equal on all ranks.
+
+    Cost:
+        Two all-reduces of `4 * rank * rows` and `4 * rank * columns` bytes; `6 * rank * rows * columns` operations.
+
+    Raises:
+        ConfigError: `rank` is out of range.
+    """
+
+    def __init__(self, rows: int, columns: int, rank: int, *, generator: torch.Generator) -> None:
+        if not 1 <= rank <= min(rows, columns):
+            msg = (
+                f"expected a rank from 1 to {min(rows, columns)} for a matrix of {rows} x {columns}, found {rank}: "
+                "send small matrices and vectors as they are"
+            )
+            raise ConfigError(msg)
+        self.rows, self.columns, self.rank = rows, columns, rank
+        self._q = torch.randn(columns, rank, generator=generator, device=generator.device)
+
+    def __repr__(self) -> str:
+        return f"LowRank({self.rows}, {self.columns}, {self.rank})"
+
+    def nbytes(self) -> int:
+        """Bytes of both factors together."""
+        return 4 * self.rank * (self.rows + self.columns)
+
+    def compress(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Stage 1: the factor to average over the ranks first.
+
+        Args:
+            matrix: This rank's; float32.
+
+        Shape:
+            matrix: [rows, columns]. Result: [rows, rank].
+
+        Raises:
+            ConfigError: The matrix has another shape, dtype or device.
+        """
+        self._check("matrix", matrix, self.rows, self.columns)
+        return matrix.detach() @ self._q
+
+    def project(self, matrix: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Stage 2: the factor to average over the ranks next; makes the columns of `p` orthonormal, in place.
+
+        Args:
+            matrix: What was given to `compress`.
+            p: What `compress` returned, averaged.
+
+        Shape:
+            matrix: [rows, columns]; p: [rows, rank]. Result: [columns, rank].
+
+        Raises:
+            ConfigError: A matrix has another shape, dtype or device.
+        """
+        self._check("matrix", matrix, self.rows, self.columns)
+        self._check("p", p, self.rows, self.rank)
+        p.copy_(torch.linalg.qr(p).Q)
+        return matrix.detach().T @ p
+
+    def finish(self, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the approximation of the average into `out` and keep `q` for the next call.
+
+        Args:
+            p: What `project` made orthonormal.
+            q: What `project` returned, averaged.
+            out: float32; may be the matrix itself.
+
+        Shape:
+            p: [rows, rank]; q: [columns, rank]; out: [rows, columns].
+
+        Raises:
+            ConfigError: A matrix has another shape, dtype or device.
+        """
+        self._check("p", p, self.rows, self.rank)
+        self._check("q", q, self.columns, self.rank)
+        self._check("out", out, self.rows, self.columns)
+        torch.mm(p, q.T, out=out.detach())
+        if bool(q.isfinite().all()):  # else every later call would be NaN as well
+            self._q.copy_(q)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of the warm start, for checkpoints."""
+        return {"q": self._q.clone()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from what `state_dict` returned.
+
+        Raises:
+            ConfigError: It is of another shape or dtype, or not there.
+        """
+        q = state.get("q")
+        if q is None:
+            msg = f"expected a state with q for {self}, found {sorted(state)}"
+            raise ConfigError(msg)
+        self._check("q", q.to(self._q.device), self.columns, self.rank)
+        self._q.copy_(q)
+
+    def _check(self, name: str, x: torch.Tensor, rows: int, columns: int) -> None:
+        if x.shape != (rows, columns) or x.dtype != torch.float32 or x.device != self._q.device:
+            msg = (
+                f"expected {name} to be torch.float32 of shape {(rows, columns)} on {self._q.device} for {self}, "
+                f"found {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+            )
+            raise ConfigError(msg)
