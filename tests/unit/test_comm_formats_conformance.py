@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from braid.comm.formats import BF16, FLOAT16, FLOAT32, Int8, TopK, WireFormat, by_name
@@ -133,18 +133,27 @@ def test_arbitrary_bytes_are_decoded_or_refused_and_then_change_nothing(name, me
         assert re.match(r"expected .*found ", refused)
 
 
+INDEX = st.integers(-1, 16) | st.integers(-(1 << 31), (1 << 31) - 1)
+
+
 @given(
-    count=st.integers(-3, 9),
-    indices=st.lists(st.integers(-(1 << 31), (1 << 31) - 1) | st.integers(-1, 20), max_size=9),
+    indices=st.sets(INDEX, max_size=10).map(sorted) | st.lists(INDEX, max_size=4),
+    more=st.sampled_from([0, 0, 0, 1, -1, -20]),
     add=st.booleans(),
 )
+@example(indices=list(range(9)), more=0, add=False)
+@example(indices=[-1, 3], more=0, add=False)
+@example(indices=[3, 16], more=0, add=True)
+@example(indices=[4, 4], more=0, add=True)
 @settings(deadline=None)
 def test_sparse_messages_are_read_only_if_their_indices_ascend_within_the_tensor(
-    count, indices, add
+    indices, more, add
 ):
+    count = len(indices) + more
     words = torch.tensor([count, *indices, *[0] * len(indices)], dtype=torch.int32)
     good = (
-        count == len(indices) <= 8
+        not more
+        and count <= 8
         and all(0 <= i < 16 for i in indices)
         and indices == sorted(set(indices))
     )

@@ -106,7 +106,7 @@ class LowRank:
         self._check("matrix", matrix, self.rows, self.columns)
         self._check("p", p, self.rows, self.rank)
         p.copy_(torch.linalg.qr(p).Q)
-        return matrix.detach().T @ p
+        return (p.T @ matrix.detach()).T.contiguous()  # M^T P takes 20 times as long on a CPU
 
     def finish(self, p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         """Write the approximation of the average into `out` and keep `q` for the next call.
