@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid.cost import Comparison, compare
-from braid.schedule import Costs, simulate
-from braid.schedule.collective import ALGORITHMS, algorithm, program
+from braid.schedule import simulate
+from braid.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
 from braid.schedule.plot import table, to_svg
 from braid.topology import Cluster, Level, flat
 
@@ -177,10 +177,9 @@ def page(name: str) -> str:
 
 def picture(name: str) -> str:
     """Timeline of an algorithm, as SVG."""
-    rounds = algorithm(name, next(iter(SUBJECTS[name].formulas)), NUM_RANKS, row=2)
-    size = rounds.block_bytes(DRAWN_BYTES)
-    costs = Costs(lambda _r, _a: size, lambda _r, a: size * C if a.kind == "reduce" else 0.0)
-    timeline = simulate(program(rounds), costs, flat(NUM_RANKS, A, BYTES_PER_S))
+    made = program(algorithm(name, next(iter(SUBJECTS[name].formulas)), NUM_RANKS, row=2))
+    costs = collective_costs(made, DRAWN_BYTES, C)
+    timeline = simulate(made, costs, flat(NUM_RANKS, A, BYTES_PER_S))
     return to_svg(timeline, NUM_RANKS, WIDTH)
 
 

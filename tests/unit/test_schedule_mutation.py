@@ -19,19 +19,19 @@ from braid.schedule.known import RULES
 MADE = [
     program(algorithm(name, operation, num_ranks, root=root, row=2))
     for name, operation, num_ranks, root in [
-        ("ring", "all_reduce", 3, 0),
-        ("ring", "reduce_scatter", 3, 0),
-        ("doubling", "all_reduce", 3, 0),
-        ("halving_doubling", "all_reduce", 4, 0),
-        ("hierarchical", "all_reduce", 4, 0),
+        ("ring", "all_reduce", 3, None),
+        ("ring", "reduce_scatter", 3, None),
+        ("doubling", "all_reduce", 3, None),
+        ("halving_doubling", "all_reduce", 4, None),
+        ("hierarchical", "all_reduce", 4, None),
         ("tree", "reduce", 4, 1),
         ("tree", "broadcast", 4, 2),
         ("tree", "gather", 3, 1),
         ("tree", "scatter", 4, 3),
-        ("bruck", "all_gather", 4, 0),
-        ("bruck", "all_to_all", 3, 0),
-        ("pairwise", "all_to_all", 3, 0),
-        ("naive", "all_reduce", 3, 0),
+        ("bruck", "all_gather", 4, None),
+        ("bruck", "all_to_all", 3, None),
+        ("pairwise", "all_to_all", 3, None),
+        ("naive", "all_reduce", 3, None),
     ]
 ]
 RUBBISH = 10**9  # in blocks that hold nothing of use; larger than any sum of what does

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from braid.errors import ConfigError
 from braid.schedule import Action, Program, from_text, match, order, validate
 from braid.schedule.known import RULES, VOCABULARIES
 from braid.schedule.matching import Moment, Place
@@ -308,6 +309,54 @@ MISTAKEN = {
         "recv_f2.0<0 F2.0 B2.0 send_b2.0>0 send_b2.0>1 recv_f2.1<0 F2.1 B2.1 send_b2.1>0 send_b2.1>1",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("head", "text"),
+    [
+        ("x dance units 1 indices 1", "header: expected an operation out of all_reduce, reduce,"),
+        (
+            "x broadcast units 1 indices 1 root 5",
+            "header: expected a root from 0 to 0 for broadcast",
+        ),
+        (
+            "x broadcast units 1 indices 1",
+            "header: expected a root from 0 to 0 for broadcast, found n",
+        ),
+        (
+            "x all_reduce units 1 indices 1 root 0",
+            "header: expected no root for all_reduce, found 0",
+        ),
+        (
+            "x gather units 7 indices 1 root 0",
+            "header: expected 1 blocks for gather on 1 ranks, fou",
+        ),
+        ("x all_reduce units 999999999 indices 0", "size: expected at most 1048576 ranks x units"),
+    ],
+)
+def test_headers_that_no_program_can_have_are_said(head: str, text: str) -> None:
+    found = wrong(from_text(f"program collective {head}\nrank 0\n", VOCABULARIES))
+    assert (len(found), found[0][: len(text)]) == (1, text)
+
+
+def test_pipelines_of_another_size_than_their_ranks_are_said() -> None:
+    text = "program pipeline x dance units 5 indices 0 root 7\nrank 0\nrank 1\n"
+    found = wrong(from_text(text, VOCABULARIES))
+    assert found[0].startswith("header: expected train with a unit for each of 2 ranks and no root")
+
+
+def test_rounds_that_the_header_does_not_count_are_said() -> None:
+    text = "program collective x all_reduce units 1 indices 1\nrank 0\n copy0.77/0\n"
+    assert wrong(from_text(text, VOCABULARIES)) == [
+        "units: rank 0, action 0: round 77 of 1, which are numbered from 0"
+    ]
+
+
+def test_semantics_that_there_are_not_are_refused() -> None:
+    written = collective("all_reduce", 1, *EXCHANGE)
+    for semantics in ((), ("bufferd",)):
+        with pytest.raises(ConfigError, match="expected some of rendezvous, buffered"):
+            validate(written, RULES, semantics=semantics)
 
 
 @pytest.mark.parametrize("name", MISTAKEN)

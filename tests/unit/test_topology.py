@@ -78,7 +78,7 @@ def test_a_flat_cluster_is_one_switch_with_a_full_duplex_link_for_each_rank() ->
 @pytest.mark.parametrize(
     ("size", "latency_s", "bytes_per_s", "message"),
     [
-        (0, 0.0, 1.0, "level 'host' of the cluster: size is 0, expected 1 or more"),
+        (0, 0.0, 1.0, "level 'host' of the cluster: size is 0, expected a whole number from 1"),
         (
             1,
             -1.0,
@@ -91,7 +91,7 @@ def test_a_flat_cluster_is_one_switch_with_a_full_duplex_link_for_each_rank() ->
             float("inf"),
             float("nan"),
             (
-                "level 'host' of the cluster: size is -2, expected 1 or more; "
+                "level 'host' of the cluster: size is -2, expected a whole number from 1; "
                 "latency_s is inf, expected seconds, not negative; bytes_per_s is nan, expected more than 0"
             ),
         ),

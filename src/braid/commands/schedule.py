@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["schedule_check", "schedule_compare", "schedule_show", "schedule_simulate"]
 
 Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
-Row = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
 Told = Annotated[str, tyro.conf.arg(help_behavior_hint=TOLD)]
 NO_TERMINAL_WIDTH = 120
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
@@ -40,8 +40,8 @@ def schedule_show(
     *,
     ranks: int = 4,
     operation: Told = "",
-    root: int = 0,
-    row: Row = None,
+    root: Number = None,
+    row: Number = None,
     microbatches: int = 8,
     table: bool = False,
 ) -> int:
@@ -51,7 +51,7 @@ def schedule_show(
         name: Of the algorithm.
         ranks: World size, or number of stages.
         operation: What it carries out (default: all_reduce where it can, else what it is for).
-        root: Rank that has or gets everything, for operations that have one.
+        root: Rank that has or gets everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical.
         microbatches: For 1f1b and gpipe.
         table: Draw a table of rounds instead.
@@ -91,8 +91,8 @@ def schedule_simulate(
     *,
     ranks: int = 8,
     operation: Told = "",
-    root: int = 0,
-    row: Row = None,
+    root: Number = None,
+    row: Number = None,
     nbytes: str = "64Mi",
     cluster: Told = "",
     latency_us: float = 5.0,
@@ -109,7 +109,7 @@ def schedule_simulate(
         name: Of the algorithm, or a file as `braid schedule show` prints it.
         ranks: World size, or number of stages; of a file its own.
         operation: What it carries out (default: all_reduce where it can, else what it is for).
-        root: Rank that has or gets everything, for operations that have one.
+        root: Rank that has or gets everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
         nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations of a micro-batch.
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
@@ -190,7 +190,7 @@ def schedule_compare(
 
 
 def _program(
-    name: str, ranks: int, operation: str, root: int, row: int | None, microbatches: int
+    name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
     from pathlib import Path
 
@@ -278,13 +278,12 @@ def _bytes(text: str) -> int:
 
 def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -> Costs:
     from braid.schedule import Costs
+    from braid.schedule.collective import collective_costs
 
-    header = program.header
     if program.vocabulary.name == "pipeline":
         work = {"F": forward_s, "B": backward_s}
         return Costs(lambda _r, _a: nbytes, lambda _r, action: work.get(action.kind, 0.0))
-    blocks = program.num_ranks if header.operation == "all_to_all" else header.num_units
-    return Costs(lambda _r, _a: nbytes / blocks, lambda _r, _a: 0.0)
+    return collective_costs(program, nbytes)
 
 
 def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) -> int:

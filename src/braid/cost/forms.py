@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from braid.errors import ConfigError
+from braid.schedule.program import check_ranks
 
 __all__ = ["FORMS", "Cost", "form"]
 
@@ -132,12 +133,25 @@ FORMS: Mapping[tuple[str, str], Form] = {
 }
 
 
-def form(algorithm: str, operation: str, p: int, l: float) -> Cost:
+def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> Cost:
     """Cost of `algorithm` for `operation` on p ranks with l bytes.
 
+    Args:
+        algorithm: Such as ring.
+        operation: Such as all_reduce.
+        p: Ranks.
+        l: Bytes of the largest full buffer of a rank.
+        row: Ranks of a host, for hierarchical.
+
     Raises:
-        ConfigError: There is no such algorithm.
+        ConfigError: There is no such algorithm, or no such number of ranks or bytes.
     """
+    check_ranks(p)
+    if l < 0 or row < 1 or p % row:
+        msg = f"expected bytes, not negative, and rows that divide {p} ranks, found {l} bytes and rows of {row}"
+        raise ConfigError(msg)
+    if (algorithm, operation) == ("hierarchical", "all_reduce"):
+        return grid(p, l, row)
     found = FORMS.get((algorithm, operation))
     if found is None:
         known = sorted(name for name, op in FORMS if op == operation)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from braid.errors import ConfigError
 from braid.schedule.collective import Round, Rounds
 from braid.topology import Cluster
 
@@ -30,7 +31,8 @@ class Estimate(NamedTuple):
 
     Attributes:
         seconds: Until the last rank is ready.
-        level_bytes: Bytes over all links to each level of the cluster, both ways, by name.
+        level_bytes: Bytes over all links to each level of the cluster, by name: every message counts on its way up and on its
+            way down.
     """
 
     seconds: float
@@ -49,9 +51,12 @@ def simulate_rounds(
         sum_s_per_byte: c, seconds per byte that is added up.
 
     Raises:
-        ConfigError: The cluster has fewer ranks.
+        ConfigError: The cluster has fewer ranks, or `nbytes` is negative.
     """
     cluster.check_size(rounds.num_ranks)
+    if nbytes < 0:
+        msg = f"expected bytes, not negative, found {nbytes}"
+        raise ConfigError(msg)
     block_bytes = rounds.block_bytes(nbytes)
     ready = np.zeros(rounds.num_ranks)
     totals = np.zeros(len(cluster.levels))

@@ -19,6 +19,7 @@ from braid.schedule.simulate import Interval, Timeline
 
 __all__ = ["lanes", "table", "time_text", "to_svg", "to_trace"]
 
+KILO = 1000
 MOST_COLUMNS = 64  # of a table: more rounds than anybody reads
 COLOURS = (
     "#4477aa",
@@ -29,7 +30,7 @@ COLOURS = (
     "#aa3377",
     "#bbbbbb",
 )  # Paul Tol's bright scheme, for all eyes
-LANE, BAR, LEFT, TOP = 26, 18, 70, 24  # pixels
+LANE, BAR, LEFT, TOP, LEGEND = 26, 18, 70, 24, 90  # pixels
 
 
 def table(program: Program) -> list[list[str]]:
@@ -40,13 +41,15 @@ def table(program: Program) -> list[list[str]]:
     """
     last = max((a.index for actions in program.ranks for a in actions), default=-1)
     columns = range(min(last + 1, MOST_COLUMNS))
+    shorten = _merged if program.vocabulary.posts == "round" else list
     cut = ["..."] if last >= MOST_COLUMNS else []
     rows = [[program.vocabulary.index_name, *map(str, columns), *cut]]
     for rank, actions in enumerate(program.ranks):
         cells: dict[int, list[str]] = defaultdict(list)
         for action in actions:
             cells[action.index].append(_cell(program, action))
-        rows.append([f"rank {rank}", *(" ".join(_merged(cells[i])) for i in columns), *cut])
+        texts = [" ".join(shorten(cells[i])) for i in columns]
+        rows.append([f"rank {rank}", *texts, *cut])
     return rows
 
 
@@ -81,6 +84,8 @@ def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
         timeline.intervals, key=lambda i: not i.is_message
     )  # work stands above messages
     for interval in ordered:
+        if interval.is_message and interval.end_s == interval.start_s:
+            continue
         first = min(int(interval.start_s / total * width), width - 1)
         end = max(first + 1, min(round(interval.end_s / total * width), width))
         kind = "" if interval.is_message else interval.action.kind
@@ -103,13 +108,13 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
     colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
     height = TOP + num_ranks * LANE + LANE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + width + 10}" height="{height}" font-family="sans-serif" font-size="12">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + max(width, LEGEND * len(kinds)) + 10}" height="{height}" font-family="sans-serif" font-size="12">'
     ]
     for i, kind in enumerate(kinds):
         parts.append(
-            f'<rect x="{LEFT + i * 90}" y="4" width="12" height="12" fill="{colour[kind]}"/>'
+            f'<rect x="{LEFT + i * LEGEND}" y="4" width="12" height="12" fill="{colour[kind]}"/>'
         )
-        parts.append(f'<text x="{LEFT + i * 90 + 16}" y="14">{escape(kind)}</text>')
+        parts.append(f'<text x="{LEFT + i * LEGEND + 16}" y="14">{escape(kind)}</text>')
     names = range(num_ranks)
     parts += (f'<text x="4" y="{TOP + rank * LANE + 14}">rank {rank}</text>' for rank in names)
     for interval in timeline.intervals:
@@ -155,9 +160,9 @@ def _words(interval: Interval) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            value = seconds / scale
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    """Three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        digits = f"{seconds / scale:.3g}"
+        if float(digits) < KILO:
+            return f"{digits} {unit}"
+    return f"{seconds:,.0f} s"

@@ -25,15 +25,14 @@ from braid.schedule.program import LOCAL, SEND, Action, Header, Program, Vocabul
 
 __all__ = ["from_text", "to_text"]
 
-MOST_RANKS = (
-    1 << 16
-)  # what is read may come from anywhere; nothing larger is written down action by action
+MOST_RANKS = 4096  # what is read may come from anywhere
 MOST_DIGITS = 9
 
 _TOKEN = re.compile(
     rf"(?P<kind>[A-Za-z_]+)(?P<unit>\d{{1,{MOST_DIGITS}}})\.(?P<index>\d{{1,{MOST_DIGITS}}})"
     rf"(?:(?P<way>[<>])(?P<peer>\d{{1,{MOST_DIGITS}}}))?"
-    rf"(?:/(?P<edge>\d{{1,{MOST_DIGITS}}}))?(?:~(?P<version>\d{{1,{MOST_DIGITS}}}))?"
+    rf"(?:/(?P<edge>\d{{1,{MOST_DIGITS}}}))?(?:~(?P<version>\d{{1,{MOST_DIGITS}}}))?",
+    re.ASCII,
 )
 _WORD = re.compile(r"\S+")
 

@@ -2,6 +2,7 @@
 
 The rules build on each other, so a later one is asked only when those before it hold:
 
+    size           not more than can be looked at
     peers          a rank of the program, and not oneself
     units          of the vocabulary's own rules
     matching       every send has a receive, and every receive a send
@@ -16,12 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from braid.errors import ConfigError
 from braid.schedule.matching import Deadlock, Matching, Moment, Place, match, order
 from braid.schedule.program import LOCAL, Program
 from braid.schedule.violation import Violation
 
 __all__ = ["Rules", "validate"]
 
+MOST_PLACES = (
+    1 << 20
+)  # a program may come from anywhere; each of its blocks is looked at on every rank
 SEMANTICS = ("rendezvous", "buffered")
 
 
@@ -49,7 +54,17 @@ def validate(
         program: Any.
         rules: By name of the vocabulary.
         semantics: Under which it must not deadlock.
+
+    Raises:
+        ConfigError: There are no such semantics.
     """
+    if not semantics or set(semantics) - set(SEMANTICS):
+        msg = f"expected some of {', '.join(SEMANTICS)} for semantics, found {semantics}"
+        raise ConfigError(msg)
+    header = program.header
+    if program.num_ranks * max(header.num_units, header.num_indices) > MOST_PLACES:
+        text = f"expected at most {MOST_PLACES} ranks x units and ranks x indices, found {header} on {program.num_ranks} ranks"
+        return [Violation("size", -1, -1, text)]
     own = rules[program.vocabulary.name]
     found = _check_peers(program) + own.before(program)
     if found:

@@ -12,7 +12,7 @@ class Violation(NamedTuple):
 
     Attributes:
         rule: Name of the rule: kinds, peers, units, matching, deadlock, contributions, ...
-        rank: Whose action it is.
+        rank: Whose action it is; -1 for the program as a whole.
         position: Of the action in its rank's list; -1 for the end of the list.
         text: What is wrong, in words.
     """
@@ -24,5 +24,7 @@ class Violation(NamedTuple):
 
     def __str__(self) -> str:
         """`matching: rank 1, action 3: send of block 0 ... has no receive`."""
+        if self.rank < 0:
+            return f"{self.rule}: {self.text}"
         where = f"action {self.position}" if self.position >= 0 else "at the end"
         return f"{self.rule}: rank {self.rank}, {where}: {self.text}"

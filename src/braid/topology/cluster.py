@@ -16,9 +16,11 @@ Source: C. Leiserson, Fat-trees, IEEE ToC 34 (1985), for the shape.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from braid.schedule import Route
 
 __all__ = ["Cluster", "Level", "flat"]
 
+MOST_RANKS = 10**9
 Numbers = npt.NDArray[np.int64]
 
 
@@ -54,8 +57,8 @@ class Level:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.size < 1:
-            problems.append(f"size is {self.size}, expected 1 or more")
+        if self.size != int(self.size) or self.size < 1:
+            problems.append(f"size is {self.size}, expected a whole number from 1")
         if not 0 <= self.latency_s < float("inf"):
             problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
         if not 0 < self.bytes_per_s < float("inf"):
@@ -96,8 +99,13 @@ class Cluster:
             msg = f"expected at least one level, each with a name of its own, found {', '.join(names) or 'none'}"
             raise ConfigError(msg)
         self.levels = tuple(levels)
-        widths = np.cumprod([1, *(level.size for level in levels)])
-        self._widths: list[int] = widths.tolist()  # ranks of a child, by level; last: of everything
+        sizes = [1, *(level.size for level in levels)]
+        self._widths: list[int] = list(
+            accumulate(sizes, operator.mul)
+        )  # ranks of a child, by level; last: of all
+        if self.num_ranks > MOST_RANKS:
+            msg = f"expected at most {MOST_RANKS:,} ranks, found {self.num_ranks:,}: {self}"
+            raise ConfigError(msg)
         num_children = [self.num_ranks // width for width in self._widths[:-1]]
         firsts = np.cumsum([0, *(2 * n for n in num_children)])
         self._first_links: list[int] = firsts.tolist()
@@ -106,6 +114,18 @@ class Cluster:
     def num_ranks(self) -> int:
         """World size."""
         return self._widths[-1]
+
+    def __str__(self) -> str:
+        """`8 (host) x 16 (rack)`."""
+        return " x ".join(f"{level.size} ({level.name})" for level in self.levels)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the levels are equal."""
+        return isinstance(other, Cluster) and self.levels == other.levels
+
+    def __hash__(self) -> int:
+        """Of the levels."""
+        return hash(self.levels)
 
     @cached_property
     def bytes_per_s(self) -> npt.NDArray[np.float64]:
@@ -116,13 +136,16 @@ class Cluster:
     def check_size(self, num_ranks: int) -> None:
         """Raise ConfigError unless the cluster has so many ranks."""
         if num_ranks > self.num_ranks:
-            sizes = " x ".join(f"{level.size} ({level.name})" for level in self.levels)
-            msg = f"expected at most {self.num_ranks} ranks, as the cluster has ({sizes}), found {num_ranks}"
+            msg = f"expected at most {self.num_ranks} ranks, as the cluster has ({self}), found {num_ranks}"
             raise ConfigError(msg)
 
     def oversubscription(self, name: str) -> float:
         """How many times the children of a unit of the level below `name` could fill its link; 1 for ranks."""
-        number = [level.name for level in self.levels].index(name)
+        names = [level.name for level in self.levels]
+        if name not in names:
+            msg = f"expected a level out of {', '.join(names)}, found {name}"
+            raise ConfigError(msg)
+        number = names.index(name)
         if not number:
             return 1.0
         below = self.levels[number - 1]
@@ -158,7 +181,15 @@ class Cluster:
 
         Returns:
             Latency of each in seconds, and the links of each in a row, with -1 where there are no more.
+
+        Raises:
+            ConfigError: The cluster has no such rank.
         """
+        if len(sources):
+            self.check_size(1 + int(max(sources.max(), targets.max())))
+            if min(sources.min(), targets.min()) < 0:
+                msg = f"expected ranks from 0, found {int(min(sources.min(), targets.min()))}"
+                raise ConfigError(msg)
         latency = np.zeros(len(sources))
         links = np.full((len(sources), 2 * len(self.levels)), -1, dtype=np.int64)
         apart = sources != targets

@@ -17,6 +17,7 @@ bytes_per_s = 25e9        # of the link from each host
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 
 import msgspec
@@ -63,7 +64,7 @@ def to_toml(cluster: Cluster) -> str:
 def _table(level: _Level) -> str:
     """TOML is read by msgspec everywhere, but written only where a further package is installed."""
     return (
-        f'name = "{level.name}"\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n'
+        f"name = {json.dumps(level.name)}\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n"
         f"bytes_per_s = {level.bytes_per_s!r}\nfull_duplex = {str(level.full_duplex).lower()}\n"
         f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\n"
     )

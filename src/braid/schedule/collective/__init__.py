@@ -2,6 +2,7 @@
 
 from braid.schedule.collective.catalogue import ALGORITHMS, algorithm
 from braid.schedule.collective.contributions import check_contributions, check_slots
+from braid.schedule.collective.costs import collective_costs
 from braid.schedule.collective.rounds import Copy, Round, Rounds, program
 from braid.schedule.collective.vocabulary import COLLECTIVE, OPERATIONS
 
@@ -15,5 +16,6 @@ __all__ = [
     "algorithm",
     "check_contributions",
     "check_slots",
+    "collective_costs",
     "program",
 ]

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from braid.errors import ConfigError
 from braid.schedule.collective import bruck, exchange, grid, naive, pairwise, ring, tree
 from braid.schedule.collective.rounds import Rounds
+from braid.schedule.collective.vocabulary import ROOTED
 from braid.schedule.program import check_ranks
 
 __all__ = ["ALGORITHMS", "algorithm"]
-
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 ALGORITHMS: Mapping[tuple[str, str], Callable[..., Rounds]] = {
     ("ring", "all_reduce"): ring.all_reduce,
@@ -42,7 +41,7 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Rounds]] = {
 
 
 def algorithm(
-    name: str, operation: str, num_ranks: int, *, root: int = 0, row: int | None = None
+    name: str, operation: str, num_ranks: int, *, root: int | None = None, row: int | None = None
 ) -> Rounds:
     """An algorithm for a number of ranks.
 
@@ -50,7 +49,7 @@ def algorithm(
         name: Such as ring.
         operation: Such as all_reduce.
         num_ranks: World size.
-        root: For operations that have one.
+        root: For operations that have one; 0 when None.
         row: Ranks of a host, for hierarchical.
 
     Raises:
@@ -65,6 +64,9 @@ def algorithm(
             msg += f", which carries out {', '.join(operations)}"
         raise ConfigError(msg)
     check_ranks(num_ranks)
+    if root is not None and operation not in ROOTED:
+        msg = f"expected no root for {operation}, found {root}"
+        raise ConfigError(msg)
     if name == "hierarchical":
         if row is None:
             msg = "expected the number of ranks of a host for hierarchical, found none"
@@ -72,7 +74,7 @@ def algorithm(
         return make(num_ranks, row)
     if operation not in ROOTED:
         return make(num_ranks)
-    if not 0 <= root < num_ranks:
+    if root is not None and not 0 <= root < num_ranks:
         msg = f"expected a root from 0 to {num_ranks - 1}, found {root}"
         raise ConfigError(msg)
-    return make(num_ranks, root)
+    return make(num_ranks, root or 0)

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from braid.schedule.collective.vocabulary import Held, held_at_end, held_at_start
+from braid.schedule.collective.vocabulary import (
+    Held,
+    header_problems,
+    held_at_end,
+    held_at_start,
+)
 from braid.schedule.matching import Matching, Moment, Place
 from braid.schedule.program import RECEIVE, SEND, Action, Program
 from braid.schedule.violation import Violation
@@ -20,15 +25,18 @@ MOST_REPORTED = 20
 
 
 def check_slots(program: Program) -> list[Violation]:
-    """Blocks that the buffer does not have."""
-    found = []
+    """A header that no program can have, and blocks and rounds that this one has not."""
+    header = program.header
+    given = (header.operation, program.num_ranks, header.num_units, header.root)
+    found = [Violation("header", -1, -1, text) for text in header_problems(*given)]
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
-            wrong = [
-                unit for unit in (action.unit, action.edge) if unit >= program.header.num_units
-            ]
+            wrong = [unit for unit in (action.unit, action.edge) if unit >= header.num_units]
             if wrong:
-                text = f"block {wrong[0]} of {program.header.num_units}, which are numbered from 0"
+                text = f"block {wrong[0]} of {header.num_units}, which are numbered from 0"
+                found.append(Violation("units", rank, position, text))
+            if action.index >= header.num_indices:
+                text = f"round {action.index} of {header.num_indices}, which are numbered from 0"
                 found.append(Violation("units", rank, position, text))
     return found
 
@@ -99,18 +107,18 @@ class _Ledger:
 
 
 def _missing(holds: list[dict[int, Held]], wanted: list[dict[int, Held]]) -> list[Violation]:
-    found = []
+    found: list[Violation] = []
     for rank, blocks in enumerate(wanted):
         for unit, held in blocks.items():
             has = holds[rank].get(unit)
             if has == held:
                 continue
+            if len(found) == MOST_REPORTED:
+                return found
             if has is None or has.block != held.block:
                 text = f"block {unit} ends without block {held.block} of rank {_ranks(held.ranks)}"
-            elif held.ranks & ~has.ranks:
-                text = f"block {unit} ends without the contribution of rank {_ranks(held.ranks & ~has.ranks)}"
             else:
-                text = f"block {unit} ends with contributions of rank {_ranks(has.ranks & ~held.ranks)} that it must not have"
+                text = f"block {unit} ends without the contribution of rank {_ranks(held.ranks & ~has.ranks)}"
             found.append(Violation("contributions", rank, -1, text))
     return found
 

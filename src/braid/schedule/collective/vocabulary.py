@@ -21,7 +21,16 @@ from typing import NamedTuple
 from braid.errors import ConfigError
 from braid.schedule.program import LOCAL, RECEIVE, SEND, Kind, Vocabulary
 
-__all__ = ["COLLECTIVE", "OPERATIONS", "Held", "held_at_end", "held_at_start", "num_slots"]
+__all__ = [
+    "COLLECTIVE",
+    "OPERATIONS",
+    "ROOTED",
+    "Held",
+    "header_problems",
+    "held_at_end",
+    "held_at_start",
+    "num_slots",
+]
 
 COLLECTIVE = Vocabulary(
     name="collective",
@@ -46,6 +55,7 @@ OPERATIONS = (
     "gather",
     "all_to_all",
 )
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Held(NamedTuple):
@@ -109,18 +119,24 @@ def held_at_end(
     return [{num_ranks + b: Held(b * num_ranks + r, 1 << b) for b in ranks} for r in ranks]
 
 
-def _check(operation: str, num_ranks: int, num_blocks: int, root: int) -> None:
-    problems = []
+def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) -> list[str]:
+    """What no program of this operation can have."""
     if operation not in OPERATIONS:
-        problems.append(f"expected an operation out of {', '.join(OPERATIONS)}, found {operation}")
-    rooted = operation in {"reduce", "broadcast", "scatter", "gather"}
+        return [f"expected an operation out of {', '.join(OPERATIONS)}, found {operation}"]
+    problems = []
+    rooted = operation in ROOTED
     if rooted != (root >= 0) or root >= num_ranks:
         wanted = f"a root from 0 to {num_ranks - 1}" if rooted else "no root"
         problems.append(f"expected {wanted} for {operation}, found {root if root >= 0 else 'none'}")
     by_rank = operation in {"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"}
-    if by_rank and num_blocks != num_slots(operation, num_ranks, num_ranks):
-        problems.append(
-            f"expected {num_slots(operation, num_ranks, num_ranks)} blocks for {operation} on {num_ranks} ranks, found {num_blocks}"
-        )
+    expected = num_slots(operation, num_ranks, num_ranks)
+    if by_rank and num_blocks != expected:
+        where = f"{operation} on {num_ranks} ranks"
+        problems.append(f"expected {expected} blocks for {where}, found {num_blocks}")
+    return problems
+
+
+def _check(operation: str, num_ranks: int, num_blocks: int, root: int) -> None:
+    problems = header_problems(operation, num_ranks, num_blocks, root)
     if problems:
         raise ConfigError("; ".join(problems))

@@ -34,6 +34,9 @@ def check_work(program: Program) -> list[Violation]:
     """F and B of every stage and micro-batch, once each, on the rank of the stage."""
     found = []
     header = program.header
+    if (header.operation, header.num_units, header.root) != ("train", program.num_ranks, -1):
+        text = f"expected train with a unit for each of {program.num_ranks} ranks and no root, found {header}"
+        found.append(Violation("header", -1, -1, text))
     for rank, actions in enumerate(program.ranks):
         done: set[tuple[str, int]] = set()
         for position, action in enumerate(actions):
