@@ -1,6 +1,6 @@
 """Programs: what every rank does, as data; see README.md."""
 
-from braid.schedule.matching import match, order
+from braid.schedule.matching import match, messages, order
 from braid.schedule.program import Action, Header, Kind, Program, Vocabulary
 from braid.schedule.simulate import Costs, Interval, Network, Route, Timeline, simulate
 from braid.schedule.text import from_text, to_text
@@ -22,6 +22,7 @@ __all__ = [
     "Vocabulary",
     "from_text",
     "match",
+    "messages",
     "order",
     "simulate",
     "to_text",

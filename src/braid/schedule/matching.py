@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import NamedTuple
 
-from braid.schedule.program import LOCAL, SEND, Program, batches
+from braid.schedule.program import LOCAL, SEND, Action, Program, batches
 
-__all__ = ["Deadlock", "Matching", "Moment", "Place", "match", "order"]
+__all__ = ["Deadlock", "Matching", "Message", "Moment", "Place", "match", "messages", "order"]
 
 
 class Place(NamedTuple):
@@ -40,6 +40,26 @@ class Matching(NamedTuple):
 
     partner: dict[Place, Place]
     alone: list[Place]
+
+
+class Message(NamedTuple):
+    """What one rank posts together for another one that awaits it together: it travels as one.
+
+    Attributes:
+        source: Rank.
+        posted: Number of the batch in which it is sent.
+        target: Rank.
+        awaited: Number of the batch in which it is received.
+        sends: Actions of the source.
+        receives: Actions of the target, in the same order.
+    """
+
+    source: int
+    posted: int
+    target: int
+    awaited: int
+    sends: tuple[Action, ...]
+    receives: tuple[Action, ...]
 
 
 class Moment(NamedTuple):
@@ -89,6 +109,30 @@ def match(program: Program) -> Matching:
             partner[one], partner[other] = other, one
         alone += out[both:] + into[both:]
     return Matching(partner, sorted(alone))
+
+
+def messages(program: Program, matching: Matching) -> list[Message]:
+    """All messages of `program`, by source and in the order in which they are sent.
+
+    Args:
+        program: Whose messages all have partners.
+        matching: Of it.
+    """
+    batch_of = [
+        [number for number, positions in enumerate(batches(program, rank)) for _ in positions]
+        for rank in range(program.num_ranks)
+    ]
+    found: dict[tuple[int, int, int, int], tuple[list[Action], list[Action]]] = {}
+    for rank, actions in enumerate(program.ranks):
+        for position, action in enumerate(actions):
+            if program.vocabulary.role(action) != SEND:
+                continue
+            target, there = matching.partner[Place(rank, position)]
+            ends = (rank, batch_of[rank][position], target, batch_of[target][there])
+            sends, receives = found.setdefault(ends, ([], []))
+            sends.append(action)
+            receives.append(program.ranks[target][there])
+    return [Message(*ends, tuple(s), tuple(r)) for ends, (s, r) in found.items()]
 
 
 def order(

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from braid.errors import ConfigError
-from braid.schedule.matching import Place, match
+from braid.schedule.matching import Message, match, messages
 from braid.schedule.program import SEND, Action, Program, batches
 
 __all__ = ["Costs", "Interval", "Network", "Route", "Timeline", "simulate"]
@@ -142,11 +142,12 @@ class _Message:
         "start_s",
     )
 
-    def __init__(self, source: int, target: int) -> None:
-        self.ranks = (source, target)
-        self.actions: tuple[list[Action], list[Action]] = ([], [])  # sends and receives
+    def __init__(self, message: Message, nbytes: float) -> None:
+        self.ranks = (message.source, message.target)
+        self.actions = (message.sends, message.receives)
         self.links: tuple[int, ...] = ()
-        self.nbytes = self.left = self.rate = self.most = 0.0
+        self.nbytes = nbytes
+        self.left = self.rate = self.most = 0.0
         self.posted = 0
         self.start_s = 0.0
         self.has_come = False
@@ -256,31 +257,18 @@ class _Simulation:
 
     def _all_messages(self) -> dict[tuple[int, int], list[_Message]]:
         """By (rank, number of the batch) of either end."""
-        program, (partner, alone) = self._program, match(self._program)
-        if alone:
-            rank, position = alone[0]
+        program, matching = self._program, match(self._program)
+        if matching.alone:
+            rank, position = matching.alone[0]
             what = program.vocabulary.describe(program.ranks[rank][position])
             msg = f"expected a partner for every message, found none for the {what} of rank {rank}: validate the program first"
             raise ConfigError(msg)
-        batch_of = [
-            [number for number, positions in enumerate(own) for _ in positions]
-            for own in self._lists
-        ]
-        found: dict[tuple[int, int, int, int], _Message] = {}
-        for rank, actions in enumerate(program.ranks):
-            for position, action in enumerate(actions):
-                if program.vocabulary.role(action) != SEND:
-                    continue
-                target, there = partner[Place(rank, position)]
-                ends = (rank, batch_of[rank][position], target, batch_of[target][there])
-                message = found.setdefault(ends, _Message(rank, target))
-                message.actions[0].append(action)
-                message.actions[1].append(program.ranks[target][there])
-                message.nbytes += self._costs.nbytes(rank, action)
         by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        for (source, sent_in, target, come_in), message in found.items():
-            by_batch[source, sent_in].append(message)
-            by_batch[target, come_in].append(message)
+        for found in messages(program, matching):
+            nbytes = sum(self._costs.nbytes(found.source, action) for action in found.sends)
+            message = _Message(found, nbytes)
+            by_batch[found.source, found.posted].append(message)
+            by_batch[found.target, found.awaited].append(message)
         return by_batch
 
     def _post(self, message: _Message, *, is_send: bool) -> None:

@@ -1,0 +1,204 @@
+"""A rank's part of a collective program, on tensors: messages out, messages in, additions, copies.
+
+Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory. Between them lie the same questions for each
+algorithm: which blocks go into one message, which lie beside each other and need no copy, what must be put aside until it can be added.
+
+Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat buffer for one rank: per stage what
+is sent (read as the stage begins), what comes in (written where it belongs, or put aside to be added or because that place is still
+being sent), and what is copied. Carrying it out is then a loop without a decision in it:
+
+    stage    receive posted   |  send posted  |  wait for both  |  add and copy
+             into its place or aside
+
+Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages come in the program, which is the same on every
+run but not rank order; 16-bit numbers are rounded at every addition.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from braid.comm.reduction import combine, finish
+from braid.comm.work import Work
+from braid.errors import ConfigError
+from braid.schedule import Action, Program, match, messages
+from braid.schedule.program import LOCAL, batches
+
+__all__ = ["Messages", "Move", "Stage", "carry_out", "stages"]
+
+
+class Messages(Protocol):
+    """What carries messages: a Group, or a transport of its own."""
+
+    def send(self, x: torch.Tensor, to: int, *, tag: int, async_op: bool) -> Work:
+        """Start to send `x`."""
+        ...
+
+    def recv(self, x: torch.Tensor, source: int, *, tag: int, async_op: bool) -> Work:
+        """Start to receive into `x`."""
+        ...
+
+
+class Move(NamedTuple):
+    """A message, or a copy inside the buffer.
+
+    Attributes:
+        peer: The other rank; -1 for a copy.
+        parts: Slices of the buffer, in the order in which they travel.
+        aside: Whether it goes through memory of its own: it is in several parts, is to be added, or comes before its place is free.
+        adds: Whether it is added to what is there.
+        sources: Slices that a copy reads.
+    """
+
+    peer: int
+    parts: tuple[slice, ...]
+    aside: bool = False
+    adds: bool = False
+    sources: tuple[slice, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return sum(part.stop - part.start for part in self.parts)
+
+
+class Stage(NamedTuple):
+    """What one rank posts together.
+
+    Attributes:
+        sends: Messages out.
+        receives: Messages in.
+        copies: Copies inside the buffer; they read what was there before the stage.
+    """
+
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    copies: tuple[Move, ...]
+
+
+def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
+    """Stages of `rank` on a buffer of `numel` elements; messages without elements are left out.
+
+    Args:
+        program: Valid; of the collective vocabulary.
+        rank: Whose part.
+        numel: Elements of the buffer; of both buffers of all_to_all, one behind the other.
+
+    Raises:
+        ConfigError: all_to_all on blocks that are not equal.
+    """
+    blocks = program.header.num_units
+    if program.header.operation == "all_to_all" and numel % blocks:
+        msg = f"expected a multiple of {blocks} elements for all_to_all in equal blocks, found {numel}"
+        raise ConfigError(msg)
+    bounds = [numel * i // blocks for i in range(blocks + 1)]
+    out: dict[int, list[Move]] = defaultdict(list)
+    into: dict[int, list[tuple[int, tuple[slice, ...], bool]]] = defaultdict(list)
+    for message in messages(program, match(program)):
+        if message.source == rank:
+            parts = _slices(message.sends, bounds)
+            out[message.posted].append(Move(message.target, parts, aside=len(parts) > 1))
+        if message.target == rank:
+            adds = {action.kind == "reduce" for action in message.receives}
+            assert len(adds) == 1, message  # a round adds or replaces
+            parts = _slices(message.receives, bounds)
+            into[message.awaited].append((message.source, parts, adds.pop()))
+    found = []
+    actions = program.ranks[rank]
+    for number, positions in enumerate(batches(program, rank)):
+        sends = tuple(move for move in out[number] if move.numel)
+        busy = [part for move in sends for part in move.parts]
+        receives = (
+            Move(
+                peer,
+                parts,
+                aside=adds or len(parts) > 1 or _overlap(parts, busy),
+                adds=adds,
+            )
+            for peer, parts, adds in into[number]
+        )
+        local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
+        copies = tuple(_copy(action, bounds) for action in local)
+        found.append(Stage(sends, tuple(move for move in receives if move.numel), copies))
+    return tuple(found)
+
+
+def carry_out(
+    part: Sequence[Stage],
+    x: torch.Tensor,
+    via: Messages,
+    *,
+    op: str = "sum",
+    size: int,
+    tag: int = 0,
+) -> None:
+    """Carry out this rank's part; every rank of the program does.
+
+    Args:
+        part: From `stages`.
+        x: The buffer, flat and contiguous; in place.
+        via: What carries messages.
+        op: Reduction.
+        size: World size, for averages.
+        tag: Of the messages; no others of this tag may be under way between these ranks.
+
+    Raises:
+        CommError: A message was stopped; the buffer is undefined.
+    """
+    step = "sum" if op == "avg" else op
+    for stage in part:
+        copied = [torch.cat([x[s] for s in move.sources]) for move in stage.copies]
+        places = [x.new_empty(m.numel) if m.aside else x[m.parts[0]] for m in stage.receives]
+        works = [
+            via.recv(place, move.peer, tag=tag, async_op=True)
+            for place, move in zip(places, stage.receives, strict=True)
+        ]
+        for move in stage.sends:
+            data = torch.cat([x[s] for s in move.parts]) if move.aside else x[move.parts[0]]
+            works.append(via.send(data, move.peer, tag=tag, async_op=True))
+        for work in works:
+            work.wait()
+        for place, move in zip([*places, *copied], [*stage.receives, *stage.copies], strict=True):
+            if move.aside:
+                _settle(x, move, place, step)
+    if op == "avg":
+        finish(x, op, size, None)
+
+
+def _settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
+    """Bring what was put aside to its place."""
+    start = 0
+    for part in move.parts:
+        end = start + part.stop - part.start
+        there, here = x[part], came[start:end]
+        if move.adds:
+            combine([there, here], there, op, None)
+        else:
+            there.copy_(here)
+        start = end
+
+
+def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ...]:
+    """Slices of the blocks, joined where one begins as another ends."""
+    found: list[slice] = []
+    for action in actions:
+        start, stop = bounds[action.unit], bounds[action.unit + 1]
+        if found and found[-1].stop == start:
+            found[-1] = slice(found[-1].start, stop)
+        else:
+            found.append(slice(start, stop))
+    return tuple(part for part in found if part.start < part.stop) or (slice(0, 0),)
+
+
+def _overlap(parts: Sequence[slice], busy: Sequence[slice]) -> bool:
+    return any(a.start < b.stop and b.start < a.stop for a in parts for b in busy)
+
+
+def _copy(action: Action, bounds: Sequence[int]) -> Move:
+    to = slice(bounds[action.unit], bounds[action.unit + 1])
+    source = slice(bounds[action.edge], bounds[action.edge + 1])
+    return Move(-1, (to,), aside=True, sources=(source,))
