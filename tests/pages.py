@@ -70,7 +70,7 @@ class Subject(NamedTuple):
 
 
 CHAIN = "(p-1)*a + (p-1)/p*l*b"
-FOLDED = "Other numbers of ranks cost two more messages of l bytes."
+FOLDED = "Ranks above the largest power of two hand over before and get the result after: two more messages of l bytes."
 SUBJECTS = {
     "ring": Subject(
         "Ring",
@@ -151,7 +151,7 @@ def page(name: str) -> str:
     idea = inspect.getdoc(module) or ""
     source = f"../../src/braid/schedule/collective/{subject.module}.py"
     operation = next(iter(subject.formulas))
-    lines = [f"# {subject.title}", "", *_idea(idea), ""]
+    lines = [f"# {subject.title}", "", *_operations(name), "", *_idea(idea), ""]
     lines += [f"## {operation} on {NUM_RANKS} ranks", "", *_rounds(name, operation), ""]
     lines += [f"![Timeline]({name}.svg)", ""]
     lines += [
@@ -163,7 +163,7 @@ def page(name: str) -> str:
         "|---|---|",
         *(f"| {op} | `{text.replace('*', ' ')}` |" for op, text in subject.formulas.items()),
         "",
-        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, l bytes of the largest full buffer, lg = ceil(log2 p). "
+        "a: seconds per message, b: per byte sent, c: per byte added up; p ranks, here a power of two, l bytes of the largest full buffer, lg = log2 p; `braid.cost.form` knows the others. "
         + subject.note,
         "",
         "## Where it wins",
@@ -181,6 +181,14 @@ def picture(name: str) -> str:
     costs = collective_costs(made, DRAWN_BYTES, C)
     timeline = simulate(made, costs, flat(NUM_RANKS, A, BYTES_PER_S))
     return to_svg(timeline, NUM_RANKS, WIDTH)
+
+
+def _operations(name: str) -> list[str]:
+    """What the functions say of themselves."""
+    makers = {op: make for (known, op), make in ALGORITHMS.items() if known == name}
+    return [
+        f"* `{op}`: {(inspect.getdoc(make) or '').split(chr(10))[0]}" for op, make in makers.items()
+    ]
 
 
 def _idea(doc: str) -> list[str]:
@@ -227,13 +235,7 @@ def _compared(operation: str, cluster: Cluster) -> Comparison:
 
 def _winner(found: Comparison, index: int, name: str) -> str:
     """`yes` if nothing is faster than `name`; else what is."""
-    best = found.best(index)
-    own, least = (
-        (found.estimates[n][index].seconds for n in (name, best))
-        if name in found.estimates
-        else (1.0, 0.0)
-    )
-    return "yes" if own <= least * (1 + 1e-9) else best
+    return "yes" if found.is_best(name, index) else found.best(index)
 
 
 def main() -> None:

@@ -129,7 +129,7 @@ def main() -> int:
             "",
             (
                 "Median step of data parallel training on two ranks (`braid bench ddp`). Exposed communication is what a step takes longer "
-                "than with torch's DDP sending nothing; shares vary by some 10 points from run to run here."
+                "than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled steps."
             ),
             "",
             "| what | measured |",

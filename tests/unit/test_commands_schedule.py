@@ -84,6 +84,43 @@ def test_a_program_whose_message_nobody_receives_is_not_simulated(tmp_path, caps
     assert (code, words in " ".join(text.split())) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("send0.0>1 recv0.0<1", "rank 1, action 0: expected a peer from 0 to 1 other than itself"),
+        ("recv0.0<0", "found contributions: rank 1"),
+    ],
+)
+def test_a_program_that_is_not_valid_is_not_simulated(text, words, tmp_path, capsys):
+    head = "program collective x all_reduce units 1 indices 1\nrank 0\n send0.0>1\nrank 1\n"
+    (tmp_path / "mine").write_text(head + text)
+    code, said = ends(capsys, "simulate", str(tmp_path / "mine"))
+    assert (code, words in " ".join(said.split())) == (2, True)
+
+
+def test_options_that_a_file_answers_itself_are_refused(tmp_path, capsys):
+    (tmp_path / "mine").write_text(ends(capsys, "show", "ring")[1])
+    code, text = ends(capsys, "simulate", str(tmp_path / "mine"), "--operation", "reduce")
+    assert (code, "which says what it does" in " ".join(text.split())) == (2, True)
+
+
+def test_a_file_with_the_name_of_an_algorithm_is_in_nobodys_way(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ring").write_text("nothing of the kind")
+    assert ends(capsys, "simulate", "ring", "--ranks", "2")[0] == 0
+
+
+def test_nothing_is_computed_for_a_picture_that_cannot_be_written(capsys):
+    code, text = ends(capsys, "simulate", "ring", "--svg", "/nowhere/a.svg")
+    assert (code, "ring all_reduce" in text) == (2, False)
+
+
+def test_a_host_that_holds_all_ranks_makes_no_hierarchy(capsys):
+    code, text = ends(capsys, "compare", "all_reduce", "--ranks", "8", "--sizes", "1Ti")
+    left_out = "left out: hierarchical, is a ring where one switch holds all ranks"
+    assert (code, left_out in text, text.count("*") > 2) == (0, True, True)
+
+
 def test_the_fastest_algorithm_is_marked_for_each_size(tmp_path, capsys):
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     given = ("--ranks", "64", "--cluster", str(tmp_path / "cluster.toml"), "--sizes", "1Ki", "16Mi")
@@ -117,6 +154,13 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("simulate", "ring", "--ranks", "300", "--svg", "a.svg"), "at most 256 ranks"),
         (("simulate", "ring", "--gbytes-per-s", "0"), "bytes_per_s is 0.0, expected more than 0"),
         (("compare", "all_redooce"), "found all_redooce"),
+        (("compare", "all_reduce", "--sizes"), "expected at least one size"),
+        (("simulate", "1f1b", "--forward-ms", "nan"), "not negative, for --forward-ms, found nan"),
+        (("simulate", "1f1b", "--backward-ms", "-5"), "not negative, for --backward-ms"),
+        (("simulate", "1f1b", "--root", "7"), "expected no --operation or --root with 1f1b"),
+        (("simulate", "ring", "--root", "1"), "expected no root for all_reduce, found 1"),
+        (("simulate", "ring", "--ranks", "1000000000"), "expected at most 1,000,000 ranks"),
+        (("simulate", "x" * 3000), "expected an algorithm out of"),
     ],
 )
 def test_mistakes_are_named(arguments, words, capsys):

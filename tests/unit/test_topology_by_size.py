@@ -51,11 +51,14 @@ def test_sharing_slows_only_below_what_the_size_permits():
 
 
 def test_a_cluster_is_read_back_as_it_was_written():
-    cluster = Cluster([level(), level(name="rack", full_duplex=False, by_size=())])
+    names = level(name='"r\U0001f9f6ck"', full_duplex=False, by_size=())
+    cluster = Cluster([level(), names])
     assert from_toml(to_toml(cluster)).levels == cluster.levels
 
 
-@pytest.mark.parametrize("by_size", [((2.0, 1e9), (1.0, 2e9)), ((1.0, 0.0),), ((0.0, 1e9),)])
+@pytest.mark.parametrize(
+    "by_size", [((2.0, 1e9), (1.0, 2e9)), ((1.0, 0.0),), ((0.0, 1e9),), ((1.0, float("nan")),)]
+)
 def test_sizes_that_make_no_sense_are_refused(by_size):
     with pytest.raises(ConfigError, match=r"by_size is .* expected ascending sizes"):
         level(by_size=by_size)

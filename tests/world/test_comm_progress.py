@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 
+import pytest
 import torch
 
 from braid.comm import Group
@@ -173,3 +176,65 @@ def test_threads_may_be_the_first_on_a_line_at_the_same_moment():
         assert run_threads(2, _all_at_once) == [True, True]
     finally:
         sys.setswitchinterval(interval)
+
+
+def _blocks_in_a_callback(group: Group, way: str) -> str:
+    """Rank 0 calls, in the thread that carries out its background work, what the other rank waits for."""
+    other, x, y = group.split(0), torch.ones(NUMEL), torch.ones(NUMEL)
+    assert other is not None
+    if group.rank == 1:
+        group.all_reduce(x)
+        group.all_reduce(y)
+        other.barrier()
+        return ""
+    said: list[str] = []
+    called = threading.Event()
+
+    def call(_work: object) -> None:
+        try:
+            other.barrier()
+        except StaleError as exc:
+            said.append(str(exc))
+        called.set()
+
+    if way == "behind a block":
+        with group.coalesce(lazily=True) as batch:
+            batch.all_reduce(x)
+        first = batch.work
+    else:
+        first = group.all_reduce(x, async_op=True)
+    work = group.all_reduce(y, async_op=True)
+    work.add_done_callback(call)
+    assert called.wait(10)
+    first.wait()
+    work.wait()
+    other.barrier()
+    return said[0]
+
+
+@pytest.mark.parametrize("way", ["behind a block", "alone"])
+def test_a_callback_must_not_wait_in_the_thread_that_takes_the_steps(way):
+    text, _ = run_threads(2, _blocks_in_a_callback, way)
+    assert text.startswith("expected barrier() to be waited for in a thread of the program")
+
+
+def _kept_by_its_callback(group: Group) -> bool:
+    x = torch.ones(2)
+    with group.coalesce(lazily=True) as batch:
+        batch.all_reduce(x)
+    work, ended = batch.work, threading.Event()
+    work.add_done_callback(lambda _work: ended.set())
+    work.wait()
+    assert ended.is_set()
+    alive = weakref.ref(work)
+    del work, batch
+    return alive() is not None
+
+
+def test_a_callback_that_was_called_keeps_nothing_alive():
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_threads(2, _kept_by_its_callback) == [False, False]
+    finally:
+        gc.enable()

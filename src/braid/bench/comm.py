@@ -287,7 +287,7 @@ def table(report: CommReport) -> Table:
 
 
 def _short(figure: float) -> str:
-    """At least two digits that count, and no more than the figure is sure of."""
+    """No more digits than the figure is sure of."""
     return f"{figure:.1f}" if figure < SHORT else f"{figure:,.0f}"
 
 

@@ -118,6 +118,8 @@ def share_text(found: Measured, variant: str) -> str:
     """How much of Gloo's exposed communication `variant` does not have, and how sure that is."""
     if variant not in found.gone:
         return ""
+    if variant not in found.gone_between:
+        return f"{found.gone[variant]:.0%} (or not: little to tell)"
     low, high = found.gone_between[variant]
     return f"{found.gone[variant]:.0%} ({low:.0%} to {high:.0%})"
 
@@ -134,7 +136,8 @@ def ddp_table(report: DdpReport) -> Table:
         what = f"{found.model} {found.num_params / 1e6:.1f} M, batch {found.batch} x {found.ranks}"
         for index, variant in enumerate(VARIANTS):
             step_s = found.step_s[variant]
-            exposed = f"{(step_s - found.step_s['silent']) * 1e3:.1f}" if index > 1 else ""
+            known = variant in found.exposed_s
+            exposed = f"{found.exposed_s[variant] * 1e3:.1f}" if known else ""
             speedup = f"{found.speedup[variant]:.2f}" if variant in found.speedup else ""
             gone = share_text(found, variant)
             grid.add_row(

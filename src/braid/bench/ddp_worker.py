@@ -76,8 +76,9 @@ class Measured(msgspec.Struct, kw_only=True):
         gone: Share of Gloo's exposed communication that the variant does not have; no variant is in it when there was
             none.
         gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
-            it is chance.
+            it is chance; none where Gloo's exposed communication is itself hardly more than that.
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
+        exposed_s: Median seconds that a variant takes longer than `silent`.
         spread: Lowest and highest speed-up of the rounds.
     """
 
@@ -90,6 +91,7 @@ class Measured(msgspec.Struct, kw_only=True):
     gone: dict[str, float]
     gone_between: dict[str, tuple[float, float]]
     exposed: float
+    exposed_s: dict[str, float]
     spread: dict[str, tuple[float, float]]
 
 
@@ -165,6 +167,7 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
         gone=shares_gone(times),
         gone_between=shares_between(times),
         exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
+        exposed_s={v: _median_difference(times[v], times["silent"]) for v in ("gloo", *COMPARED)},
         spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
     )
 
@@ -188,15 +191,19 @@ def _median_difference(longer: list[float], shorter: list[float]) -> float:
 
 
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Percentiles 5 and 95 of `shares_gone` over resampled rounds (the bootstrap of Efron, 1979), by variant."""
+    """Percentiles 5 and 95 of `shares_gone` over resampled rounds (the bootstrap of Efron, 1979), by variant.
+
+    None where Gloo adds nothing in some of the samples: then they say nothing of the share.
+    """
     numbers, rounds = random.Random(0), range(len(times["gloo"]))
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {variant: [] for variant in COMPARED}
     for _ in range(NUM_RESAMPLED):
         drawn = numbers.choices(rounds, k=len(rounds))
-        for variant, share in shares_gone(
-            {v: [t[i] for i in drawn] for v, t in times.items()}
-        ).items():
-            found.setdefault(variant, []).append(share)
+        shares = shares_gone({v: [t[i] for i in drawn] for v, t in times.items()})
+        if not shares:
+            return {}
+        for variant, share in shares.items():
+            found[variant].append(share)
     percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in found.items()}
     return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
 

@@ -43,7 +43,7 @@ class Probed(msgspec.Struct, kw_only=True):
     """What was measured.
 
     Attributes:
-        latency_s: Median seconds of the smallest message.
+        latency_s: Median seconds of the smallest message; of the slowest rank.
         seconds: Median seconds of a message, by its bytes; of the slowest rank.
     """
 

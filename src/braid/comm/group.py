@@ -125,8 +125,8 @@ class Group(Reducing, Moving, Messaging):
         """A block in which operations are written down, to be started together at its end; see `braid.comm.batch`.
 
         Args:
-            lazily: Take no steps before somebody in this process waits, for whatever. For what will be waited for soon, where
-                steps would only take time from other work.
+            lazily: Take no steps before somebody in this process waits or asks, for whatever, or starts something in the
+                background behind it. For what will be waited for soon, where steps would only take time from other work.
         """
         self._check_open()
         launch = partial(self._launch, lazily=lazily)

@@ -114,11 +114,11 @@ class MemoryEngine:
 
     def run(self, call: Call) -> None:
         """Carry `call` out in this thread, behind what is queued on the same channel."""
+        self.progress.refuse_own_thread(call.text)
         operation = self._operation(call, None)
         ended = None
         with self._ordering:
             if self.progress.busy(operation.channel):
-                self.progress.refuse_own_thread(operation)
                 ended = self.progress.submit(operation)
             else:
                 self.progress.enlist(operation)

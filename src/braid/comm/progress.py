@@ -62,7 +62,7 @@ class Progress:
 
         Args:
             operation: Enlisted.
-            lazily: Leave all of them to whoever waits.
+            lazily: Leave all of them to whoever waits or asks, or to the thread if background work stands behind it.
         """
         if not lazily:
             self.advance_started()
@@ -76,19 +76,23 @@ class Progress:
 
     def pending(self, channel: Channel) -> bool:
         """Whether something that was started on `channel` has not ended."""
-        return any(o.channel is channel and not o.done for o in self._started)
+        return any(o.channel is channel and not o.done for o in tuple(self._started))
 
     def advance_started(self) -> bool:
         """Advance every started operation that can move and is the first of its channel; whether any did."""
         return self._advance(self._heads())
 
     def _advance(self, heads: list[Operation]) -> bool:
+        """Advance those that can move and that no other thread is at; whether there were any."""
         moved = False
         for operation in heads:
             if operation.ready():
                 moved = True
                 if operation.advance():
                     self._strike(operation)
+                    self._transport.bells.ring_own()  # what stands behind it is somebody else's perhaps
+                elif operation.ready():  # who looked while this thread was at it may be asleep now
+                    self._transport.bells.ring_own()
         return moved
 
     def look(self, operation: Operation) -> None:
@@ -139,6 +143,7 @@ class Progress:
         """
         if not operation.done:
             self.refuse_fork()
+            self.refuse_own_thread(operation.text)
         late = self._late(timeout_s)
         thread = threading.get_ident()
         self._waiting.add(thread)
@@ -189,9 +194,9 @@ class Progress:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
-        self.refuse_own_thread(operation)
         if not operation.done:
             self.refuse_fork()
+            self.refuse_own_thread(operation.text)
         late = self._late(timeout_s)
         while not ended.is_set() and not (late is not None and late()):
             if not self._started:
@@ -212,11 +217,11 @@ class Progress:
             )
             raise StaleError(msg)
 
-    def refuse_own_thread(self, operation: Operation) -> None:
-        """Raise StaleError in the progress thread, which would wait for itself."""
-        if threading.current_thread() is self._thread and not operation.done:
+    def refuse_own_thread(self, text: str) -> None:
+        """Raise StaleError in the progress thread, which would wait for itself or keep everything else waiting."""
+        if self._thread is not None and threading.current_thread() is self._thread:
             msg = (
-                f"expected {operation.text} to be waited for in a thread of the program, found that a callback waits for "
+                f"expected {text} to be waited for in a thread of the program, found that a callback waits for "
                 "it in the thread that carries it out: start it there with async_op, and wait for it elsewhere"
             )
             raise StaleError(msg)
@@ -259,8 +264,7 @@ class Progress:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):
             if operation.port is port and not operation.done:
-                msg = f"expected {operation.text} to end before its group was closed, found it under way"
-                operation.fail(StaleError(msg))
+                operation.fail(_closed(operation))
         for operation in tuple(self._started):
             if operation.port is port:
                 self._strike(operation)
@@ -326,18 +330,24 @@ class Progress:
         """Advance the head of every queue and of what is left, sleep if none could move; False when all have ended."""
         with self._lock:
             heads = [queue[0] for queue in self._queues.values()]
-            self._left = [o for o in self._left if not (o.done or self._closing)]
+            left, closing = [o for o in self._left if not o.done], self._closing
+            self._left = [] if closing else left
             channels = {o.channel for o in self._left}
             self._fresh = False
             if not (heads or channels):
                 self._thread = None
-                return False
+        if closing:
+            for (
+                operation
+            ) in left:  # without the lock, since the program's callbacks may start something
+                operation.fail(_closed(operation))
+        if not (heads or channels):
+            return False
         started = [o for o in self._heads() if o.channel in channels] if not self._waiting else []
         moved = self._advance(started)
         for operation in heads:
-            if self._closing:
-                msg = f"expected {operation.text} to end before its group was closed, found it under way"
-                operation.fail(StaleError(msg))
+            if closing:
+                operation.fail(_closed(operation))
             if operation.advance():
                 self._drop(operation)
                 moved = True
@@ -368,6 +378,11 @@ class Progress:
             queue.popleft()
             if not queue:
                 del self._queues[operation.channel]
+
+
+def _closed(operation: Operation) -> StaleError:
+    msg = f"expected {operation.text} to end before its group was closed, found it under way"
+    return StaleError(msg)
 
 
 def _impatient(operation: Operation, timeout_s: float | None) -> str:

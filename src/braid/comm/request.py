@@ -48,7 +48,7 @@ class Request:
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all members.
-            lazily: Take no steps before somebody in this process waits; see `Group.coalesce`.
+            lazily: Take no steps before somebody in this process waits or asks; see `Group.coalesce`.
 
         Raises:
             StaleError: The last start has not ended.

@@ -56,6 +56,7 @@ class Operation:
         "_site",
         "_span",
         "_steps",
+        "_taken",
         "_timeout_s",
         "_wait",
         "channel",
@@ -93,6 +94,7 @@ class Operation:
         self._epoch = epoch
         self._wait: Wait | WaitAny | None = None
         self._lock = threading.RLock()
+        self._taken = False
         self._digest = digest
         self._site = site
         self._nbytes = nbytes
@@ -111,6 +113,7 @@ class Operation:
                 return self.advance(in_turn=in_turn)
         if self.done or not self._lock.acquire(blocking=in_turn):
             return self.done  # another thread is at it
+        self._taken = True
         try:
             if self._span is None:
                 self._begin()
@@ -125,6 +128,7 @@ class Operation:
             if not isinstance(exc, Exception):  # an interrupt is for the thread, whatever it was at
                 raise
         finally:
+            self._taken = False
             self._lock.release()
         return self.done
 
@@ -152,8 +156,10 @@ class Operation:
         )
 
     def ready(self) -> bool:
-        """Whether what it waits for has come."""
-        return self.done or self._wait is None or self.port.reached(self._wait)
+        """Whether it has ended, or what it waits for has come and no thread is at it."""
+        if self.done:
+            return True
+        return not self._taken and (self._wait is None or self.port.reached(self._wait))
 
     def check(self) -> None:
         """Raise if there is no point in waiting on."""
@@ -274,7 +280,8 @@ class Operation:
         self.done = True
         if self._span is not None:
             self._span.end()
-        for call in self._ended:
+        ended, self._ended = self._ended, []  # they hold what was returned
+        for call in ended:
             _call_back(call)
 
 

@@ -22,6 +22,7 @@ Name = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
 Told = Annotated[str, tyro.conf.arg(help_behavior_hint=TOLD)]
 NO_TERMINAL_WIDTH = 120
+PIPELINES = ("1f1b", "gpipe")
 MOST_DRAWN = 256  # ranks; more are computed by rounds, without a timeline
 KILO = {
     "": 1,
@@ -32,6 +33,7 @@ KILO = {
     "ki": 1 << 10,
     "mi": 1 << 20,
     "gi": 1 << 30,
+    "ti": 1 << 40,
 }
 
 
@@ -121,21 +123,37 @@ def schedule_simulate(
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
-    from pathlib import Path
-
     from braid.schedule.collective import algorithm
 
-    if Path(name).is_file():
-        ranks = _from_file(name).num_ranks
-    size, net = _bytes(nbytes), _cluster(cluster, ranks, latency_us, gbytes_per_s)
-    row = row or net.levels[0].size
-    if ranks > MOST_DRAWN and name not in {"1f1b", "gpipe"}:
+    for file in filter(None, (svg, trace)):
+        _check_place(file)
+    times = {"--forward-ms": forward_ms, "--backward-ms": backward_ms}
+    for option, value in times.items():
+        if not 0 <= value < float("inf"):
+            msg = f"expected milliseconds, not negative, for {option}, found {value}"
+            raise ConfigError(msg)
+    size = _bytes(nbytes)
+    if not _is_known(name):
+        if operation or root is not None or row is not None:
+            msg = f"expected no --operation, --root or --row with the file {name}, which says what it does"
+            raise ConfigError(msg)
+        program = _valid(_from_file(name), name)
+    elif name in PIPELINES or ranks <= MOST_DRAWN:
+        net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
+        row = net.levels[0].size if row is None else row
+        program = _program(name, ranks, operation, root, row, microbatches)
+    else:
         if svg or trace:
             msg = f"expected at most {MOST_DRAWN} ranks for a picture or a trace, found {ranks}: leave --svg and --trace out"
             raise ConfigError(msg)
+        net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
+        row = net.levels[0].size if row is None else row
         wanted = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
         return _estimate(wanted, size, net)
-    program = _program(name, ranks, operation, root, row, microbatches)
+    if program.num_ranks > MOST_DRAWN:
+        msg = f"expected at most {MOST_DRAWN} ranks, each of which is drawn, found {program.num_ranks}"
+        raise ConfigError(msg)
+    net = _cluster(cluster, program.num_ranks, latency_us, gbytes_per_s)
     net.check_size(program.num_ranks)
     costs = _costs(program, size, forward_ms * 1e-3, backward_ms * 1e-3)
     return _draw(program, costs, net, svg, trace)
@@ -168,6 +186,9 @@ def schedule_compare(
     from braid.cost import compare
     from braid.schedule.plot import time_text
 
+    if not sizes:
+        msg = "expected at least one size, such as 1Mi, for --sizes, found none"
+        raise ConfigError(msg)
     net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
     found = compare(operation, ranks, [_bytes(size) for size in sizes], net)
     levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
@@ -177,7 +198,7 @@ def schedule_compare(
     for size in sizes:
         grid.add_column(size, justify="right", no_wrap=True)
     for name, estimates in found.estimates.items():
-        marks = ["*" if found.best(i) == name else " " for i in range(len(sizes))]
+        marks = ["*" if found.is_best(name, i) else " " for i in range(len(sizes))]
         cells = (f"{time_text(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
         grid.add_row(name, *cells)
     _wide_console().print(grid)
@@ -192,17 +213,41 @@ def schedule_compare(
 def _program(
     name: str, ranks: int, operation: str, root: int | None, row: int | None, microbatches: int
 ) -> Program:
-    from pathlib import Path
-
     from braid.schedule.collective import algorithm, program
     from braid.schedule.pipeline import gpipe, one_f_one_b
 
-    if name in {"1f1b", "gpipe"}:
+    if name in PIPELINES:
+        if operation or root is not None:
+            msg = f"expected no --operation or --root with {name}: it trains"
+            raise ConfigError(msg)
         return (one_f_one_b if name == "1f1b" else gpipe)(ranks, microbatches)
-    if Path(name).is_file():
-        return _from_file(name)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
     return program(rounds)
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is the name of an algorithm; else it is taken for a file, if there is one."""
+    from pathlib import Path
+
+    from braid.schedule.collective import ALGORITHMS
+
+    if name in PIPELINES or name in {known for known, _ in ALGORITHMS}:
+        return True
+    try:
+        return not Path(name).is_file()
+    except OSError:  # no name of a file
+        return True
+
+
+def _valid(program: Program, file: str) -> Program:
+    from braid.schedule import validate
+    from braid.schedule.known import RULES
+
+    found = validate(program, RULES)
+    if found:
+        msg = f"expected a valid program in {file}, found {'; '.join(map(str, found[:3]))}: see braid schedule check"
+        raise ConfigError(msg)
+    return program
 
 
 def _from_file(file: str) -> Program:
@@ -249,6 +294,17 @@ def _read(file: str) -> str:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         msg = f"expected a text file that can be read, found {file}: {exc}"
+        raise ConfigError(msg) from exc
+
+
+def _check_place(file: str) -> None:
+    """Refuse a file that cannot be written, before anything is computed."""
+    from pathlib import Path
+
+    try:
+        Path(file).open("a").close()
+    except OSError as exc:
+        msg = f"expected a place to write to, found {file}: {exc}"
         raise ConfigError(msg) from exc
 
 

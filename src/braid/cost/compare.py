@@ -12,6 +12,7 @@ from braid.topology import Cluster
 
 __all__ = ["Comparison", "compare"]
 
+SAME = 1e-9  # what sums of floats in another order may differ by
 LARGEST_NAIVE = 4096  # ranks: its rounds grow with the ranks, each with one message
 
 
@@ -31,6 +32,13 @@ class Comparison(NamedTuple):
     def best(self, index: int) -> str:
         """Fastest algorithm for size number `index`."""
         return min(self.estimates, key=lambda name: self.estimates[name][index].seconds)
+
+    def is_best(self, name: str, index: int) -> bool:
+        """Whether nothing is faster than `name` for size number `index`; several may be equal."""
+        if name not in self.estimates:
+            return False
+        least = self.estimates[self.best(index)][index].seconds
+        return self.estimates[name][index].seconds <= least * (1 + SAME)
 
 
 def compare(
@@ -61,7 +69,12 @@ def compare(
     estimates, left_out = {}, {}
     for name in names:
         if name in {"naive", "pairwise"} and num_ranks > LARGEST_NAIVE:
-            left_out[name] = f"has as many kinds of rounds as ranks: up to {LARGEST_NAIVE}"
+            left_out[name] = (
+                f"has a round of its own for every rank, too many to compute above {LARGEST_NAIVE} ranks"
+            )
+            continue
+        if name == "hierarchical" and cluster.levels[0].size >= num_ranks:
+            left_out[name] = f"is a ring where one {cluster.levels[0].name} holds all ranks"
             continue
         try:
             rounds = algorithm(name, operation, num_ranks, row=cluster.levels[0].size)

@@ -6,7 +6,8 @@ count how many messages are on every link, take for each message latency + bytes
     t[source], t[target]  =  max(t[source], t[target]) + seconds of the message
 
 A round that is repeated is computed until every rank is delayed by the same time per repetition, and then multiplied. Where ranks of a round start together, which is
-what sharing of links supposes here, this gives the numbers of the simulator (tests, up to 256 ranks).
+what sharing of links supposes here, this gives the numbers of the simulator (tests, up to 256 ranks);
+messages of different rounds do not share links here, though they may overlap.
 """
 
 from __future__ import annotations

@@ -63,15 +63,21 @@ def _cell(program: Program, action: Action) -> str:
 
 
 def _merged(cells: Sequence[str]) -> list[str]:
-    """Cells in order; from four on, how many there are."""
+    """Cells in order; from five on, how many of each kind there are."""
     if len(cells) <= 4:
         return list(cells)
-    ways = Counter("=" if "=" in cell else cell.lstrip("+0123456789") for cell in cells)
-    return [f"{count} copies" if way == "=" else f"{count}x{way}" for way, count in ways.items()]
+    ways = Counter(
+        "=" if "=" in cell else (cell[0] == "+", cell.lstrip("+0123456789")) for cell in cells
+    )
+    texts = []
+    for way, count in ways.items():
+        adds, peer = way if isinstance(way, tuple) else (False, way)
+        texts.append(f"{count} copies" if peer == "=" else f"{'+' if adds else ''}{count}x{peer}")
+    return texts
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
-    """A line of `width` characters per rank: kind and index of what it does, index and `-` while messages are under way.
+    """A line of `width` characters per rank: kind and index of what it does, `-` while messages are under way.
 
     Args:
         timeline: Of a simulation.
@@ -83,16 +89,23 @@ def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
     ordered = sorted(
         timeline.intervals, key=lambda i: not i.is_message
     )  # work stands above messages
+    has_work = not all(interval.is_message for interval in timeline.intervals)
     for interval in ordered:
         if interval.is_message and interval.end_s == interval.start_s:
             continue
         first = min(int(interval.start_s / total * width), width - 1)
         end = max(first + 1, min(round(interval.end_s / total * width), width))
-        kind = "" if interval.is_message else interval.action.kind
-        text = f"{kind}{interval.action.index}"
+        text = _label(interval, has_work=has_work)
         fill = "-" if interval.is_message else "="
         rows[interval.rank][first:end] = text[: end - first].ljust(end - first, fill)
     return [f"rank {rank:<4} {''.join(row)}" for rank, row in enumerate(rows)]
+
+
+def _label(interval: Interval, *, has_work: bool) -> str:
+    """Kind and index; of a message the index, unless it could be taken for that of the work before it."""
+    if interval.is_message:
+        return "" if has_work else str(interval.action.index)
+    return f"{interval.action.kind}{interval.action.index}"
 
 
 def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:

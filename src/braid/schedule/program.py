@@ -135,7 +135,7 @@ class Program(NamedTuple):
         return len(self.ranks)
 
     def __str__(self) -> str:
-        """`ring all_reduce on 4 ranks, 24 messages`."""
+        """`ring all_reduce on 4 ranks, 24 sends`."""
         sends = sum(self.vocabulary.role(a) == SEND for actions in self.ranks for a in actions)
         header = self.header
         return f"{header.name} {header.operation} on {self.num_ranks} ranks, {sends} sends"

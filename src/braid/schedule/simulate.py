@@ -121,7 +121,7 @@ def simulate(
         buffered: Whether messages travel before their receives are posted.
 
     Raises:
-        ConfigError: It comes to nothing: a message has no partner, or the program deadlocks.
+        ConfigError: It comes to nothing: a message has no partner, the program deadlocks, or a cost is negative or not finite.
     """
     return _Simulation(program, costs, network, buffered=buffered).run()
 
@@ -233,6 +233,7 @@ class _Simulation:
         self._open[rank] = 1  # until all have been posted
         own = (actions[i] for i in positions if vocabulary.role(actions[i]) != SEND)
         self._work_s[rank] = sum(self._costs.seconds(rank, action) for action in own)
+        _check_cost(self._work_s[rank], "seconds")
         for message in self._messages.get((rank, self._at[rank]), ()):
             self._post(message, is_send=message.ranks[0] == rank)
         self._close(rank)
@@ -266,6 +267,7 @@ class _Simulation:
         by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         for found in messages(program, matching):
             nbytes = sum(self._costs.nbytes(found.source, action) for action in found.sends)
+            _check_cost(nbytes, "bytes")
             message = _Message(found, nbytes)
             by_batch[found.source, found.posted].append(message)
             by_batch[found.target, found.awaited].append(message)
@@ -308,3 +310,9 @@ class _Simulation:
             self._close(source)
         if message.posted == BOTH:
             self._close(target)
+
+
+def _check_cost(value: float, unit: str) -> None:
+    if not 0 <= value < float("inf"):
+        msg = f"expected {unit} of an action that are finite and not negative, found {value}"
+        raise ConfigError(msg)

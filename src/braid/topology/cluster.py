@@ -30,7 +30,7 @@ from braid.schedule import Route
 
 __all__ = ["Cluster", "Level", "flat"]
 
-MOST_RANKS = 10**9
+MOST_RANKS = 10**6  # for each of which there are two links or more
 Numbers = npt.NDArray[np.int64]
 
 
@@ -57,14 +57,15 @@ class Level:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.size != int(self.size) or self.size < 1:
+        if type(self.size) is not int or self.size < 1:
             problems.append(f"size is {self.size}, expected a whole number from 1")
         if not 0 <= self.latency_s < float("inf"):
             problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
         if not 0 < self.bytes_per_s < float("inf"):
             problems.append(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
-        sizes, rates = [n for n, _ in self.by_size], [rate for _, rate in self.by_size]
-        if sizes != sorted(set(sizes)) or min([1.0, *sizes, *rates]) <= 0:
+        sizes = [nbytes for nbytes, _ in self.by_size]
+        told = [figure for pair in self.by_size for figure in pair]
+        if sizes != sorted(set(sizes)) or not all(0 < figure < float("inf") for figure in told):
             problems.append(
                 f"by_size is {self.by_size}, expected ascending sizes and rates above 0"
             )

@@ -64,7 +64,7 @@ def to_toml(cluster: Cluster) -> str:
 def _table(level: _Level) -> str:
     """TOML is read by msgspec everywhere, but written only where a further package is installed."""
     return (
-        f"name = {json.dumps(level.name)}\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n"
+        f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n"
         f"bytes_per_s = {level.bytes_per_s!r}\nfull_duplex = {str(level.full_duplex).lower()}\n"
         f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\n"
     )

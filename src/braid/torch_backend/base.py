@@ -13,6 +13,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from braid.comm import Group
+from braid.comm.batch import Works
 from braid.errors import StaleError
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
@@ -147,7 +148,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return FinishedWork(outputs)
 
     def _passing(
-        self, work: Any, outputs: list[Any], source: Callable[[], int] | None = None
+        self, work: Works, outputs: list[Any], source: Callable[[], int] | None = None
     ) -> PendingWork:
         """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
         patient = self._is_waited_for_soon()

@@ -31,11 +31,15 @@ def check_slots(program: Program) -> list[Violation]:
     found = [Violation("header", -1, -1, text) for text in header_problems(*given)]
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
-            wrong = [unit for unit in (action.unit, action.edge) if unit >= header.num_units]
+            units = [
+                action.unit,
+                *([action.edge] if program.vocabulary.kinds[action.kind].has_edge else []),
+            ]
+            wrong = [unit for unit in units if not 0 <= unit < header.num_units]
             if wrong:
                 text = f"block {wrong[0]} of {header.num_units}, which are numbered from 0"
                 found.append(Violation("units", rank, position, text))
-            if action.index >= header.num_indices:
+            if not 0 <= action.index < header.num_indices:
                 text = f"round {action.index} of {header.num_indices}, which are numbered from 0"
                 found.append(Violation("units", rank, position, text))
     return found

@@ -40,14 +40,13 @@ def check_work(program: Program) -> list[Violation]:
     for rank, actions in enumerate(program.ranks):
         done: set[tuple[str, int]] = set()
         for position, action in enumerate(actions):
-            if action.unit != rank or action.index >= header.num_indices:
+            if action.unit != rank or not 0 <= action.index < header.num_indices:
                 text = f"expected stage {rank} and a micro-batch below {header.num_indices}, found {PIPELINE.describe(action)}"
                 found.append(Violation("units", rank, position, text))
-            if action.kind in {"F", "B"}:
-                if (action.kind, action.index) in done:
-                    text = f"{PIPELINE.describe(action)} a second time"
-                    found.append(Violation("work", rank, position, text))
-                done.add((action.kind, action.index))
+            if (action.kind, action.index) in done:
+                text = f"{PIPELINE.describe(action)} a second time"
+                found.append(Violation("work", rank, position, text))
+            done.add((action.kind, action.index))
         missing = [
             f"{kind}{rank}.{index}"
             for kind in ("F", "B")
