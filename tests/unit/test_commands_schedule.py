@@ -80,7 +80,7 @@ def test_a_program_of_ones_own_can_be_simulated(tmp_path, capsys):
 def test_a_program_whose_message_nobody_receives_is_not_simulated(tmp_path, capsys):
     (tmp_path / "mine").write_text(BROKEN.replace("recv0.0<0", ""))
     code, text = ends(capsys, "simulate", str(tmp_path / "mine"))
-    words = "found none for the send of block 0 in round 0 to rank 1 of rank 0: validate"
+    words = "rank 0, action 0: send of block 0 in round 0 to rank 1 has no receive there"
     assert (code, words in " ".join(text.split())) == (2, True)
 
 
@@ -88,7 +88,7 @@ def test_a_program_whose_message_nobody_receives_is_not_simulated(tmp_path, caps
     ("text", "words"),
     [
         ("send0.0>1 recv0.0<1", "rank 1, action 0: expected a peer from 0 to 1 other than itself"),
-        ("recv0.0<0", "found contributions: rank 1"),
+        ("recv0.0<0", "contributions: rank 0, at the end"),
     ],
 )
 def test_a_program_that_is_not_valid_is_not_simulated(text, words, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_nothing_is_computed_for_a_picture_that_cannot_be_written(capsys):
 def test_a_host_that_holds_all_ranks_makes_no_hierarchy(capsys):
     code, text = ends(capsys, "compare", "all_reduce", "--ranks", "8", "--sizes", "1Ti")
     left_out = "left out: hierarchical, is a ring where one switch holds all ranks"
-    assert (code, left_out in text, text.count("*") > 2) == (0, True, True)
+    assert (code, left_out in text) == (0, True)
 
 
 def test_the_fastest_algorithm_is_marked_for_each_size(tmp_path, capsys):

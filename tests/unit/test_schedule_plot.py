@@ -108,7 +108,7 @@ def test_from_five_blocks_on_they_are_counted_instead_of_named() -> None:
     adds = tuple(Action("reduce", block, 0, 0) for block in range(5))
     copies = tuple(Action("copy", block, 0, edge=0) for block in range(5))
     written = Program(COLLECTIVE, Header("some", "all_reduce", 5, 1), (sends, adds, copies))
-    assert [row[1] for row in table(written)] == ["0", "5x>1", "5x<0", "5 copies"]
+    assert [row[1] for row in table(written)] == ["0", "5x>1", "+5x<0", "5 copies"]
 
 
 def test_a_table_is_cut_where_nobody_reads_on() -> None:

@@ -154,14 +154,17 @@ def test_receives_from_anyone_and_from_a_named_member_may_be_under_way_together(
 
 
 def _message_does_not_fit(group: Group) -> str:
-    """The receive that finds it is not the one that it is for."""
-    x, y = torch.zeros(4), torch.zeros(3)
+    """The receive that finds it is not the one that it is for; neither is the one that is waited for."""
+    x, y, other = torch.zeros(4), torch.zeros(3), group.split(0)
+    assert other is not None
+    if group.rank == 1:
+        group.recv(y, 0, tag=2, async_op=True)
+    work = group.recv(x, 1 - group.rank, tag=1, async_op=True)
+    other.barrier()  # what is called after the mismatch has been found would be told of a group that has ended
     if group.rank == 0:
         group.send(torch.ones(4), 1, tag=2)
-    else:
-        group.recv(y, 0, tag=2, async_op=True)
     with pytest.raises(MismatchError) as caught:
-        group.recv(x, 1 - group.rank, tag=1)
+        work.wait()
     return str(caught.value)
 
 

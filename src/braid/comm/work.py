@@ -51,6 +51,7 @@ class Operation:
         "_ended",
         "_epoch",
         "_events",
+        "_late",
         "_lock",
         "_nbytes",
         "_site",
@@ -95,6 +96,7 @@ class Operation:
         self._wait: Wait | WaitAny | None = None
         self._lock = threading.RLock()
         self._taken = False
+        self._late = bool(port.stopped)
         self._digest = digest
         self._site = site
         self._nbytes = nbytes
@@ -141,6 +143,8 @@ class Operation:
 
     def _begin(self) -> None:
         if self.port.stopped:
+            if not self._late and self.port.state(self.port.rank).code == DISAGREED:
+                raise MismatchError(self.port.stopped)  # found while this one waited for its turn
             msg = f"expected a group in use for {self.text}, found that it ended earlier: {self.port.stopped}"
             raise StaleError(msg)
         channel = self.channel

@@ -77,7 +77,7 @@ def _merged(cells: Sequence[str]) -> list[str]:
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
-    """A line of `width` characters per rank: kind and index of what it does, `-` while messages are under way.
+    """A line of `width` characters per rank: kind and index of what it does, a dash and the index while messages are under way.
 
     Args:
         timeline: Of a simulation.
@@ -89,23 +89,21 @@ def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
     ordered = sorted(
         timeline.intervals, key=lambda i: not i.is_message
     )  # work stands above messages
-    has_work = not all(interval.is_message for interval in timeline.intervals)
     for interval in ordered:
         if interval.is_message and interval.end_s == interval.start_s:
             continue
         first = min(int(interval.start_s / total * width), width - 1)
         end = max(first + 1, min(round(interval.end_s / total * width), width))
-        text = _label(interval, has_work=has_work)
+        text = _label(interval)
         fill = "-" if interval.is_message else "="
         rows[interval.rank][first:end] = text[: end - first].ljust(end - first, fill)
     return [f"rank {rank:<4} {''.join(row)}" for rank, row in enumerate(rows)]
 
 
-def _label(interval: Interval, *, has_work: bool) -> str:
-    """Kind and index; of a message the index, unless it could be taken for that of the work before it."""
-    if interval.is_message:
-        return "" if has_work else str(interval.action.index)
-    return f"{interval.action.kind}{interval.action.index}"
+def _label(interval: Interval) -> str:
+    """Kind and index; of a message the index behind a dash, so that it is not taken for that of the work before it."""
+    kind = "-" if interval.is_message else interval.action.kind
+    return f"{kind}{interval.action.index}"
 
 
 def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
