@@ -15,12 +15,24 @@ import pytest
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
 JOB = """
-import os, sys, signal
+import os, sys, signal, time
 import torch
 import braid
 mode = sys.argv[1]
 if mode == "early" and os.environ["RANK"] == "1":
     raise ImportError("no module named data")
+if mode == "late":  # the others come when the launcher knows already
+    noted = os.path.join(os.path.dirname(__file__), "pid")
+    if os.environ["RANK"] == "1":
+        with open(noted + ".new", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(noted + ".new", noted)
+        raise ImportError("no module named data")
+    while not os.path.exists(noted):
+        time.sleep(0.01)
+    while os.path.exists("/proc/" + open(noted).read()):  # a zombie is there until it has been reaped
+        time.sleep(0.01)
+    time.sleep(0.1)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
 group = braid.init()
 assert braid.init() is group is braid.world()
@@ -109,8 +121,9 @@ def test_an_exception_is_blamed_on_its_rank_and_line(job):
     assert "barrier()" in text
 
 
-def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job):
-    outcome, logs = _run(job, "early", 3)
+@pytest.mark.parametrize("mode", ["early", "late"])
+def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job, mode):
+    outcome, logs = _run(job, mode, 3)
     assert [end.rank for end in outcome.guilty] == [1]
     for rank in (0, 2):
         assert "PeerLostError: rank 1 raised ImportError: no module named data" in logs[rank]

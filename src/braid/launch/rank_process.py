@@ -67,6 +67,8 @@ class RankProcess:
         self.said: Failed | None = None
         self.end: RankEnd | None = None
         self._control: SocketConnection | None = None
+        self._has_connected = False
+        self._untold: list[FromLauncher] = []  # what there was to say before it connected
         self._selector = selector
         self._on_message = on_message
         self._clock = clock
@@ -125,6 +127,10 @@ class RankProcess:
             return
         self._control = connection
         self._selector.register(connection, selectors.EVENT_READ, self.hear)
+        self._has_connected = True
+        untold, self._untold = self._untold, []
+        for message in untold:
+            self.tell(message)
         self.hear()
 
     def hear(self) -> None:
@@ -136,10 +142,12 @@ class RankProcess:
             self._hang_up()
 
     def tell(self, message: FromLauncher) -> None:
-        """Send a message if there is a connection; never waits."""
+        """Send a message, as soon as there is a connection; never waits."""
         try:
             if self.alive and self._control is not None:
                 self._control.post(encode(message))
+            elif self.alive and not self._has_connected:
+                self._untold.append(message)
         except BraidError:
             self._hang_up()
 
