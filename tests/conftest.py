@@ -18,10 +18,10 @@ World = Callable[..., list[Any]]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--world",
-        choices=("threads", "procs", "portable"),
+        choices=("threads", "procs", "portable", "hosts"),
         default="threads",
         help="run ranks as threads of this process (default), as processes of a reused pool, or as such processes that "
-        "share no memory",
+        "share no memory, or of which only every two do, as if they were on several hosts",
     )
 
 
@@ -32,8 +32,10 @@ def _one_thread_per_rank() -> None:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
-    portable = request.config.getoption("--world") == "portable"
-    with ProcessPool(portable=portable) as processes:
+    world = request.config.getoption("--world")
+    with ProcessPool(
+        portable=world == "portable", ranks_per_host=2 if world == "hosts" else 0
+    ) as processes:
         yield processes
 
 
@@ -55,9 +57,21 @@ def portable(portable_pool: ProcessPool) -> World:
     return portable_pool.run
 
 
+@pytest.fixture(scope="session")
+def hosts_pool() -> Iterator[ProcessPool]:
+    with ProcessPool(ranks_per_host=2) as processes:
+        yield processes
+
+
+@pytest.fixture
+def hosts(hosts_pool: ProcessPool) -> World:
+    """`hosts(size, main, *args)`: ranks as processes, of which every two take themselves for a host of their own."""
+    return hosts_pool.run
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs or portable."""
+    """`world(size, main, *args)`: ranks as threads, or as processes with --world=procs, portable or hosts."""
     if request.config.getoption("--world") != "threads":
         return request.getfixturevalue("procs")
     return run_threads
@@ -70,7 +84,7 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     processes: ProcessPool | None = None
-    of_pools = names & {"pool", "procs", "portable_pool"}
+    of_pools = names & {"pool", "procs", "portable_pool", "hosts_pool"}
     if of_pools or request.config.getoption("--world") != "threads":
         processes = request.getfixturevalue("pool")
         yield  # a pool's children and pipes outlive the test; they are checked when it closes

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, PeerLostError
+from braid.transport.announced import PrivateArena
 from braid.transport.arena import EXTENT_BYTES
 from braid.transport.memory import ROOT_BYTES, ROOT_WORDS_BYTES, Extent, MemoryFile, Root
 from braid.transport.mirror import (
     MirroredMemory,
-    PrivateArena,
     Writes,
     pack_writes,
     unpack_writes,
@@ -32,7 +32,7 @@ WRITES = st.builds(
 def mirrors():
     """Rank 0's copies of the memory of rank 1."""
     root = Root(MemoryFile.private(ROOT_BYTES, "braid-test"))
-    memory = MirroredMemory(0, 2, root)
+    memory = MirroredMemory([1])
     yield memory
     memory.close()
     root.close()
@@ -104,7 +104,7 @@ def test_an_extent_of_a_rank_that_has_ended_is_not_waited_for(mirrors):
 @pytest.fixture
 def arena():
     root = Root(MemoryFile.private(ROOT_BYTES, "braid-test"))
-    memory = MirroredMemory(0, 1, root)
+    memory = MirroredMemory([])
     announced = []
     arena = PrivateArena(0, root, memory, lambda n: announced.append((n, root.extent(n))))
     arena.announced = announced

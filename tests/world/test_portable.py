@@ -40,7 +40,7 @@ def _keep(group: Group, claim) -> str:
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda claim: claim.__name__)
 def test_portable_ranks_keep_the_claims_of_groups(portable, size, claim):
-    assert portable(size, _keep, claim) == ["MirrorTransport"] * size
+    assert portable(size, _keep, claim) == ["HostsTransport"] * size
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
@@ -390,7 +390,7 @@ def _train(directory: Path, name: str, **environ: str) -> tuple[str, list[torch.
 def test_training_ends_with_the_same_bits_as_in_shared_memory(tmp_path):
     way, weights = _train(tmp_path, "shared", BRAID_PORTABLE="0")
     portable_way, portable_weights = _train(tmp_path, "portable", BRAID_PORTABLE="1")
-    assert (way, portable_way) == ("MemoryTransport", "MirrorTransport")
+    assert (way, portable_way) == ("MemoryTransport", "HostsTransport")
     for found, expected in zip(portable_weights, weights, strict=True):
         same(found, expected)
 

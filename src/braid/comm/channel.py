@@ -128,13 +128,14 @@ class Channel:
         self._port = port
         self._transport = port.transport
         self._arena = port.transport.arena
-        self.shares = port.transport.shares_memory
+        readers = [port.ranks[r] for r in port.readers(index)]
+        self.shares = port.transport.shares_with(readers)
         self.ranks = port.ranks
         self._place = port.own_place(index)
         self._own = self._arena.words(port.ranks[port.rank], self._place, LINE_WORDS)
         self._lines: list[memoryview | None] = [None] * port.size
         self._lines[port.rank] = self._own
-        self._audience = self._transport.audience([port.ranks[r] for r in port.readers(index)])
+        self._audience = self._transport.audience(readers)
         self._slots: list[Block | None] = [None, None]
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -206,6 +207,8 @@ class Channel:
 
     def place(self, x: torch.Tensor, *, private: bool = False) -> int:
         """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
+        if not self.shares:
+            return 0
         word = self._arena.locate(x)
         if not word and private and x.numel():
             word = PRIVATE | x.data_ptr()

@@ -96,7 +96,8 @@ class Group(Reducing, Moving, Messaging):
         port = Port(transport, ranks, context.rank, pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
         _meet(context.store, "group/mapped", context.rank, ranks, 0)
-        selection = Selection(DEFAULT_COSTS, len(ranks), may_pull=transport.may_pull)
+        may_pull = transport.may_pull and transport.shares_with(ranks)
+        selection = Selection(DEFAULT_COSTS, len(ranks), may_pull=may_pull)
         progress = Progress(transport)
         engine = MemoryEngine(
             transport, port, progress, context.events, selection, owns_progress=True

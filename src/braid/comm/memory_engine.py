@@ -73,9 +73,9 @@ class MemoryEngine:
     @property
     def capabilities(self) -> Capabilities:
         """Everything; algorithms that read peers' tensors where they lie only where the host permits it."""
-        shares = self.transport.shares_memory
+        shares = self.transport.shares_with(self.port.ranks)
         registered = ("registered",) if shares else ()
-        pulled = ("pulled",) if self.transport.may_pull else ()
+        pulled = ("pulled",) if shares and self.transport.may_pull else ()
         algorithms = ("direct", "two_phase", *registered, "staged", *pulled)
         return Capabilities(algorithms=algorithms, adopts=shares)
 

@@ -60,6 +60,7 @@ class _Job(NamedTuple):
     main: Callable[..., Any]
     args: tuple[Any, ...]
     portable: bool
+    ranks_per_host: int
 
 
 class _Answer(NamedTuple):
@@ -108,10 +109,12 @@ class ProcessPool:
 
     Args:
         portable: Whether ranks send each other copies instead of sharing memory.
+        ranks_per_host: Have so many ranks each take themselves for another host; 0 for all on one.
     """
 
-    def __init__(self, *, portable: bool = False) -> None:
+    def __init__(self, *, portable: bool = False, ranks_per_host: int = 0) -> None:
         self._portable = portable
+        self._ranks_per_host = ranks_per_host
         self._directory = tempfile.TemporaryDirectory(prefix="braid-pool-")
         self._children: list[_Child] = []
         self._num_jobs = 0
@@ -144,7 +147,8 @@ class ProcessPool:
         directory.mkdir()
         children = self._children[:size]
         for rank, child in enumerate(children):
-            child.pipe.send(_Job(rank, size, str(directory), main, args, self._portable))
+            how = (self._portable, self._ranks_per_host)
+            child.pipe.send(_Job(rank, size, str(directory), main, args, *how))
         answers = self._collect(children, directory, timeout_s)
         return _results(answers)
 
@@ -254,7 +258,10 @@ def _carry_out(job: _Job) -> _Answer:
     group = None
     with contextlib.ExitStack() as stack:
         try:
-            transport = connect(job.rank, job.size, store, clock, health, portable=job.portable)
+            host = f"host{job.rank // job.ranks_per_host}" if job.ranks_per_host else ""
+            transport = connect(
+                job.rank, job.size, store, clock, health, portable=job.portable, host=host
+            )
             stack.callback(transport.close)
             recorder = _recorder(Path(job.directory), job.rank)
             context = RankContext(job.rank, job.size, clock, recorder, health, store)

@@ -1,11 +1,12 @@
-"""Memory and sleep shared by the ranks of a host; what collectives are built from.
+"""Memory and sleep shared by the ranks of a host, and mirrors of those of others; what collectives are built from.
 
 Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read), `Wait`, `WaitAny`, `Steps` and
-`Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes).
+`Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
 """
 
 from braid.transport.arena import Arena, Block
 from braid.transport.base import MemoryTransport
+from braid.transport.calling import Network
 from braid.transport.context import RankContext
 from braid.transport.health import Health, Loss, Witness
 from braid.transport.inproc import Fabric
@@ -19,6 +20,7 @@ __all__ = [
     "Health",
     "Loss",
     "MemoryTransport",
+    "Network",
     "RankContext",
     "Steps",
     "Wait",

@@ -1,8 +1,8 @@
 """What a rank has to communicate through memory: arena, doorbells, and a way to its peers' memory.
 
 Processes and threads differ in one thing only, how peers' memory is found (`PeerMemory`): `shm` opens it through the
-kernel, `inproc` looks it up in a dictionary, `portable` keeps copies of what it has been sent. Everything above runs on
-all of them, so every collective can be tested with threads and used with processes.
+kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of other hosts have sent. Everything above runs
+on all of them, so every collective can be tested with threads and used with processes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from braid.transport.wait import Doorbells, Waiter
 
 __all__ = ["ROOT_LINE", "Audience", "MemoryTransport"]
 
-Audience: TypeAlias = Sequence[Any]  # each transport's own
+Audience: TypeAlias = Any  # each transport's own
 ROOT_LINE = 0  # the place of the first line of the root; extents begin with 1
 LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
 
 
 class MemoryTransport:
     """This rank's end of the shared memory of a job.
+
+    Attributes:
+        hosts: Number of each rank's host; ranks with the same one share memory.
 
     Args:
         rank: Global rank.
@@ -40,13 +43,11 @@ class MemoryTransport:
         clock: Time source of all waits.
         health: Where lost peers are reported.
         crowded: Whether there are more ranks than cores here.
-        may_pull: Whether all ranks may read each other's private memory.
+        may_pull: Whether ranks that share memory may read each other's private memory.
         on_close: Called last by `close`, for what serves this transport.
         arena: Own arena; one that peers can map when None.
         waiter: How to wait; by looking at memory when None.
     """
-
-    shares_memory = True  # whether peers can read tensors of the arena where they lie
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class MemoryTransport:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.hosts: tuple[int, ...] = (0,) * world_size
         self.clock = clock
         self.health = health
         self.crowded = crowded
@@ -89,6 +91,10 @@ class MemoryTransport:
     def names_of(self, rank: int) -> NameTable:
         """Name table of `rank`."""
         return self._root.names if rank == self.rank else self._peers.root(rank).names
+
+    def shares_with(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - with all of them
+        """Whether this rank and `ranks` can read each other's tensors in the arena where they lie."""
+        return True
 
     def audience(self, ranks: Sequence[int]) -> Audience:
         """Some peers, to be handed to `publish`."""

@@ -12,6 +12,7 @@ when everybody has what was in it before. For the same reason slots need not be 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import threading
@@ -32,6 +33,7 @@ SPIN_NS = 200_000  # the answer of a peer that is there takes some 50 microsecon
 PAUSE_MS = 2  # of the pump while somebody else receives
 TURN_S = 1e-3  # how long to wait for a thread that is receiving just now
 FLUSH_MS = 50  # between two looks at the deadline
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 class Link:
@@ -39,6 +41,7 @@ class Link:
 
     Attributes:
         rank: Global rank of the peer.
+        host: Name of its host.
         fd: Descriptor of the socket.
         backlog: Bytes that the socket has not taken yet.
         open: Whether anything can come of it.
@@ -48,12 +51,20 @@ class Link:
         connection: After its handshake; owned by this object.
         root: Own root, whose name table the peer is sent as far as it has not got it.
         memory: Where to put what comes.
+        host: Name of the peer's host.
     """
 
     def __init__(
-        self, rank: int, connection: SocketConnection, root: Root, memory: MirroredMemory
+        self,
+        rank: int,
+        connection: SocketConnection,
+        root: Root,
+        memory: MirroredMemory,
+        *,
+        host: str = "",
     ) -> None:
         self.rank = rank
+        self.host = host
         self.fd = connection.fileno()
         self.backlog = 0
         self.open = True
@@ -171,8 +182,8 @@ class Links:
             if link.open:
                 try:
                     link.send(writes, buffers)
-                except PeerLostError:
-                    self._end(link)
+                except PeerLostError as exc:
+                    self._end(link, silence(exc))
                 backlog |= link.backlog > 0
         if backlog and not self._num_waiting:
             self._wake_pump()
@@ -239,8 +250,8 @@ class Links:
         """Whether there is news: a whole frame, or the end."""
         try:
             return bool(act())
-        except PeerLostError:
-            self._end(link)
+        except PeerLostError as exc:
+            self._end(link, silence(exc))
         except BraidError as exc:
             self._end(link, f"sent what makes no sense: {exc}")
         return True
@@ -272,6 +283,14 @@ class Links:
                 pause.poll(PAUSE_MS)
             elif not self._closing:
                 self.drain()
+
+
+def silence(exc: PeerLostError) -> str:
+    """What is to be said of a peer whose host has stopped to answer; nothing of one that has ended itself."""
+    cause = exc.__cause__
+    if isinstance(cause, OSError) and cause.errno in _SILENT:
+        return f"cannot be reached any more: its host or the network is down ({cause.strerror})"
+    return ""
 
 
 class LinkWaiter(Waiter):

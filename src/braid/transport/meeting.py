@@ -1,4 +1,4 @@
-"""Where the ranks of a host meet before they have anything in common but a store.
+"""Where the ranks of a job meet before they have anything in common but a store.
 
 Each rank says where it is and by which way it can be reached; each hears the others, compares, and refuses what cannot
 work with the same words on every rank. Whoever waits here also listens to the launcher, since a rank that died on its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 from braid.clock import Clock
@@ -16,7 +17,7 @@ from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousErro
 from braid.store import Store
 from braid.transport.health import Health
 
-__all__ = ["LOOK_S", "Meeting"]
+__all__ = ["LOOK_S", "Meeting", "host_name"]
 
 LOOK_S = 0.25  # how often a rank that waits for others to join looks whether one of them has died
 
@@ -59,19 +60,22 @@ class Meeting:
             )
             raise RendezvousError(msg)
 
-    def addresses(self, way: str, address: str) -> list[str]:
-        """Tell all ranks where this one is, and hear where they are.
+    def hosts(self, way: str, name: str) -> tuple[int, ...]:
+        """Tell all ranks of which host this one is, and hear it of them.
 
         Args:
-            way: How ranks reach each other; must be the same on all.
-            address: For that way.
+            way: How ranks of one host reach each other; must be the same on all.
+            name: Of the host; equal on ranks that can share memory.
+
+        Returns:
+            Number of each rank's host, in the order of their first ranks.
 
         Raises:
             RendezvousError: Some ranks did not come; they are named.
-            ConfigError: They are on several hosts, or disagree on the way.
+            ConfigError: They disagree on the way.
         """
-        self.store.set(f"shm/address/{self.rank}", f"{_host()}|{way}|{address}".encode())
-        keys = [f"shm/address/{r}" for r in range(self.world_size)]
+        self.store.set(f"shm/host/{self.rank}", f"{way}|{name}".encode())
+        keys = [f"shm/host/{r}" for r in range(self.world_size)]
         try:
             self.wait(keys)
         except CommTimeout as exc:
@@ -81,24 +85,15 @@ class Meeting:
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
             raise RendezvousError(msg) from exc
-        said = [value.decode().split("|", 2) for value in self.store.multi_get(keys)]
-        hosts = [host for host, _, _ in said]
-        if len(set(hosts)) > 1:
-            table = "\n".join(
-                f"  rank {r}  {host.partition('/')[0]}" for r, host in enumerate(hosts)
-            )
-            msg = (
-                "expected all ranks on one host (memory is shared inside a host only), found\n"
-                f"{table}\nstart all ranks on one host"
-            )
-            raise ConfigError(msg)
-        _require_one_way([way for _, way, _ in said])
-        return [address for _, _, address in said]
+        said = [value.decode().split("|", 1) for value in self.store.multi_get(keys)]
+        _require_one_way([way for way, _ in said])
+        numbers: dict[str, int] = {}
+        return tuple(numbers.setdefault(name, len(numbers)) for _, name in said)
 
-    def all_say(self, topic: str, word: str) -> list[str]:
-        """Tell all ranks a word and hear theirs."""
+    def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
+        """Tell all ranks, or `ranks`, a word and hear theirs; each topic once."""
         self.store.set(f"{topic}/{self.rank}", word.encode())
-        keys = [f"{topic}/{r}" for r in range(self.world_size)]
+        keys = [f"{topic}/{r}" for r in (range(self.world_size) if ranks is None else ranks)]
         self.wait(keys)
         return [value.decode() for value in self.store.multi_get(keys)]
 
@@ -146,8 +141,10 @@ def _require_one_way(ways: list[str]) -> None:
     raise ConfigError(msg)
 
 
-def _host() -> str:
-    """Name of this host and of its present boot; equal for processes that share memory."""
+def host_name() -> str:
+    """Name of this host, of its present boot and of its network; equal for processes that share memory."""
     path = Path("/proc/sys/kernel/random/boot_id")
     boot = path.read_text().strip() if path.exists() else ""
-    return f"{socket.gethostname()}/{boot}"
+    network = "/proc/self/ns/net"
+    number = os.stat(network).st_ino if Path(network).exists() else ""
+    return f"{socket.gethostname()}/{boot}/{number}"

@@ -13,9 +13,8 @@ travels as a list of writes; the algorithms read the mirror and do not know the 
 Small writes are done when the whole frame is there, in their order, each at once under the interpreter's lock; so who sees a
 counter sees the data before it, as in shared memory, whatever the processor. Extent 0 is the root.
 
-A place in a mirror holds what was last sent there, not what its owner holds now. Slots are never read before they have been
-published, but a group's first page is: its members learn of it through the store or another group. It is therefore
-allocated where nothing has ever been (`PrivateArena.fresh`), so that it is zero everywhere until its owner says otherwise.
+A place in a mirror holds what was last sent there, not what its owner holds now; what must be zero until its owner says
+otherwise is allocated where nothing has ever been (`announced`).
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from braid.errors import CommError, InternalError, PeerLostError
-from braid.transport.arena import EXTENT_BYTES, LINE_BYTES, Arena, Block, OwnExtent
 from braid.transport.memory import ROOT_BYTES, MemoryFile, PeerMemory, Root
 
-__all__ = ["MirroredMemory", "PrivateArena", "Writes", "pack_writes", "unpack_writes"]
+__all__ = ["ROOT_EXTENT", "MirroredMemory", "Writes", "pack_writes", "unpack_writes"]
 
 _COUNT = struct.Struct("<H")
 _PLACE = struct.Struct("<IQ")
@@ -93,20 +91,14 @@ def unpack_writes(meta: bytes) -> Writes:
 
 
 class MirroredMemory(PeerMemory):
-    """Mirrors of all peers' memory.
+    """Mirrors of the memory of some peers.
 
     Args:
-        rank: This rank.
-        world_size: Number of ranks.
-        root: Own root.
+        ranks: Which; this rank is none of them.
     """
 
-    def __init__(self, rank: int, world_size: int, root: Root) -> None:
-        self._rank = rank
-        self._roots = [
-            root if r == rank else Root(MemoryFile.private(ROOT_BYTES, f"braid-mirror-{r}"))
-            for r in range(world_size)
-        ]
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._roots = {r: Root(MemoryFile.private(ROOT_BYTES, f"braid-mirror-{r}")) for r in ranks}
         self._extents: dict[tuple[int, int], MemoryFile] = {}
         self._ended: set[int] = set()
         self._news = threading.Condition()
@@ -192,16 +184,13 @@ class MirroredMemory(PeerMemory):
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
         """Not possible, and never asked for (`may_pull`)."""
-        msg = (
-            f"private memory of rank {rank} was to be read, which is not possible in portable mode"
-        )
+        msg = f"private memory of rank {rank} was to be read, of which there is only a mirror"
         raise InternalError(msg)
 
     def close(self) -> None:
         """Drop the mirrors."""
-        for rank, root in enumerate(self._roots):
-            if rank != self._rank:
-                root.close()
+        for root in self._roots.values():
+            root.close()
         for file in self._extents.values():
             file.close()
         self._extents.clear()
@@ -222,47 +211,3 @@ class MirroredMemory(PeerMemory):
             )
             raise CommError(msg)
         return memoryview(memory)[offset : offset + nbytes]
-
-
-class PrivateArena(Arena):
-    """An arena in ordinary memory: nothing in it can be read by peers unless it is published.
-
-    Args:
-        rank: Rank that owns it.
-        root: Its root.
-        peers: Mirrors of the others' memory.
-        announce: Called with the number of a new extent, before anything in it is given out.
-    """
-
-    def __init__(
-        self, rank: int, root: Root, peers: PeerMemory, announce: Callable[[int], None]
-    ) -> None:
-        super().__init__(rank, root, peers)
-        self._announce = announce
-        self._untouched: tuple[int, int] = (0, EXTENT_BYTES)  # extent, first byte nobody has had
-
-    def fresh(self, nbytes: int) -> Block:
-        """Memory that has never been given out before; freed, it becomes like any other."""
-        size = -(-nbytes // LINE_BYTES) * LINE_BYTES
-        with self._lock:
-            number, offset = self._untouched
-            if offset + size > EXTENT_BYTES:
-                extent = self._grow(EXTENT_BYTES)
-                number, offset = extent.number, extent.take(EXTENT_BYTES)
-            self._untouched = (number, offset + size)
-            return Block(number, offset, size)
-
-    def adopt(self, x: torch.Tensor) -> None:
-        """Leave `x` where it is: there is no better place."""
-
-    def locate(self, x: torch.Tensor) -> int:  # noqa: ARG002 - as in Arena
-        """Always 0: peers cannot read tensors of this rank."""
-        return 0
-
-    def _new_file(self, nbytes: int) -> MemoryFile:
-        return MemoryFile.private(nbytes, f"braid-arena-{self.rank}")
-
-    def _enter(self, extent: OwnExtent) -> OwnExtent:
-        entered = super()._enter(extent)
-        self._announce(extent.number)
-        return entered

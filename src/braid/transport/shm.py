@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from braid.errors import CommError, PeerLostError
-from braid.transport.base import MemoryTransport
 from braid.transport.fd_service import FdService, open_through_services
+from braid.transport.hosts import Near
 from braid.transport.meeting import Meeting
 from braid.transport.memory import (
     BASE,
@@ -29,20 +31,34 @@ from braid.transport.memory import (
 from braid.transport.pull import POSSIBLE, allow_siblings, read
 from braid.transport.wait import Doorbells
 
-__all__ = ["SHARED_MEMORY", "connect_shared"]
+__all__ = ["SHARED_MEMORY", "Shared", "share"]
 
 SHARED_MEMORY = "shared memory"
 
 
-def connect_shared(meeting: Meeting, *, crowded: bool, pass_descriptors: bool) -> MemoryTransport:
-    """Join the shared memory of a job.
+class Shared(NamedTuple):
+    """What a rank has in common with the others of its host.
+
+    Attributes:
+        root: Own root.
+        bells: Own doorbells.
+        near: The others.
+    """
+
+    root: Root
+    bells: Doorbells
+    near: Near
+
+
+def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = False) -> Shared:
+    """Join the shared memory of a host.
 
     Args:
         meeting: Where the ranks find each other; its `health` gets a pidfd of each peer.
-        crowded: Whether there are more ranks than cores.
+        ranks: Those of this host, this one included.
         pass_descriptors: Do not even try `/proc/<pid>/fd`.
     """
-    rank, world_size, health = meeting.rank, meeting.world_size, meeting.health
+    rank, health = meeting.rank, meeting.health
     with contextlib.ExitStack() as undo:
         root = Root.create(rank)
         undo.callback(root.close)
@@ -51,16 +67,17 @@ def connect_shared(meeting: Meeting, *, crowded: bool, pass_descriptors: bool) -
         allow_siblings()  # before anyone can learn of this process and try
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
-        texts = meeting.addresses(SHARED_MEMORY, address.to_text())
-        addresses = {r: RootAddress.from_text(text) for r, text in enumerate(texts)}
+        texts = meeting.all_say("shm/root", address.to_text(), ranks)
+        addresses = {r: RootAddress.from_text(t) for r, t in zip(ranks, texts, strict=True)}
         service = None
         peers = MappedMemory(addresses, open_through_proc(addresses))
         undo.callback(peers.close)
-        if _refused(meeting, peers, force=pass_descriptors):
+        if _refused(meeting, peers, ranks, force=pass_descriptors):
             service = FdService(rank)
             undo.callback(service.close)
-            names = dict(enumerate(meeting.all_say("shm/service", service.name)))
+            words = meeting.all_say("shm/service", service.name, ranks)
             peers.close()
+            names = dict(zip(ranks, words, strict=True))
             peers = MappedMemory(addresses, open_through_services(addresses, names))
             undo.callback(peers.close)
         may_pull = _may_pull(meeting, addresses, peers, forbid=pass_descriptors)
@@ -70,18 +87,8 @@ def connect_shared(meeting: Meeting, *, crowded: bool, pass_descriptors: bool) -
             if other != rank and start_time(where.pid) == where.started:
                 health.watch(other, where.pid)
         undo.pop_all()
-    return MemoryTransport(
-        rank,
-        world_size,
-        root=root,
-        bells=bells,
-        peers=peers,
-        clock=meeting.clock,
-        health=health,
-        crowded=crowded,
-        may_pull=may_pull,
-        on_close=service.close if service else None,
-    )
+    close = service.close if service else None
+    return Shared(root, bells, Near(frozenset(ranks), peers, may_pull=may_pull, close=close))
 
 
 def start_time(pid: int) -> int:
@@ -90,16 +97,16 @@ def start_time(pid: int) -> int:
     return int(path.read_text().rpartition(")")[2].split()[19]) if path.exists() else 0
 
 
-def _refused(meeting: Meeting, peers: MappedMemory, *, force: bool) -> bool:
+def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, force: bool) -> bool:
     """Open all peers' roots; True on every rank if any rank was refused."""
     refused = force
     try:
-        for other in range(meeting.world_size):
+        for other in ranks:
             if not refused:
                 peers.root(other)
     except PermissionError:
         refused = True
-    return "refused" in meeting.all_say("shm/probe", "refused" if refused else "opened")
+    return "refused" in meeting.all_say("shm/probe", "refused" if refused else "opened", ranks)
 
 
 def _may_pull(
@@ -108,7 +115,7 @@ def _may_pull(
     """Try to read every peer's private memory; True on every rank if all ranks may."""
     others = [(r, where.pid) for r, where in addresses.items() if r != meeting.rank]
     may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
-    return "no" not in meeting.all_say("shm/pull", "yes" if may else "no")
+    return "no" not in meeting.all_say("shm/pull", "yes" if may else "no", addresses)
 
 
 def _can_read(rank: int, pid: int, root: Root) -> bool:

@@ -121,6 +121,28 @@ class SocketConnection:
         """Descriptor for a selector, -1 after `close`."""
         return self._socket.fileno()
 
+    def end_if_silent(self, limit_s: float) -> None:
+        """Have the system end this connection when its peer's host has not answered for `limit_s` seconds.
+
+        Hosts answer for their processes, so one that is stopped or busy is not taken for dead; one that lost its power or
+        its network is, whether something is being sent or not. Only TCP has that; on other sockets nothing happens.
+        """
+        if self._socket.family == socket.AF_UNIX:
+            return
+        first_s = max(1, round(limit_s / 2))
+        later_s = max(1, round(limit_s / 8))
+        options = {
+            "TCP_KEEPIDLE": first_s,
+            "TCP_KEEPALIVE": first_s,  # the same on macOS
+            "TCP_KEEPINTVL": later_s,
+            "TCP_KEEPCNT": max(1, round((limit_s - first_s) / later_s)),
+            "TCP_USER_TIMEOUT": round(limit_s * 1000),
+        }
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):
+                self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
     def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002 - one queue, in order
         """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
 

@@ -1,0 +1,65 @@
+"""Arenas of which peers keep mirrors: they are told of new extents, and may look at words before any came.
+
+A mirror is zero where nothing has been sent. Slots are never read before they have been published, but a group's first page
+is: its members learn of it through the store or another group. It is therefore allocated where nothing has ever been
+(`AnnouncedArena.fresh`), so that it is zero everywhere until its owner says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from braid.transport.arena import EXTENT_BYTES, LINE_BYTES, Arena, Block, OwnExtent
+from braid.transport.memory import MemoryFile, PeerMemory, Root
+
+__all__ = ["AnnouncedArena", "PrivateArena"]
+
+
+class AnnouncedArena(Arena):
+    """An arena of which some peers keep a mirror.
+
+    Args:
+        rank: Rank that owns it.
+        root: Its root.
+        peers: Mirrors of the others' memory.
+        announce: Called with the number of a new extent, before anything in it is given out.
+    """
+
+    def __init__(
+        self, rank: int, root: Root, peers: PeerMemory, announce: Callable[[int], None]
+    ) -> None:
+        super().__init__(rank, root, peers)
+        self._announce = announce
+        self._untouched: tuple[int, int] = (0, EXTENT_BYTES)  # extent, first byte nobody has had
+
+    def fresh(self, nbytes: int) -> Block:
+        """Memory that has never been given out before; freed, it becomes like any other."""
+        size = -(-nbytes // LINE_BYTES) * LINE_BYTES
+        with self._lock:
+            number, offset = self._untouched
+            if offset + size > EXTENT_BYTES:
+                extent = self._grow(EXTENT_BYTES)
+                number, offset = extent.number, extent.take(EXTENT_BYTES)
+            self._untouched = (number, offset + size)
+            return Block(number, offset, size)
+
+    def _enter(self, extent: OwnExtent) -> OwnExtent:
+        entered = super()._enter(extent)
+        self._announce(extent.number)
+        return entered
+
+
+class PrivateArena(AnnouncedArena):
+    """An arena in ordinary memory: nothing in it can be read by peers unless it is published."""
+
+    def adopt(self, x: torch.Tensor) -> None:
+        """Leave `x` where it is: there is no better place."""
+
+    def locate(self, x: torch.Tensor) -> int:  # noqa: ARG002 - as in Arena
+        """Always 0: peers cannot read tensors of this rank."""
+        return 0
+
+    def _new_file(self, nbytes: int) -> MemoryFile:
+        return MemoryFile.private(nbytes, f"braid-arena-{self.rank}")

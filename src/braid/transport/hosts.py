@@ -1,0 +1,244 @@
+"""Ranks of several hosts: memory is shared inside of each, and what is published goes to the others by sockets.
+
+Problem: where memory cannot be shared, every collective would need a second form, over messages; and ranks of which some
+share memory and some do not would need a third.
+
+Idea: there is one form. What a rank publishes is seen at once by the peers that map its memory, its *near* ones; for all
+others, the *far* ones, it is written into a mirror that they keep (`mirror`), over one connection per pair (`links`).
+Arena, lines, channels and everything above do not know the difference, except that algorithms which read or write a
+peer's tensors where they lie are for groups of near ranks only (`shares_with`).
+
+           host a                                   host b
+    +---------------------+                 +---------------------+
+    |  rank 0     rank 1  |  0-2 0-3        |  rank 2     rank 3  |
+    |  [arena 0]  [arena 1] ==== sockets ===|  [arena 2]  [arena 3]
+    |      both map both  |  1-2 1-3        |      both map both  |
+    |  mirrors of 2, 3    |                 |  mirrors of 0, 1    |
+    +---------------------+                 +---------------------+
+
+Portable mode is the case in which nobody is near: macOS, ARM and some sandboxes have neither files without a name nor
+processors that keep the order of stores.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.clock import Clock
+from braid.transport.announced import AnnouncedArena, PrivateArena
+from braid.transport.arena import LINE_BYTES, OFFSET_BITS
+from braid.transport.base import LINGER_S, Audience, MemoryTransport
+from braid.transport.health import Health
+from braid.transport.links import Link, Links, LinkWaiter
+from braid.transport.memory import (
+    CLOSED,
+    ROOT_WORDS_BYTES,
+    RUNNING,
+    STATE,
+    PeerMemory,
+    Root,
+)
+from braid.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes
+from braid.transport.wait import Doorbells
+
+__all__ = ["HostsMemory", "HostsTransport", "Near"]
+
+
+class Near(NamedTuple):
+    """The peers of this host.
+
+    Attributes:
+        ranks: Global ranks, this one included.
+        memory: How their memory is reached; None where nothing is shared.
+        may_pull: Whether they may read each other's private memory.
+        close: Called last, for what serves them.
+    """
+
+    ranks: frozenset[int]
+    memory: PeerMemory | None = None
+    may_pull: bool = False
+    close: Callable[[], None] | None = None
+
+
+class HostsMemory:
+    """Peers' memory: that of near ones is mapped, of far ones there are mirrors.
+
+    Args:
+        rank: This rank.
+        root: Own root.
+        near: See above.
+        far: See above.
+    """
+
+    def __init__(self, rank: int, root: Root, near: Near, far: MirroredMemory) -> None:
+        self._rank = rank
+        self._root = root
+        self._near = near.memory
+        self._near_ranks = near.ranks
+        self._far = far
+
+    def root(self, rank: int) -> Root:
+        """Root of `rank`, or its mirror."""
+        return self._root if rank == self._rank else self._of(rank).root(rank)
+
+    def extent(self, rank: int, extent_id: int) -> mmap.mmap:
+        """An extent of `rank`, or its mirror."""
+        return self._of(rank).extent(rank, extent_id)
+
+    def forget(self, rank: int, extent_id: int) -> None:
+        """Give up what `extent` returned."""
+        self._of(rank).forget(rank, extent_id)
+
+    def ring(self, rank: int, slots: int) -> None:
+        """Wake threads of a near rank; what arrives wakes those of others."""
+        self._of(rank).ring(rank, slots)
+
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
+        """Fill `out` from private memory of a near rank."""
+        self._of(rank).pull(rank, address, out)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._far.close()
+        if self._near is not None:
+            self._near.close()
+
+    def _of(self, rank: int) -> PeerMemory:
+        return self._near if self._near is not None and rank in self._near_ranks else self._far
+
+
+class _Audience(NamedTuple):
+    """Some peers; parts of what is published are told by their position among all."""
+
+    near: list[tuple[int, memoryview]]
+    far: list[tuple[int, Link]]
+
+
+class HostsTransport(MemoryTransport):
+    """A rank's end where not all ranks share memory.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        hosts: Number of each rank's host, in the order of their first ranks.
+        root: Own root.
+        bells: Own doorbells.
+        near: The peers of this host.
+        mirrors: Copies of the others' memory.
+        links: Connections to them.
+        clock: Time source of all waits.
+        health: Where lost peers are reported.
+        crowded: Whether there are more ranks than cores here.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        hosts: tuple[int, ...],
+        root: Root,
+        bells: Doorbells,
+        near: Near,
+        mirrors: MirroredMemory,
+        links: Links,
+        clock: Clock,
+        health: Health,
+        crowded: bool,
+    ) -> None:
+        memory = HostsMemory(rank, root, near, mirrors)
+        arena = PrivateArena if near.memory is None else AnnouncedArena
+        super().__init__(
+            rank,
+            world_size,
+            root=root,
+            bells=bells,
+            peers=memory,
+            clock=clock,
+            health=health,
+            crowded=crowded,
+            may_pull=near.may_pull,
+            on_close=near.close,
+            arena=arena(rank, root, memory, self._announce),
+            waiter=LinkWaiter(bells, health, clock, links, crowded=crowded),
+        )
+        self.hosts = hosts
+        self._near = near.ranks
+        self._shares = near.memory is not None
+        self._links = links
+        self._memory = memoryview(root.file.map)
+
+    def shares_with(self, ranks: Sequence[int]) -> bool:
+        """Whether all `ranks` are near, and anything is shared at all."""
+        return self._shares and self._near.issuperset(ranks)
+
+    def audience(self, ranks: Sequence[int]) -> Audience:
+        """Some peers, to be handed to `publish`."""
+        near = [(r, self._peers.root(r).words) for r in ranks if r in self._near]
+        far = [(i, self._links.by_rank[r]) for i, r in enumerate(ranks) if r not in self._near]
+        return _Audience(near, far)
+
+    def publish(
+        self,
+        audience: Audience,
+        line: int,
+        block: int = 0,
+        nbytes: int = 0,
+        parts: Sequence[tuple[int, int]] | None = None,
+        *,
+        changes: bool = False,
+    ) -> None:
+        """Let near ones of `audience` look, and send the others a block of the arena and a line; see `MemoryTransport`."""
+        if audience.near:
+            super().publish(audience.near, line)
+        if not audience.far:
+            return
+        small = [(*_place(line), self._line(line))]
+        if not nbytes:
+            self._links.send([(link, Writes([], small), ()) for _, link in audience.far])
+            return
+        extent, offset = _place(block)
+        data = self.arena.piece(self.rank, block, nbytes)
+        if changes:
+            data = memoryview(bytes(data))
+        frames = []
+        for position, link in audience.far:
+            start, end = parts[position] if parts else (0, nbytes)
+            large = [(extent, offset + start)] if start < end else []
+            frames.append((link, Writes(large, small), [data[start:end]] if large else []))
+        self._links.send(frames)
+
+    def fds(self) -> list[int]:
+        """Descriptors that a forked child must not keep."""
+        return [*super().fds(), *self._links.fds()]
+
+    def close(self) -> None:
+        """Say goodbye and give everything back."""
+        if not self.forked:
+            if self._root.words[STATE] == RUNNING:
+                self._root.words[STATE] = CLOSED
+                self.publish(self.audience(sorted(self._links.by_rank)), 0)
+            self._links.close(LINGER_S)
+        self._memory.release()
+        super().close()
+
+    def _line(self, place: int) -> bytes:
+        if place >> OFFSET_BITS == ROOT_EXTENT:
+            return bytes(self._memory[:LINE_BYTES])
+        return bytes(self.arena.piece(self.rank, place, LINE_BYTES))
+
+    def _announce(self, number: int) -> None:
+        """Tell far peers of an extent: they may hear of places in it by other ways."""
+        offset = ROOT_WORDS_BYTES + 16 * number
+        entry = bytes(self._memory[offset : offset + 16])
+        writes = Writes([], [(ROOT_EXTENT, offset, entry)])
+        self._links.send([(link, writes, ()) for link in self._links.by_rank.values()])
+
+
+def _place(word: int) -> tuple[int, int]:
+    """Extent and first byte."""
+    return word >> OFFSET_BITS, (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES

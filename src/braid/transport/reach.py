@@ -1,0 +1,117 @@
+"""Who can reach whom: asked before anything waits, so that a wrong network is named and not waited for.
+
+Problem: a firewall, a wrong interface or an address of another network shows itself as a time-out of some rank, minutes
+later, and says nothing of the others.
+
+Idea: every rank knocks at all addresses at once, for a few seconds; all results are put together, and all ranks say the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+from collections.abc import Mapping, Sequence
+
+from braid.clock import Clock
+from braid.wire import Address
+
+__all__ = ["KNOCK_S", "knock", "matrix", "own_address_towards"]
+
+KNOCK_S = 5.0
+CORNER = "from \\ to"
+_WORDS = {
+    errno.ECONNREFUSED: "refused",
+    errno.ETIMEDOUT: "timed out",
+    errno.EHOSTUNREACH: "no route",
+    errno.ENETUNREACH: "no route",
+}
+
+
+def knock(
+    addresses: Mapping[int, str], clock: Clock, *, timeout_s: float = KNOCK_S
+) -> dict[int, str]:
+    """Try to connect to all `addresses` at the same time.
+
+    Returns:
+        Why not, in a word or two, for those that cannot be reached; empty if all can.
+    """
+    failed: dict[int, str] = {}
+    waiting: dict[int, tuple[int, socket.socket]] = {}
+    poller = select.poll()
+    for key, address in addresses.items():
+        try:
+            family, where = Address.parse(address).resolve()
+        except OSError:
+            failed[key] = "name unknown"
+            continue
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        code = sock.connect_ex(where)
+        if code in {0, errno.EINPROGRESS}:
+            waiting[sock.fileno()] = (key, sock)
+            poller.register(sock, select.POLLOUT)
+        else:
+            failed[key] = _words(code)
+            sock.close()
+    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    while waiting:
+        ready = poller.poll(max(0.0, (deadline_ns - clock.now_ns()) / 1e6))
+        for fd, _ in ready:
+            key, sock = waiting.pop(fd)
+            poller.unregister(fd)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                failed[key] = _words(code)
+            sock.close()
+        if not ready:
+            break
+    for key, sock in waiting.values():
+        failed[key] = "timed out"
+        sock.close()
+    return failed
+
+
+def matrix(names: Sequence[str], failed: Mapping[tuple[int, int], str]) -> str:
+    """The table of who (row) can reach whom (column).
+
+    Args:
+        names: Of the rows and columns.
+        failed: (from, to) -> why not.
+    """
+    cells = [
+        [failed.get((i, j), "ok" if i != j else "-") for j in range(len(names))]
+        for i in range(len(names))
+    ]
+    widths = [
+        max(len(word) for word in (name, *(row[j] for row in cells)))
+        for j, name in enumerate(names)
+    ]
+    first = max(map(len, (CORNER, *names)))
+    lines = [
+        f"  {CORNER:<{first}}  "
+        + "  ".join(f"{name:<{width}}" for name, width in zip(names, widths, strict=True))
+    ]
+    for name, row in zip(names, cells, strict=True):
+        lines.append(
+            f"  {name:<{first}}  "
+            + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this host on the network by which it reaches `host`; nothing is sent.
+
+    Raises:
+        OSError: There is no way there, or no such name.
+    """
+    family, where = Address(host=host, port=9).resolve()
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect(where)
+        return str(sock.getsockname()[0])
+
+
+def _words(code: int) -> str:
+    return _WORDS.get(code, os.strerror(code).lower())
