@@ -61,6 +61,8 @@ BRAID = JobEnvironment(
     resume="auto",
     launched_by="braid",
     portable=True,
+    listen="10.0.0.2",
+    secret_file="/etc/job.secret",
 )
 
 
@@ -110,6 +112,13 @@ def test_all_problems_stand_in_one_message():
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is 8"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+        ({"BRAID_LISTEN": "node-a"}, "BRAID_LISTEN is 'node-a', expected an IP address"),
+        ({"BRAID_LISTEN": "0.0.0.0"}, "BRAID_LISTEN is 0.0.0.0, expected one address, not all"),
+        ({"BRAID_INSECURE_NETWORK": "yes"}, "BRAID_INSECURE_NETWORK is 'yes', expected 0 or 1"),
+        (
+            {"BRAID_INSECURE_NETWORK": "1", "BRAID_SECRET_FILE": "/s"},
+            "BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other",
+        ),
         ({"RANK": "\u0663"}, "RANK is '\u0663'"),
     ],
 )
@@ -122,6 +131,13 @@ def test_a_wrong_value_is_refused_by_name(change, words):
 def test_any_environment_is_read_or_refused(environ):
     with contextlib.suppress(ConfigError):
         assert JobEnvironment.parse(environ).world_size >= 1
+
+
+def test_several_hosts_under_torchrun_are_told_how_to_trust_each_other():
+    told = {"BRAID_LISTEN": "10.0.0.2", "BRAID_INSECURE_NETWORK": "1"}
+    environment = JobEnvironment.parse({**TORCHRUN, **told})
+    found = (environment.listen, environment.secret_file, environment.insecure_network)
+    assert found == ("10.0.0.2", "", True)
 
 
 def test_from_os_reads_this_process(monkeypatch):

@@ -12,6 +12,7 @@ Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "E
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class JobEnvironment:
         launched_by: `braid`, `torchrun` (or anything that keeps its contract), or `single`.
         agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0 does.
         portable: Whether ranks shall send each other copies even where they could share memory.
+        listen: IP address on which this rank listens for ranks of other hosts; empty when the job is on one host, or when
+            the rank shall find out which address of its host leads to `master_addr`.
+        secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several hosts without braid's
+            launcher; empty when not told.
+        insecure_network: Whether ranks of several hosts may trust whoever connects, because nobody gave them a secret.
     """
 
     rank: int = 0
@@ -64,6 +70,9 @@ class JobEnvironment:
     launched_by: str = "single"
     agent_store: bool = False
     portable: bool = False
+    listen: str = ""
+    secret_file: str = ""
+    insecure_network: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -82,6 +91,7 @@ class JobEnvironment:
             )
             if not low <= value < high
         ]
+        problems += _network_problems(self)
         _refuse(problems)
 
     @classmethod
@@ -124,6 +134,7 @@ class JobEnvironment:
         node_rank = reader.optional("NODE_RANK", reader.optional("GROUP_RANK", 0))
         master_port = reader.optional("MASTER_PORT", 0)
         portable = reader.switch("BRAID_PORTABLE")
+        insecure_network = reader.switch("BRAID_INSECURE_NETWORK")
         _refuse(reader.problems)
         return cls(
             rank=rank,
@@ -141,6 +152,9 @@ class JobEnvironment:
             launched_by="braid" if by_braid else "torchrun",
             agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             portable=portable,
+            listen=environ.get("BRAID_LISTEN", ""),
+            secret_file=environ.get("BRAID_SECRET_FILE", ""),
+            insecure_network=insecure_network,
         )
 
     @classmethod
@@ -175,6 +189,9 @@ class JobEnvironment:
             "BRAID_RESUME": self.resume,
             "BRAID_PLACE": f"{self.rank}/{self.world_size}" if self.store_address else "",
             "BRAID_PORTABLE": "1" if self.portable else "",
+            "BRAID_LISTEN": self.listen,
+            "BRAID_SECRET_FILE": self.secret_file,
+            "BRAID_INSECURE_NETWORK": "1" if self.insecure_network else "",
         }
         return {name: str(value) for name, value in values.items() if value not in {None, ""}}
 
@@ -225,6 +242,21 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
     portable = reader.switch("BRAID_PORTABLE")
     _refuse(reader.problems)
     return portable
+
+
+def _network_problems(told: JobEnvironment) -> list[str]:
+    problems = []
+    if told.listen:
+        try:
+            everywhere = ipaddress.ip_address(told.listen).is_unspecified
+        except ValueError:
+            found, everywhere = f"{told.listen!r}, expected an IP address of this host", False
+            problems.append(f"BRAID_LISTEN is {found}")
+        if everywhere:  # ranks tell each other this address, and it leads nowhere
+            problems.append(f"BRAID_LISTEN is {told.listen}, expected one address, not all of them")
+    if told.secret_file and told.insecure_network:
+        problems.append("BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other")
+    return problems
 
 
 def _refuse(problems: list[str]) -> None:
