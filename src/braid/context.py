@@ -35,7 +35,7 @@ _DEFAULT = _Default()
 def init(*, timeout_s: float = 600.0) -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
-    CPU tensors travel through shared memory. CUDA tensors go to NCCL where every rank can have a GPU of its own (choose it
+    CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA tensors go to NCCL where every rank can have a GPU of its own (choose it
     with `torch.cuda.set_device` before the first operation), and through pinned memory where ranks share one.
 
     Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns the same group.
@@ -50,8 +50,8 @@ def init(*, timeout_s: float = 600.0) -> Group:
     if _DEFAULT.membership is None:
         member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
         group = Group.world(member.context, member.transport)
-        group.engine.tune(timeout_s)
-        if _has_own_gpu(group.size):
+        _tune(group, member.transport.hosts, timeout_s)
+        if _have_own_gpus(group, member.transport.hosts):
             group.attach(
                 DelegateEngine(
                     member.context,
@@ -68,13 +68,23 @@ def init(*, timeout_s: float = 600.0) -> Group:
     return world()
 
 
-def _has_own_gpu(num_ranks: int) -> bool:
-    """Whether every rank of this host can have a GPU of its own; else CUDA tensors travel through pinned memory."""
-    return (
-        torch.cuda.is_available()
-        and dist.is_nccl_available()
-        and num_ranks <= torch.cuda.device_count()
-    )
+def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
+    """Measure what algorithms depend on, among all ranks and, if there are several hosts, inside of each."""
+    group.engine.tune(timeout_s)
+    if len(set(hosts)) > 1:
+        here = group.split(hosts[group.rank])
+        assert here is not None
+        here.engine.tune(timeout_s)
+        here.close()
+
+
+def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
+    """Whether every rank can have a GPU of its own; else CUDA tensors travel through pinned memory."""
+    here = hosts.count(hosts[group.rank])
+    has = torch.cuda.is_available() and dist.is_nccl_available() and here <= torch.cuda.device_count()
+    if len(set(hosts)) > 1:  # hosts may differ
+        has = bool(group.all_reduce(torch.tensor(int(has)), "min").item())
+    return has
 
 
 def shutdown() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm import message, move, reduce_scatter
+from braid.comm import hierarchical, message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce, direct, two_phase
+from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox
 from braid.comm.port import Port
 from braid.testing.explorer import explore, record
@@ -225,3 +226,46 @@ def test_a_deadlock_that_depends_on_timing_is_found():
     waits_for_both = [Post(0, 1), Acquire(1, 0, 1)]
     never_posts = [Acquire(0, 0, 2)]
     assert explore([waits_for_both, never_posts]).deadlocks == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "numel", "chunk_bytes", "depth"),
+    [
+        ((0, 1), 200, 40, 1),
+        ((0, 1), 300, 40, 2),
+        ((0, 0, 1), 200, 80, 1),
+        pytest.param((0, 1, 2), 240, 48, 1, marks=pytest.mark.proof),
+        pytest.param((0, 1, 2), 400, 48, 2, marks=pytest.mark.proof),
+    ],
+)
+def test_hosts_never_wait_for_each_other_nor_write_what_is_still_read(
+    monkeypatch, hosts, numel, chunk_bytes, depth
+):
+    for name, value in (("LEAST_BYTES", chunk_bytes), ("MOST_BYTES", chunk_bytes), ("DEPTH", depth)):
+        monkeypatch.setattr(hierarchical, name, value)
+
+    def steps(port: Port):
+        port.channel(0).digest = 1
+        for count in (numel, numel // 3):  # the next one uses the same window
+            x = torch.arange(float(count)) + port.rank
+            yield from hierarchical.hierarchical(
+                port.channel(0), x, "sum", None, hosting=Hosting.of(hosts)
+            )
+            n = port.size
+            assert torch.equal(x, n * torch.arange(float(count)) + n * (n - 1) / 2)
+
+    found = explore(record(len(hosts), steps))
+    assert (found.deadlocks, found.races) == ([], [])
+
+
+def test_fewer_slots_than_turns_need_are_a_race(monkeypatch):
+    """The claim above can fail: with one slot less somebody reads what has been written again."""
+    for name, value in (("LEAST_BYTES", 40), ("MOST_BYTES", 40), ("NUM_SPARE", 1), ("DEPTH", 1)):
+        monkeypatch.setattr(hierarchical, name, value)
+
+    def steps(port: Port):
+        port.channel(0).digest = 1
+        x = torch.ones(200)
+        yield from hierarchical.hierarchical(port.channel(0), x, "sum", None, hosting=Hosting.of((0, 1)))
+
+    assert explore(record(2, steps)).races

@@ -23,7 +23,7 @@ lie is the business of `port`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ from braid.transport import Block, Steps, Wait
 if TYPE_CHECKING:  # a port makes its channels
     from braid.comm.port import Port
 
-__all__ = ["CHUNK_BYTES", "LINE_WORDS", "Channel", "Disagreement", "Entry", "pieces"]
+__all__ = ["CHUNK_BYTES", "LINE_WORDS", "Aim", "Channel", "Disagreement", "Entry", "pieces"]
 
 LINE_WORDS = 8
 CHUNK_BYTES = (
@@ -78,6 +78,15 @@ class Entry(NamedTuple):
     site: int
 
 
+class Aim(NamedTuple):
+    """Who shall see a step, and what of the own memory with it; see `MemoryTransport.publish`."""
+
+    audience: Any
+    word: int = 0
+    nbytes: int = 0
+    parts: Sequence[tuple[int, int]] | None = None
+
+
 class Channel:
     """A sequence of steps on one line per member; see the module for the rules.
 
@@ -97,6 +106,7 @@ class Channel:
         "_audience",
         "_lines",
         "_nbytes",
+        "_outgrown",
         "_own",
         "_parts",
         "_place",
@@ -105,6 +115,7 @@ class Channel:
         "_slots",
         "_transport",
         "_views",
+        "_window",
         "_word",
         "digest",
         "index",
@@ -137,6 +148,8 @@ class Channel:
         self._lines[port.rank] = self._own
         self._audience = self._transport.audience(readers)
         self._slots: list[Block | None] = [None, None]
+        self._window: Block | None = None
+        self._outgrown: Block | None = None
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._word = 0
@@ -214,8 +227,36 @@ class Channel:
             word = PRIVATE | x.data_ptr()
         return word
 
-    def post(self) -> int:
-        """Publish the next step and return its value."""
+    def reserve(self, nbytes: int) -> Block:
+        """Memory of this channel for a window, the same one at every call; grows as needed."""
+        if self._outgrown is not None:  # the operation that outgrew it has ended since, and so has every reader
+            self._arena.free(self._outgrown)
+            self._outgrown = None
+        block = self._window
+        if block is None or block.nbytes < nbytes:
+            self._outgrown = block
+            block = self._window = self._arena.allocate(1 << (nbytes - 1).bit_length())
+        return block
+
+    def point(self, word: int) -> None:
+        """Let the next step name a place of the own arena."""
+        self._word = word
+        self._nbytes = 0
+
+    def audience(self, members: Sequence[int]) -> Any:
+        """Some members, to be aimed at."""
+        return self._transport.audience([self.ranks[m] for m in members])
+
+    def view(self, member: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor at a place of a member's arena."""
+        return self._arena.view(self.ranks[member], word, numel, dtype)
+
+    def post(self, aim: Aim | None = None) -> int:
+        """Publish the next step and return its value.
+
+        Args:
+            aim: Who shall see it; everybody, with what has been staged, when None.
+        """
         value = self.value + 1
         own = self._own
         at = 2 + 3 * (value & 1)
@@ -223,7 +264,9 @@ class Channel:
         own[at + 1] = self._word
         own[at + 2] = self.site
         own[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
-        self._transport.publish(self._audience, self._place, self._word, self._nbytes, self._parts)
+        if aim is None:
+            aim = Aim(self._audience, self._word, self._nbytes, self._parts)
+        self._transport.publish(aim.audience, self._place, aim.word, aim.nbytes, aim.parts)
         self._word = self._nbytes = 0
         self._parts = None
         return value
@@ -328,6 +371,10 @@ class Channel:
             if block is not None:
                 self._arena.free(block)
         self._slots = [None, None]
+        for block in (self._window, self._outgrown):
+            if block is not None:
+                self._arena.free(block)
+        self._window = self._outgrown = None
 
     def _find(self, peer: int) -> memoryview | None:
         line = self._lines[peer] = self._port.line_of(peer, self.index)

@@ -98,7 +98,7 @@ class Describer:
 
 
 def _check_algorithm(key: Key) -> None:
-    possible = tuple(ALGORITHMS) if key.kind == "all_reduce" else ("staged", "pulled")
+    possible = (*ALGORITHMS, "hierarchical") if key.kind == "all_reduce" else ("staged", "pulled")
     if key.algorithm is not None and key.algorithm not in possible:
         msg = f"expected an algorithm out of {', '.join(possible)} for {key.kind}, found {key.algorithm!r}"
         raise ConfigError(msg)

@@ -32,7 +32,6 @@ from braid.comm.port import Port
 from braid.comm.progress import Progress
 from braid.comm.reducing import Reducing
 from braid.comm.request import Request
-from braid.comm.selection import DEFAULT_COSTS, Selection
 from braid.comm.work import Work
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
@@ -88,19 +87,33 @@ class Group(Reducing, Moving, Messaging):
         self._given_back = False
 
     @classmethod
-    def world(cls, context: RankContext, transport: MemoryTransport) -> Group:
-        """The group of all ranks. Collective through the store; every rank calls it once."""
+    def world(
+        cls, context: RankContext, transport: MemoryTransport, *, sum_order: str = "any"
+    ) -> Group:
+        """The group of all ranks. Collective through the store; every rank calls it once.
+
+        Args:
+            context: Of this rank.
+            transport: By which all ranks can be reached.
+            sum_order: Of ranks of several hosts: `rank` sums in the order of ranks, as inside of a host, so that results do not
+                depend on which ranks share one; `any` sums inside of each host first, which sends less.
+        """
+        if sum_order not in {"rank", "any"}:
+            msg = f"expected sum_order 'rank' or 'any', found {sum_order!r}"
+            raise ConfigError(msg)
         page = Port.first_page(transport)
         ranks = tuple(range(context.world_size))
         pages = _meet(context.store, "group/world", context.rank, ranks, page.word)
         port = Port(transport, ranks, context.rank, pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
         _meet(context.store, "group/mapped", context.rank, ranks, 0)
-        may_pull = transport.may_pull and transport.shares_with(ranks)
-        selection = Selection(DEFAULT_COSTS, len(ranks), may_pull=may_pull)
-        progress = Progress(transport)
         engine = MemoryEngine(
-            transport, port, progress, context.events, selection, owns_progress=True
+            transport,
+            port,
+            Progress(transport),
+            context.events,
+            in_order=sum_order == "rank",
+            owns_progress=True,
         )
         return cls(context, engine, ranks, transport.names)
 

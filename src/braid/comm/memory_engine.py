@@ -14,10 +14,12 @@ from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce
 from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
+from braid.comm.hierarchical import hierarchical
+from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox, Receipt
 from braid.comm.port import ABANDONED, CLOSED, Port
 from braid.comm.progress import Progress
-from braid.comm.selection import Costs, Selection, measure
+from braid.comm.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Costs, Selection, measure
 from braid.comm.work import Operation, Work
 from braid.events import Recorder
 from braid.transport import Block, MemoryTransport, Steps
@@ -34,7 +36,8 @@ class MemoryEngine:
         port: The group's control lines.
         progress: The rank's progress thread.
         events: Recorder of the rank.
-        selection: Which algorithm for which size.
+        costs: What has been measured so far, where all ranks share memory and where they do not; shared by all groups.
+        in_order: Sum in the order of ranks whatever it costs, over several hosts, too.
         owns_progress: Whether closing this engine ends the progress thread.
     """
 
@@ -46,14 +49,19 @@ class MemoryEngine:
         port: Port,
         progress: Progress,
         events: Recorder,
-        selection: Selection,
         *,
+        costs: dict[bool, Costs] | None = None,
+        in_order: bool = False,
         owns_progress: bool = False,
     ) -> None:
         self.transport = transport
         self.port = port
         self.progress = progress
-        self.selection = selection
+        self.shares = transport.shares_with(port.ranks)
+        self.hosting = Hosting.of([transport.hosts[rank] for rank in port.ranks])
+        self.in_order = in_order
+        self._costs = {} if costs is None else costs
+        self.selection = self._select()
         self.statistics = Statistics()
         self._events = events
         self._owns_progress = owns_progress
@@ -73,19 +81,26 @@ class MemoryEngine:
     @property
     def capabilities(self) -> Capabilities:
         """Everything; algorithms that read peers' tensors where they lie only where the host permits it."""
-        shares = self.transport.shares_with(self.port.ranks)
-        registered = ("registered",) if shares else ()
+        shares = self.shares
+        near = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
-        algorithms = ("direct", "two_phase", *registered, "staged", *pulled)
-        return Capabilities(algorithms=algorithms, adopts=shares)
+        algorithms = ("direct", "two_phase", *near, "staged", *pulled)
+        alone = len(self.hosting.hosts) == self.port.size
+        ordered = shares or alone or self.in_order
+        return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
 
     def tune(self, timeout_s: float) -> None:
         """Measure what the choice of algorithms depends on. All members call it; cost: some 50 ms, once a job."""
         if self.port.size == 1:
             return
         found: list[Costs] = []
-        may_pull = self.selection.may_pull
-        steps = measure(self._collectives, self.transport.clock, may_pull=may_pull, found=found)
+        steps = measure(
+            self._collectives,
+            self.transport.clock,
+            may_pull=self.selection.may_pull,
+            hosting=self.hosting,
+            found=found,
+        )
         text = "init(measuring costs)"
         digest = self.transport.names.add(text)
         operation = Operation(
@@ -102,7 +117,8 @@ class MemoryEngine:
         )
         self.progress.enlist(operation)
         self._timed(self.progress.run, operation)
-        self.selection = Selection(found[0], self.port.size, may_pull=may_pull)
+        self._costs[self.shares] = found[0]
+        self.selection = self._select()
 
     def explain(self) -> str:
         """Which algorithm is chosen when, and why."""
@@ -199,8 +215,14 @@ class MemoryEngine:
         own = list(order).index(self.port.rank)
         self._first_pages.pop(tokens[own], None)
         port = Port(self.transport, ranks, own, list(tokens), retired=self.port.retired)
-        selection = self.selection.for_size(len(ranks))
-        return MemoryEngine(self.transport, port, self.progress, self._events, selection)
+        return MemoryEngine(
+            self.transport,
+            port,
+            self.progress,
+            self._events,
+            costs=self._costs,
+            in_order=self.in_order,
+        )
 
     def stop(self, reason: str) -> None:
         """Tell the members that this rank takes no further part."""
@@ -217,6 +239,16 @@ class MemoryEngine:
             self.port.stop(CLOSED)
         else:
             self.port.close()
+
+    def _select(self) -> Selection:
+        costs = self._costs.get(self.shares, DEFAULT_COSTS if self.shares else DEFAULT_FAR_COSTS)
+        return Selection(
+            costs,
+            self.port.size,
+            may_pull=self.shares and self.transport.may_pull,
+            hosting=None if self.shares else self.hosting,
+            in_order=self.in_order,
+        )
 
     def _work(
         self, operation: Operation, ended: threading.Event | None, *, lazily: bool = False
@@ -285,6 +317,8 @@ class MemoryEngine:
         if kind == "all_reduce":
             forced = call.algorithm is not None
             x = call.outs[0]
+            if algorithm == "hierarchical":
+                return hierarchical(channel, x, call.op, scale, hosting=self.hosting)
             return all_reduce(channel, x, call.op, scale, algorithm=algorithm, forced=forced)
         return self._parts(call, channel, scale, private=algorithm == "pulled")
 

@@ -5,7 +5,7 @@ copy that stays in the cache is several times as fast as one that does not:
 
     a         one synchronisation of the group          copy(l)   a byte between a tensor and a slot
     add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
-    send(l)   a byte sent to one peer; nothing where memory is shared
+    send(l)   a byte through the network card of a host; nothing where memory is shared
 
 All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
 as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
@@ -26,11 +26,13 @@ import torch
 from braid.clock import Clock
 from braid.comm.all_reduce import SENT_CHUNK_BYTES
 from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.hosting import Hosting
 from braid.transport import Steps, Wait, WaitAny
 
-__all__ = ["DEFAULT_COSTS", "Costs", "Selection", "measure", "predicted_s"]
+__all__ = ["DEFAULT_COSTS", "DEFAULT_FAR_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 
 MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
+SENT_BYTES = (64 << 10, 1 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
 REPEATS = 3
 CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
@@ -51,7 +53,7 @@ class Costs(NamedTuple):
         add: Likewise.
         pull: Likewise; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
-        send: Like `copy`; empty where memory is shared.
+        send: Seconds per byte that a host sends, with all of its ranks; empty where memory is shared.
     """
 
     sync_s: float
@@ -69,24 +71,30 @@ DEFAULT_COSTS = Costs(
     ((64 << 10, 0.04e-9), (512 << 10, 0.05e-9), (4 << 20, 0.12e-9)),
     ((64 << 10, 0.08e-9), (512 << 10, 0.08e-9), (4 << 20, 0.12e-9)),
 )
+# of a network of 10 Gbit/s
+DEFAULT_FAR_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 10, 0.8e-9),))
 
 
-def predicted_s(kind: str, algorithm: str, nbytes: int, size: int, costs: Costs) -> float:
+def predicted_s(
+    kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, hosting: Hosting | None = None
+) -> float:
     """Seconds that `algorithm` takes.
 
     Args:
         kind: Operation.
-        algorithm: direct, two_phase or pulled for all_reduce; staged or pulled for the others.
+        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged or pulled for the others.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Of the primitives.
+        hosting: Which ranks share memory; each for itself when None.
     """
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
     steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
     sent = 0.0
     if costs.send and (kind, algorithm) in _SENT:
-        steps, sent = _SENT[kind, algorithm](size, nbytes)
+        hosting = hosting or Hosting.of(range(size))
+        steps, sent = _SENT[kind, algorithm](size, nbytes, hosting)
     return (
         steps * costs.sync_s
         + copied * rate["copy"]
@@ -106,6 +114,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
         m,
         0,
     ),
+    ("all_reduce", "hierarchical"): lambda _n, l, m: (1, 2 * l, m, 0),  # noqa: E741
     ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
     ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
@@ -124,12 +133,20 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
-# (n, l) -> synchronisations, bytes sent by each rank; for operations that have a choice where memory is not shared
-_SENT: dict[tuple[str, str], Callable[[int, int], tuple[float, float]]] = {
-    ("all_reduce", "direct"): lambda n, l: (_chunks(l, SENT_CHUNK_BYTES), (n - 1) * l),  # noqa: E741
-    ("all_reduce", "two_phase"): lambda n, l: (  # noqa: E741
+# (n, l, hosting) -> synchronisations, bytes that the busiest host sends; for operations that have a choice where memory is
+# not shared
+_SENT: dict[tuple[str, str], Callable[[int, int, Hosting], tuple[float, float]]] = {
+    ("all_reduce", "direct"): lambda _n, l, hosting: (  # noqa: E741
+        _chunks(l, SENT_CHUNK_BYTES),
+        hosting.bytes_out(l),
+    ),
+    ("all_reduce", "two_phase"): lambda n, l, hosting: (  # noqa: E741
         2 * _chunks(l / n * 2, SENT_CHUNK_BYTES),
-        2 * (n - 1) / n * l,
+        2 * hosting.bytes_out(l / n),
+    ),
+    ("all_reduce", "hierarchical"): lambda _n, l, hosting: (  # noqa: E741
+        3 if len(hosting.hosts) > 2 else 2,
+        2 * (len(hosting.hosts) - 1) / len(hosting.hosts) * l,
     ),
 }
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
@@ -142,12 +159,26 @@ class Selection:
         costs: Of the primitives.
         size: Number of ranks.
         may_pull: Whether ranks may read each other's private memory.
+        hosting: Which ranks share memory; None if all do.
+        in_order: Whether sums must be in the order of ranks.
     """
 
-    def __init__(self, costs: Costs, size: int, *, may_pull: bool) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        size: int,
+        *,
+        may_pull: bool,
+        hosting: Hosting | None = None,
+        in_order: bool = False,
+    ) -> None:
         self.costs = costs
         self.size = size
         self.may_pull = may_pull and bool(costs.pull)
+        self.hosting = hosting
+        self._excluded = set() if self.may_pull else {"pulled"}
+        if hosting is None or (in_order and len(hosting.hosts) < size):
+            self._excluded.add("hierarchical")
         kinds = dict.fromkeys(kind for kind, _ in _FORMS)
         self._tables = {kind: self._table(kind) for kind in kinds}
 
@@ -158,12 +189,6 @@ class Selection:
             return "staged"
         bounds, names = table
         return names[bisect.bisect(bounds, nbytes)]
-
-    def for_size(self, size: int) -> Selection:
-        """The table of a sub-group."""
-        if size == self.size:
-            return self
-        return Selection(self.costs, size, may_pull=self.may_pull)
 
     def explain(self) -> str:
         """The table in words, with the predictions that decided it."""
@@ -180,7 +205,7 @@ class Selection:
             parts = [names[0]]
             for bound, name in zip(bounds, names[1:], strict=True):
                 times = sorted(
-                    (predicted_s(kind, other, bound, self.size, self.costs), other)
+                    (self._predicted_s(kind, other, bound), other)
                     for other in self._names(kind)
                 )
                 told = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
@@ -197,14 +222,17 @@ class Selection:
 
     def _names(self, kind: str) -> list[str]:
         names = [name for other, name in _FORMS if other == kind]
-        return names if self.may_pull else [name for name in names if name != "pulled"]
+        return [name for name in names if name not in self._excluded]
+
+    def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
+        return predicted_s(kind, name, nbytes, self.size, self.costs, self.hosting)
 
     def _table(self, kind: str) -> tuple[list[int], list[str]]:
         bounds: list[int] = []
         names = [_FIRST.get(kind, "staged")]
         for nbytes in SIZES:
             times = {
-                name: predicted_s(kind, name, nbytes, self.size, self.costs)
+                name: self._predicted_s(kind, name, nbytes)
                 for name in self._names(kind)
             }
             best = min(times, key=times.__getitem__)
@@ -214,10 +242,12 @@ class Selection:
         return bounds, names
 
 
-def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) -> Steps:
+def measure(
+    ch: Channel, clock: Clock, *, may_pull: bool, hosting: Hosting | None = None, found: list[Costs]
+) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `found`.
 
-    Cost: some 50 ms of two ranks, once per job.
+    Cost: some 50 ms of two ranks, once per job; on a network of 1 Gbit/s as much again.
     """
     # written, for pages that are only read would all be the kernel's one page of zeros
     x, out = (
@@ -235,12 +265,9 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
         syncs.append(clock.now_ns() - start_ns)
     # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
     figures = [median(syncs) * 1e-9]
-    sends: list[float] = []
     for act in (_copy, _add):
         for nbytes in MEASURED_BYTES:
-            used, sent = yield from _passes(ch, clock, act, x[:nbytes], peer, sync_s=figures[0])
-            figures.append(used)
-            sends += [sent] if act is _copy else []
+            figures += [(yield from _passes(ch, clock, act, x[:nbytes], out[:nbytes], peer))]
     for nbytes in MEASURED_BYTES:
         times = [0.0]
         for _ in range(REPEATS):
@@ -253,20 +280,36 @@ def measure(ch: Channel, clock: Clock, *, may_pull: bool, found: list[Costs]) ->
             times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
         figures.append(min(times[1:], default=0.0))
     yield from ch.exchange()  # nobody reads `x` any more
-    figures += sends
+    for nbytes in SENT_BYTES:
+        hosts = hosting or Hosting.of(range(ch.size))
+        figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
     ch.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
     yield from ch.exchange()
     if ch.rank != 0:
         figures = ch.peek(0, len(figures), torch.float64).tolist()
     n = len(MEASURED_BYTES)
-    copies, adds, pulls, sent_at = (
+    copies, adds, pulls = (
         tuple(zip(MEASURED_BYTES, figures[1 + i * n : 1 + (i + 1) * n], strict=True))
-        for i in range(4)
+        for i in range(3)
     )
+    sends = () if ch.shares else tuple(zip(SENT_BYTES, figures[1 + 3 * n :], strict=True))
     pulls = pulls if remote is not None else ()
-    found.append(
-        Costs(figures[0], copies, adds, pulls, measured=True, send=() if ch.shares else sent_at)
-    )
+    found.append(Costs(figures[0], copies, adds, pulls, measured=True, send=sends))
+
+
+def _sent(
+    ch: Channel, clock: Clock, x: torch.Tensor, hosting: Hosting, *, sync_s: float
+) -> Generator[Wait | WaitAny, None, float]:
+    """Seconds per byte that a host sends, while all ranks send `x` to all others; nothing is sent where memory is shared."""
+    if ch.shares:
+        return 0.0
+    times = []
+    for _ in range(REPEATS):
+        ch.stage(x)
+        start_ns = clock.now_ns()
+        yield from ch.exchange()
+        times.append((clock.now_ns() - start_ns) * 1e-9)
+    return max(LEAST_RATE, (min(times) - sync_s) / hosting.bytes_out(x.numel()))
 
 
 def _passes(
@@ -274,22 +317,22 @@ def _passes(
     clock: Clock,
     act: Callable[[torch.Tensor, torch.Tensor], int],
     x: torch.Tensor,
+    out: torch.Tensor,
     peer: int,
-    *,
-    sync_s: float,
-) -> Generator[Wait | WaitAny, None, tuple[float, float]]:
-    """Seconds per byte that `act` takes, and that sending to one peer takes beyond a synchronisation."""
-    nbytes = x.numel()
-    uses, sends = [], []
+) -> Generator[Wait | WaitAny, None, float]:
+    """Seconds per byte that `act` takes, on what a peer has staged if memory is shared."""
+    uses = []
     for _ in range(REPEATS):
-        spent: list[int] = []
-        sent: list[int] = []
-        for part in pieces(x, CHUNK_BYTES):
-            yield from _pass(ch, clock, act, part, peer, spent=spent, sent=sent)
-        uses.append(sum(spent) * 1e-9 / nbytes)
-        beyond_s = sum(sent) * 1e-9 - len(sent) * sync_s
-        sends.append(max(LEAST_RATE, beyond_s / nbytes / (ch.size - 1)))
-    return min(uses), min(sends)
+        spent_ns = 0
+        for part, other in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
+            if ch.shares:
+                spent_ns += yield from _pass(ch, clock, act, part, peer)
+            else:
+                start_ns = clock.now_ns()
+                act(part, other)
+                spent_ns += clock.now_ns() - start_ns
+        uses.append(spent_ns * 1e-9 / x.numel())
+    return min(uses)
 
 
 def _pass(
@@ -298,23 +341,18 @@ def _pass(
     act: Callable[[torch.Tensor, torch.Tensor], int],
     part: torch.Tensor,
     peer: int,
-    *,
-    spent: list[int],
-    sent: list[int],
-) -> Steps:
+) -> Generator[Wait | WaitAny, None, int]:
     """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective."""
     start_ns = clock.now_ns()
     ch.stage(part)
     staged_ns = clock.now_ns() - start_ns
-    start_ns = clock.now_ns()
     yield from ch.exchange()
-    sent.append(clock.now_ns() - start_ns)
     theirs = ch.peek(peer, part.numel(), part.dtype)
     start_ns = clock.now_ns()
     weight = act(part, theirs)
     used_ns = clock.now_ns() - start_ns
     # a copy is the mean of the two ways; an addition is timed alone
-    spent.append((staged_ns + used_ns) // 2 if weight == 2 else used_ns)
+    return (staged_ns + used_ns) // 2 if weight == 2 else used_ns
 
 
 def _copy(part: torch.Tensor, theirs: torch.Tensor) -> int:

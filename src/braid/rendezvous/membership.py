@@ -39,8 +39,8 @@ from braid.rendezvous.control import ControlClient, Failed, Hello, Left, RankLos
 from braid.rendezvous.environment import JobEnvironment
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
 from braid.store.torch_store import TorchStore
-from braid.transport import Health, Loss, MemoryTransport, RankContext, connect
-from braid.wire import Connection, Identity, Secret
+from braid.transport import Health, Loss, MemoryTransport, Network, RankContext, connect
+from braid.wire import Address, Connection, Identity, Secret
 from braid.wire import connect as dial
 
 __all__ = ["Membership", "join"]
@@ -179,7 +179,7 @@ def join(
 
     Raises:
         RendezvousError: The launcher or some ranks did not come, or this rank is there already.
-        ConfigError: Ranks run on several hosts, or only some of them are to be portable.
+        ConfigError: Only some ranks are to be portable, or ranks of several hosts have no secret in common.
     """
     clock = clock or MonotonicClock()
     parts = _parts(environment, timeout_s)
@@ -205,7 +205,8 @@ def join(
             health,
             timeout_s=timeout_s,
             portable=environment.portable,
-            secret=parts.secret,
+            secret=parts.secret or _secret_of_file(environment),
+            network=_network(environment),
         )
         if parts.control is not None:
             parts.control.send(Hello(os.getpid()))
@@ -278,6 +279,18 @@ def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
         )
         raise RendezvousError(msg) from exc
     return PrefixStore("braid/", TorchStore(store, timeout_s))
+
+
+def _secret_of_file(environment: JobEnvironment) -> Secret | None:
+    return Secret.from_file(environment.secret_file) if environment.secret_file else None
+
+
+def _network(environment: JobEnvironment) -> Network:
+    """How ranks of other hosts, if there are any, reach this one."""
+    towards = environment.master_addr
+    if environment.store_address:
+        towards = Address.parse(environment.store_address).host or towards
+    return Network(environment.listen, towards, insecure=environment.insecure_network)
 
 
 def _own_prefix(environment: JobEnvironment, store: Store) -> Store:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from braid.comm.channel import Channel
+from braid.comm.channel import Aim, Channel
 from braid.comm.port import Port
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
@@ -222,8 +222,8 @@ class _RecordingChannel(Channel):
         assert isinstance(port, _RecordingPort)
         self.actions = port.actions
 
-    def post(self) -> int:
-        value = super().post()
+    def post(self, aim: Aim | None = None) -> int:
+        value = super().post(aim)
         self.actions.append(Post(self.index, value))
         return value
 

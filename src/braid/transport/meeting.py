@@ -146,5 +146,5 @@ def host_name() -> str:
     path = Path("/proc/sys/kernel/random/boot_id")
     boot = path.read_text().strip() if path.exists() else ""
     network = "/proc/self/ns/net"
-    number = os.stat(network).st_ino if Path(network).exists() else ""
+    number = Path(network).stat().st_ino if Path(network).exists() else ""
     return f"{socket.gethostname()}/{boot}/{number}"

@@ -1,0 +1,312 @@
+"""All-reduce over several hosts: memory inside of each, every byte over the network only once, and all at the same time.
+
+Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks sends 2 (p-1)/p l over the
+network card of every host, whatever the hosts have in common; with two ranks a host that is 1.5 l where l would do.
+
+Idea: three phases, on lanes (`hosting`). With L mates a host, h hosts, l = bytes of the tensor:
+
+    near reduce   lane i's member sums slice i of its mates' slots                 l / L of additions
+    far           its twins on the other hosts exchange their sums                 2 (h-1)/h l a host
+    near gather   every mate copies the finished slices of the others              l of copies
+
+and the tensor goes through them in chunks, so that one chunk is summed while the next is on the wire and a third is copied out.
+Chunk j takes its steps at these turns of one loop (D chunks may be on the wire):
+
+    turn       j        j + 1         j + 1 + D          [ j + 1 + 2 D ]     + 1
+    chunk j    staged   summed, sent  twins' sums added  [ gathered ]        copied out
+
+With two hosts the twins exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
+card of a host carries 2 (h-1)/h l in either case.
+
+Slots are written again K = 2 D + 2 turns later. Before its turn t a rank has waited for what its twins posted in their turn t - 1 - D, when
+they had read what lay D turns before that: nobody still needs what was written K turns ago.
+
+Numbers may cross the network in another format (`wire`), which the sender's own sum goes through, too, so that all ranks end with the
+same bits. The order of additions is first inside of each host, then over the hosts: the same on all ranks and in every run, and
+that of ranks if every host has one.
+
+Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); lanes as in Traeff, Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane
+Communication" (2020); pipelining of the phases as in Jiang et al., "BytePS" (OSDI 2020), sec. 4.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.comm.channel import Channel, pieces
+from braid.comm.formats import ErrorFeedback, WireFormat
+from braid.comm.hosting import Hosting
+from braid.comm.reduction import combine, finish
+from braid.comm.window import LINE_BYTES, Window
+from braid.transport import Steps
+
+__all__ = ["DEPTH", "hierarchical"]
+
+DEPTH = 2  # chunks on the wire, besides the one that is being summed
+NUM_SPARE = 2  # slots, besides two for each of those
+MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
+LEAST_BYTES = 64 << 10
+CHUNKS = 8  # into which a tensor is cut, if that makes chunks of a size in between
+HEADER_BYTES = LINE_BYTES  # before a row in a wire format: its length
+_WIDENED = (torch.float16, torch.bfloat16)
+
+Residuals = dict[tuple[str, int, int], ErrorFeedback]  # by phase, row and chunk
+
+
+def hierarchical(
+    ch: Channel,
+    x: torch.Tensor,
+    op: str,
+    scale: float | None,
+    *,
+    hosting: Hosting,
+    form: WireFormat | None = None,
+    residuals: Residuals | None = None,
+) -> Steps:
+    """Reduce the flat tensor `x` over all members, in place.
+
+    Args:
+        ch: Channel of the group.
+        x: Flat and contiguous; float32 with a wire format.
+        op: Reduction; sum or avg with a wire format.
+        scale: Factor for the result.
+        hosting: Which members share memory.
+        form: How numbers cross the network; as they are when None.
+        residuals: What a lossy format left out last time, for requests that are started again; kept up to date.
+    """
+    run = _Run(ch, x, op, scale, hosting=hosting, form=form, residuals=residuals)
+    yield from run.window.open()
+    for turn in range(len(run.chunks) + run.last_turn):
+        run.stage(turn)
+        yield from run.sum_near(turn - 1)
+        yield from run.sum_far(turn - 1 - DEPTH)
+        if run.gathers:
+            yield from run.gather_far(turn - 1 - 2 * DEPTH)
+        yield from run.copy_out(turn - run.last_turn)
+
+
+class _Run:
+    """One all-reduce; the methods are the phases, each for the chunk that is due."""
+
+    def __init__(
+        self,
+        ch: Channel,
+        x: torch.Tensor,
+        op: str,
+        scale: float | None,
+        *,
+        hosting: Hosting,
+        form: WireFormat | None,
+        residuals: Residuals | None,
+    ) -> None:
+        self.ch = ch
+        self.op = op
+        self.scale = scale
+        self.form = form
+        self.residuals = residuals
+        self.lanes = hosting.num_lanes
+        self.lane = hosting.lane(ch.rank)
+        self.mates = hosting.mates(ch.rank)
+        self.twins = hosting.twins(ch.rank)
+        self.place = self.twins.index(ch.rank)
+        num_hosts = len(hosting.hosts)
+        self.gathers = num_hosts > 2
+        self.rows = num_hosts if self.gathers else 1
+        exchanges = 2 if self.gathers else 1
+        self.last_turn = 2 + exchanges * DEPTH
+        nbytes = min(MOST_BYTES, max(LEAST_BYTES, x.numel() * x.element_size() // CHUNKS))
+        self.chunks = pieces(x, nbytes)
+        self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
+        self.dtype = x.dtype
+        # 16-bit numbers are divided before they are summed over hosts, so that an average never overflows on the way
+        self.early = op == "avg" and x.dtype in _WIDENED and ch.size > num_hosts
+        self.values: dict[tuple[str, int], int] = {}
+        self.lengths: list[int] = []  # of the rows that are about to be sent
+        # where things lie in the slot of a chunk, on every member alike, whatever the number of its mates
+        numel, size = self.chunks[0].numel(), x.element_size()
+        alone = ch.size == num_hosts
+        self.most = -(-numel // self.lanes)  # elements of a slice
+        self.row = -(-self.most // self.rows)
+        self.row_bytes = _lines(self.row * size)
+        if form is not None:
+            self.row_bytes = HEADER_BYTES + _lines(form.nbytes(self.row))
+        self.sent_at = 0 if alone else _lines(numel * size)
+        self.summed_at = self.sent_at + self.rows * self.row_bytes
+        self.done_at = self.summed_at + (self.row_bytes if self.gathers else 0)
+        self.slot_bytes = self.done_at + (0 if alone else _lines(self.most * size))
+        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.slot_bytes))
+
+    def stage(self, j: int) -> None:
+        """Show the mates chunk `j`."""
+        if not 0 <= j < len(self.chunks):
+            return
+        chunk = self.chunks[j]
+        if len(self.mates) > 1:
+            self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
+        self.values["staged", j] = self.window.post(self._others(self.mates))
+
+    def sum_near(self, j: int) -> Steps:
+        """Sum this lane's slice of chunk `j` over the mates, and send it to the twins."""
+        if not 0 <= j < len(self.chunks):
+            return
+        self.lengths.clear()
+        if self.lane >= 0:
+            yield from self.window.reached(self.mates, self.values["staged", j])
+            numel = self.chunks[j].numel()
+            low, high = self._slice(j, self.lane)
+            sources = [
+                (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
+                for m in self.mates
+            ]
+            for k, (start, end) in enumerate(self._bounds(high - low)):
+                parts = [source[start:end] for source in sources]
+                self._put(parts, j, self.sent_at + k * self.row_bytes, ("near", k))
+        self.values["sent", j] = self._send(j, self.sent_at)
+
+    def sum_far(self, j: int) -> Steps:
+        """Add the twins' sums: of the whole slice, which is finished then, or of this rank's row of it."""
+        if not 0 <= j < len(self.chunks):
+            return
+        self.lengths.clear()
+        if self.lane >= 0:
+            yield from self.window.reached(self.twins, self.values["sent", j])
+            if self.gathers:
+                low, high = self._slice(j, self.lane)
+                start, end = self._bounds(high - low)[self.place]
+                total = self.ch.scratch(end - start, self.dtype)
+                self._add(j, self.sent_at + self.place * self.row_bytes, total)
+                self._put([total], j, self.summed_at, ("far", 0))
+            else:
+                self._add(j, self.sent_at, self._done(j))
+        if self.gathers:
+            self.values["summed", j] = self._send(j, self.summed_at)
+        else:
+            self.values["done", j] = self.window.post(self._others(self.mates))
+
+    def gather_far(self, j: int) -> Steps:
+        """Collect the rows of this lane's slice from the twins that have summed them."""
+        if not 0 <= j < len(self.chunks):
+            return
+        if self.lane >= 0:
+            yield from self.window.reached(self.twins, self.values["summed", j])
+            done = self._done(j)
+            for twin, (start, end) in zip(self.twins, self._bounds(done.numel()), strict=True):
+                self._get(twin, j, self.summed_at, done[start:end])
+        self.values["done", j] = self.window.post(self._others(self.mates))
+
+    def copy_out(self, j: int) -> Steps:
+        """Take the finished slices of chunk `j` from the mates."""
+        if not 0 <= j < len(self.chunks):
+            return
+        if len(self.mates) == 1:  # it is finished where it belongs
+            return
+        workers = self.mates[: self.lanes]
+        yield from self.window.reached(workers, self.values["done", j])
+        for lane, mate in enumerate(workers):
+            low, high = self._slice(j, lane)
+            self.chunks[j][low:high].copy_(self._view(mate, j, self.done_at, high - low))
+
+    # Rows cross the network, in the tensor's own numbers or in a wire format.
+
+    def _put(
+        self,
+        sources: list[torch.Tensor],
+        j: int,
+        at: int,
+        key: tuple[str, int],
+    ) -> None:
+        """Sum `sources` into a row that will be sent."""
+        numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
+        if self.form is None:
+            scale = 1 / self.ch.size if self.early and key[0] == "near" else None
+            combine(sources, self._view(self.ch.rank, j, at, numel), op, scale)
+            self.lengths.append(numel * self.dtype.itemsize)
+            return
+        total = sources[0]
+        if len(sources) > 1:
+            total = self.ch.scratch(numel, self.dtype)
+            combine(sources, total, op, None)
+        row = self._bytes(self.ch.rank, j, at)
+        length = self._encode(total, row[HEADER_BYTES:], (*key, j))
+        row[:8].view(torch.int64).fill_(length)
+        self.lengths.append(HEADER_BYTES + length)
+
+    def _encode(self, x: torch.Tensor, into: torch.Tensor, key: tuple[str, int, int]) -> int:
+        assert self.form is not None
+        if self.residuals is None or not self.form.lossy:
+            return self.form.encode(x, into)
+        kept = self.residuals.get(key)
+        if kept is None:
+            kept = self.residuals[key] = ErrorFeedback(x.numel())
+        return kept.encode(self.form, x, into)
+
+    def _send(self, j: int, at: int) -> int:
+        """Send the rows just put: to each twin its own, or the only one to all."""
+        others = self._others(self.twins)
+        if not self.lengths:  # no lane
+            return self.window.post(())
+        rows = [self.twins.index(t) if len(self.lengths) > 1 else 0 for t in others]
+        parts = [(k * self.row_bytes, k * self.row_bytes + self.lengths[k]) for k in rows]
+        nbytes = (len(self.lengths) - 1) * self.row_bytes + self.lengths[-1]
+        return self.window.post(others, self._at(j, at), nbytes, parts)
+
+    def _add(self, j: int, at: int, out: torch.Tensor) -> None:
+        """Sum the twins' rows, in their order, and finish the sum."""
+        if self.form is not None:
+            out.zero_()
+            for twin in self.twins:
+                self.form.add(self._came(twin, j, at), out)
+            finish(out, self.op, self.ch.size, self.scale)
+            return
+        sources = [self._view(t, j, at, out.numel()) for t in self.twins]
+        if self.early or self.op != "avg" or len(sources) == self.ch.size:
+            combine(sources, out, "sum" if self.early else self.op, self.scale)
+        else:
+            combine(sources, out, "sum", None)
+            finish(out, self.op, self.ch.size, self.scale)
+
+    def _get(self, twin: int, j: int, at: int, out: torch.Tensor) -> None:
+        """Take one row that is a sum already."""
+        if self.form is None:
+            out.copy_(self._view(twin, j, at, out.numel()))
+        else:
+            self.form.decode(self._came(twin, j, at), out)
+
+    def _came(self, twin: int, j: int, at: int) -> torch.Tensor:
+        row = self._bytes(twin, j, at)
+        length = int(row[:8].view(torch.int64).item())
+        return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]
+
+    # Places.
+
+    def _slice(self, j: int, lane: int) -> tuple[int, int]:
+        numel = self.chunks[j].numel()
+        return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
+
+    def _bounds(self, numel: int) -> list[tuple[int, int]]:
+        """Of the rows of a slice."""
+        step = self.row
+        return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
+
+    def _done(self, j: int) -> torch.Tensor:
+        """Where this lane's finished slice goes."""
+        low, high = self._slice(j, self.lane)
+        if len(self.mates) == 1:
+            return self.chunks[j][low:high]
+        return self._view(self.ch.rank, j, self.done_at, high - low)
+
+    def _at(self, j: int, offset: int) -> int:
+        return j % self.num_slots * self.slot_bytes + offset
+
+    def _view(self, member: int, j: int, offset: int, numel: int) -> torch.Tensor:
+        return self.window.view(member, self._at(j, offset), numel, self.dtype)
+
+    def _bytes(self, member: int, j: int, offset: int) -> torch.Tensor:
+        return self.window.view(member, self._at(j, offset), self.row_bytes, torch.uint8)
+
+    def _others(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(m for m in members if m != self.ch.rank)
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES

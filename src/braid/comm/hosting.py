@@ -1,0 +1,59 @@
+"""Which members of a group are on one host, and which of several hosts work on the same part.
+
+Members of one host are *mates*. They divide a tensor into *lanes*, one for each of as many mates as every host has; the
+members that work on one lane, one per host, are *twins*:
+
+            host a         host b
+    lane 0  member 0  ...  member 3      twins
+    lane 1  member 1  ...  member 4      twins
+            member 2                     no lane: host b has only two members
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+__all__ = ["Hosting"]
+
+
+class Hosting(NamedTuple):
+    """Members by host.
+
+    Attributes:
+        hosts: Group ranks of each host's members, in order; hosts in the order of their first members.
+    """
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Hosting:
+        """From the number of each member's host."""
+        members: dict[int, list[int]] = {}
+        for member, number in enumerate(numbers):
+            members.setdefault(number, []).append(member)
+        return cls(tuple(tuple(found) for found in members.values()))
+
+    @property
+    def num_lanes(self) -> int:
+        """Members of the smallest host."""
+        return min(map(len, self.hosts))
+
+    def mates(self, member: int) -> tuple[int, ...]:
+        """Members of the host of `member`, it included."""
+        return next(host for host in self.hosts if member in host)
+
+    def lane(self, member: int) -> int:
+        """The lane that `member` works on; -1 for none."""
+        index = self.mates(member).index(member)
+        return index if index < self.num_lanes else -1
+
+    def twins(self, member: int) -> tuple[int, ...]:
+        """Members that work on the same lane, in the order of hosts, it included; itself alone without one."""
+        lane = self.lane(member)
+        return (member,) if lane < 0 else tuple(host[lane] for host in self.hosts)
+
+    def bytes_out(self, to_every_other: float) -> float:
+        """Bytes that the busiest host sends when each member sends every member of other hosts `to_every_other` bytes."""
+        total = sum(map(len, self.hosts))
+        return max(len(host) * (total - len(host)) for host in self.hosts) * to_every_other
