@@ -81,7 +81,9 @@ def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
 def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
     """Whether every rank can have a GPU of its own; else CUDA tensors travel through pinned memory."""
     here = hosts.count(hosts[group.rank])
-    has = torch.cuda.is_available() and dist.is_nccl_available() and here <= torch.cuda.device_count()
+    has = (
+        torch.cuda.is_available() and dist.is_nccl_available() and here <= torch.cuda.device_count()
+    )
     if len(set(hosts)) > 1:  # hosts may differ
         has = bool(group.all_reduce(torch.tensor(int(has)), "min").item())
     return has

@@ -22,7 +22,8 @@ def test_there_are_as_many_lanes_as_the_smallest_host_has_members():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "nbytes"), [([0, 0, 1, 1], 4.0), ([0, 1, 2], 2.0), ([0, 0, 0], 0.0), ([0, 0, 1], 2.0)]
+    ("numbers", "nbytes"),
+    [([0, 0, 1, 1], 4.0), ([0, 1, 2], 2.0), ([0, 0, 0], 0.0), ([0, 0, 1], 2.0)],
 )
 def test_a_host_sends_what_each_of_its_members_sends_to_each_of_the_others(numbers, nbytes):
     assert Hosting.of(numbers).bytes_out(1.0) == nbytes

@@ -241,7 +241,11 @@ def test_a_deadlock_that_depends_on_timing_is_found():
 def test_hosts_never_wait_for_each_other_nor_write_what_is_still_read(
     monkeypatch, hosts, numel, chunk_bytes, depth
 ):
-    for name, value in (("LEAST_BYTES", chunk_bytes), ("MOST_BYTES", chunk_bytes), ("DEPTH", depth)):
+    for name, value in (
+        ("LEAST_BYTES", chunk_bytes),
+        ("MOST_BYTES", chunk_bytes),
+        ("DEPTH", depth),
+    ):
         monkeypatch.setattr(hierarchical, name, value)
 
     def steps(port: Port):
@@ -266,6 +270,8 @@ def test_fewer_slots_than_turns_need_are_a_race(monkeypatch):
     def steps(port: Port):
         port.channel(0).digest = 1
         x = torch.ones(200)
-        yield from hierarchical.hierarchical(port.channel(0), x, "sum", None, hosting=Hosting.of((0, 1)))
+        yield from hierarchical.hierarchical(
+            port.channel(0), x, "sum", None, hosting=Hosting.of((0, 1))
+        )
 
     assert explore(record(2, steps)).races

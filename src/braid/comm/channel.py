@@ -229,7 +229,9 @@ class Channel:
 
     def reserve(self, nbytes: int) -> Block:
         """Memory of this channel for a window, the same one at every call; grows as needed."""
-        if self._outgrown is not None:  # the operation that outgrew it has ended since, and so has every reader
+        if (
+            self._outgrown is not None
+        ):  # the operation that outgrew it has ended since, and so has every reader
             self._arena.free(self._outgrown)
             self._outgrown = None
         block = self._window

@@ -79,6 +79,7 @@ class DelegateEngine:
         eager_messages=False,
         algorithms=(),
         adopts=False,
+        wires=False,
     )
 
     def __init__(

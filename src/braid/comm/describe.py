@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from braid.comm.all_reduce import ALGORITHMS
+from braid.comm.formats import by_name
 from braid.comm.reduction import check_op
 from braid.errors import ConfigError
 from braid.events import NameTable, Recorder
@@ -35,6 +36,7 @@ class Key(NamedTuple):
         algorithm: By name, None for the choice by size.
         widths: Elements of each part, where they differ and all ranks know them.
         exclusive: Of a scan.
+        wire: Format in which numbers cross a network, None for their own.
     """
 
     kind: str
@@ -45,6 +47,7 @@ class Key(NamedTuple):
     algorithm: str | None = None
     widths: tuple[int, ...] | None = None
     exclusive: bool = False
+    wire: str | None = None
 
 
 class Describer:
@@ -81,6 +84,8 @@ class Describer:
 
     def _new(self, key: Key) -> tuple[str, int]:
         _check_algorithm(key)
+        if key.wire is not None:
+            _check_wire(key)
         if key.dtype is not None and key.kind in REDUCTIONS:
             check_op(key.op, key.dtype)
         text = _text(key)
@@ -104,6 +109,19 @@ def _check_algorithm(key: Key) -> None:
         raise ConfigError(msg)
 
 
+def _check_wire(key: Key) -> None:
+    by_name(key.wire or "")
+    if key.dtype != torch.float32 or key.op not in {"sum", "avg"}:
+        msg = (
+            f"expected sum or avg of float32 numbers for wire={key.wire!r}, found {key.op} of {key.dtype}: leave wire out, "
+            "or convert the tensor first"
+        )
+        raise ConfigError(msg)
+    if key.algorithm not in {None, "hierarchical"}:
+        msg = f"expected no algorithm, or 'hierarchical', with wire={key.wire!r}, found {key.algorithm!r}"
+        raise ConfigError(msg)
+
+
 def _text(key: Key) -> str:
     if key.dtype is None:
         return f"{key.kind}()"
@@ -121,4 +139,5 @@ def _text(key: Key) -> str:
     words += [key.op] if key.kind in REDUCTIONS else []
     words += ["exclusive"] if key.exclusive else []
     words += [f"root={key.peer}"] if key.peer >= 0 else []
+    words += [f"wire={key.wire}"] if key.wire else []
     return f"{name}({', '.join(words)})"

@@ -1,8 +1,7 @@
 """How a group carries out what it is asked for: the seam between the user's face and the ways of moving data.
 
 A `Call` says what is wanted, in plain words and flat tensors; an `Engine` does it. `MemoryEngine` (memory_engine) does it
-in shared memory, `DelegateEngine` (delegate) through a process group of torch; message transports and hierarchies are
-further engines behind the same methods.
+in memory that is shared or mirrored, `DelegateEngine` (delegate) through a process group of torch.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ class Call(NamedTuple):
         timeout_s: Deadline.
         copies: What is copied before the first step and after the last; None if nothing is.
         source: Where a message from any member puts the sender's group rank.
+        wire: Format in which numbers cross a network.
     """
 
     kind: str
@@ -57,6 +57,7 @@ class Call(NamedTuple):
     timeout_s: float = 300.0
     copies: Copies | None = None
     source: list[int] | None = None
+    wire: str | None = None
 
 
 class Capabilities(NamedTuple):
@@ -70,6 +71,7 @@ class Capabilities(NamedTuple):
         eager_messages: A small message is sent when `send` returns, whether or not its receiver has come.
         algorithms: Names that `algorithm=` takes.
         adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
+        wires: Numbers can cross a network in another format than their own.
     """
 
     rank_order: bool = True
@@ -78,6 +80,7 @@ class Capabilities(NamedTuple):
     eager_messages: bool = True
     algorithms: tuple[str, ...] = ()
     adopts: bool = True
+    wires: bool = True
 
 
 @dataclass(slots=True)

@@ -147,7 +147,14 @@ class Group(Reducing, Moving, Messaging):
         return Batch(self.rank, self.size, self._device_types, launch)
 
     def persistent(
-        self, kind: str, x: Data, *, out: Data | None = None, op: str = "sum", root: int = 0
+        self,
+        kind: str,
+        x: Data,
+        *,
+        out: Data | None = None,
+        op: str = "sum",
+        root: int = 0,
+        wire: str | None = None,
     ) -> Request:
         """Register `x` for an operation that will be started many times, on its own channel.
 
@@ -160,13 +167,17 @@ class Group(Reducing, Moving, Messaging):
             out: Where the result of the last three goes; contiguous, too.
             op: Reduction.
             root: Of a broadcast.
+            wire: Of an all_reduce. What a lossy format leaves out at one start is added at the next.
 
         Cost: none; the first start compares what the members registered.
         """
         if kind not in PERSISTENT:
             msg = f"expected kind out of {', '.join(PERSISTENT)} for a persistent request, found {kind!r}"
             raise ConfigError(msg)
-        order = self._registered(kind, x, out, op, root)
+        if wire is not None and kind != "all_reduce":
+            msg = f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts numbers on their way"
+            raise ConfigError(msg)
+        order = self._registered(kind, x, out, op, root, wire)
         copied = order.copies is not None and order.copies.needed
         if copied or order.ins[0].data_ptr() != as_tensor(x).data_ptr():  # one of a read-only array
             msg = (
@@ -318,11 +329,13 @@ class Group(Reducing, Moving, Messaging):
 
     # What the operations above share.
 
-    def _registered(self, kind: str, x: Data, out: Data | None, op: str, root: int) -> Order:
+    def _registered(
+        self, kind: str, x: Data, out: Data | None, op: str, root: int, wire: str | None
+    ) -> Order:
         """The order that a call of this kind makes."""
         batch = Batch(self.rank, self.size, self._device_types, lambda _: [])
         if kind == "all_reduce":
-            batch.all_reduce(x, op)
+            batch.all_reduce(x, op, wire=wire)
         elif kind == "broadcast":
             batch.broadcast(x, root)
         elif kind == "all_gather":
@@ -360,6 +373,9 @@ class Group(Reducing, Moving, Messaging):
         text, digest = self._describer.describe(key)
         if key.algorithm is not None:
             self._check_algorithm(key.algorithm, self._engine_for(order))
+        if key.wire is not None and not self._engine_for(order).capabilities.wires:
+            msg = f"expected wire=None for tensors that a backend of torch moves, found {key.wire!r}: convert the tensor first"
+            raise ConfigError(msg)
         copies = order.copies
         return Call(
             key.kind,
@@ -378,6 +394,7 @@ class Group(Reducing, Moving, Messaging):
             check_seconds(order.timeout_s) or self._deadline_s,
             copies if copies is not None and copies.needed else None,
             order.source,
+            key.wire,
         )
 
     def _check_algorithm(self, name: str, engine: Engine) -> None:

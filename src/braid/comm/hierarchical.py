@@ -40,7 +40,7 @@ from braid.comm.reduction import combine, finish
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
-__all__ = ["DEPTH", "hierarchical"]
+__all__ = ["DEPTH", "Residuals", "hierarchical"]
 
 DEPTH = 2  # chunks on the wire, besides the one that is being summed
 NUM_SPARE = 2  # slots, besides two for each of those

@@ -14,7 +14,8 @@ from braid.comm import message, move, reduce_scatter
 from braid.comm.all_reduce import all_reduce
 from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
-from braid.comm.hierarchical import hierarchical
+from braid.comm.formats import by_name
+from braid.comm.hierarchical import Residuals, hierarchical
 from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox, Receipt
 from braid.comm.port import ABANDONED, CLOSED, Port
@@ -72,6 +73,7 @@ class MemoryEngine:
         )  # of what is sent here, one for each receive under way
         self._ordering = threading.Lock()  # threads take their places on a channel one by one
         self._first_pages: dict[int, Block] = {}
+        self._residuals: dict[int, Residuals] = {}  # of requests with a wire format
 
     @property
     def forked(self) -> bool:
@@ -181,7 +183,8 @@ class MemoryEngine:
             text = f"{call.text} scaled by {scale!r}"
             self.transport.names.add(text)
             call = call._replace(text=text, digest=text_digest(text))
-        operation = self._operation(call, channel, scale)
+        kept = self._residuals.setdefault(number, {}) if call.wire else None
+        operation = self._operation(call, channel, scale, kept)
         operation.on_done(lambda: self._count(call, operation))
         self.progress.enlist(operation)
         return self._work(operation, None, lazily=lazily)
@@ -261,7 +264,11 @@ class MemoryEngine:
         return Work(operation, partial(self._timed, self.progress.run), look)
 
     def _operation(
-        self, call: Call, channel: Channel | None, scale: float | None = None
+        self,
+        call: Call,
+        channel: Channel | None,
+        scale: float | None = None,
+        residuals: Residuals | None = None,
     ) -> Operation:
         channel = channel or self._channel(call)
         receipt = None
@@ -269,7 +276,7 @@ class MemoryEngine:
             receipt = self._post(call)
             steps = self._mailbox.steps(receipt)
         else:
-            steps = self._steps(call, channel, scale)
+            steps = self._steps(call, channel, scale, residuals)
         if call.copies is not None:
             steps = call.copies.around(steps)
         operation = Operation(
@@ -306,7 +313,9 @@ class MemoryEngine:
         view.value = self._mailbox.position(source if source >= 0 else None)
         return view
 
-    def _steps(self, call: Call, channel: Channel, scale: float | None) -> Steps:
+    def _steps(
+        self, call: Call, channel: Channel, scale: float | None, residuals: Residuals | None
+    ) -> Steps:
         """The algorithm's generator; nothing happens before its first step."""
         kind = call.kind
         if kind == "barrier":
@@ -317,8 +326,16 @@ class MemoryEngine:
         if kind == "all_reduce":
             forced = call.algorithm is not None
             x = call.outs[0]
-            if algorithm == "hierarchical":
-                return hierarchical(channel, x, call.op, scale, hosting=self.hosting)
+            if algorithm == "hierarchical" or (call.wire and not self.shares):
+                return hierarchical(
+                    channel,
+                    x,
+                    call.op,
+                    scale,
+                    hosting=self.hosting,
+                    form=by_name(call.wire) if call.wire else None,
+                    residuals=residuals,
+                )
             return all_reduce(channel, x, call.op, scale, algorithm=algorithm, forced=forced)
         return self._parts(call, channel, scale, private=algorithm == "pulled")
 

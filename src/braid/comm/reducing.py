@@ -1,4 +1,7 @@
-"""Collectives that reduce: what a `Group` offers of them. The algorithms are in `all_reduce` and `reduce_scatter`."""
+"""Collectives that reduce: what a `Group` offers of them.
+
+The algorithms are in `all_reduce`, `hierarchical` and `reduce_scatter`.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,9 @@ X = TypeVar("X", bound=Data)
 
 class Reducing(Calls):
     """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
+
+    Of several hosts with several ranks each, a large all_reduce sums inside of each host first, unless the group of all ranks was
+    made with `sum_order="rank"`: the same bits on all ranks either way, but not those of one process.
 
     Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers and bool. For bool, sum
     and max are "or", product and min are "and". Complex numbers take sum, avg and product. 16-bit floats are summed
@@ -76,8 +82,9 @@ class Reducing(Calls):
             op: See the class.
             out: Where the result goes, if `x` is to stay as it is.
             async_op: Return at once; the progress thread carries it out.
-            wire: Number format between ranks; in shared memory only the tensor's own (None).
-            algorithm: direct, two_phase, pulled or registered instead of the choice by size.
+            wire: Format in which float32 numbers cross the network between hosts, such as bf16, int8 or topk:0.01 (see
+                `braid.comm.formats`); inside of a host, where nothing is sent, it changes nothing.
+            algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -87,13 +94,15 @@ class Reducing(Calls):
             ConfigError: Unknown op or algorithm, or a tensor that cannot be reduced.
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.group`.
 
-        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.all_reduce`.
+        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.all_reduce`; between h hosts 2 (h-1)/h l bytes a
+            host, see `braid.comm.hierarchical`.
         """
-        if wire is not None:
-            msg = f"expected wire=None for ranks of one host, found {wire!r}: shared memory sends tensors as they are"
+        if wire is not None and not isinstance(wire, str):
+            msg = f"expected the name of a wire format, such as 'bf16', found {wire!r}"  # type: ignore[unreachable]
             raise ConfigError(msg)
         tensor = as_tensor(x, written=out is None)
-        key = Key("all_reduce", tuple(tensor.shape), tensor.dtype, op, algorithm=algorithm)
+        shape = tuple(tensor.shape)
+        key = Key("all_reduce", shape, tensor.dtype, op, algorithm=algorithm, wire=wire)
         copies = self._copies(tensor)
         place = tensor
         if out is None:

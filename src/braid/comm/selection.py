@@ -205,8 +205,7 @@ class Selection:
             parts = [names[0]]
             for bound, name in zip(bounds, names[1:], strict=True):
                 times = sorted(
-                    (self._predicted_s(kind, other, bound), other)
-                    for other in self._names(kind)
+                    (self._predicted_s(kind, other, bound), other) for other in self._names(kind)
                 )
                 told = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
                 parts.append(f"from {_size(bound)} {name} (there {told})")
@@ -231,10 +230,7 @@ class Selection:
         bounds: list[int] = []
         names = [_FIRST.get(kind, "staged")]
         for nbytes in SIZES:
-            times = {
-                name: self._predicted_s(kind, name, nbytes)
-                for name in self._names(kind)
-            }
+            times = {name: self._predicted_s(kind, name, nbytes) for name in self._names(kind)}
             best = min(times, key=times.__getitem__)
             if times[best] < CLEARLY * times[names[-1]]:
                 bounds.append(nbytes)

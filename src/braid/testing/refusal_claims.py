@@ -20,7 +20,11 @@ def bad_arguments_are_refused(group: Group) -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: group.all_reduce(x, "mean"), "mean"),
         (lambda: group.all_reduce(x, algorithm="magic"), "magic"),
-        (lambda: group.all_reduce(x, wire="int8"), "int8"),
+        (lambda: group.all_reduce(x, wire="int7"), "int7"),
+        (lambda: group.all_reduce(x.double(), wire="bf16"), "float64"),
+        (lambda: group.all_reduce(x, "max", wire="bf16"), "max"),
+        (lambda: group.all_reduce(x, wire="bf16", algorithm="direct"), "direct"),
+        (lambda: group.persistent("broadcast", x, wire="bf16"), "bf16"),
         (lambda: group.all_reduce([1.0]), "list"),  # type: ignore[call-overload]
         (lambda: group.all_reduce(torch.ones(2, device="meta")), "meta"),
         (lambda: group.all_reduce(torch.ones(2).to_sparse()), "sparse"),
