@@ -234,6 +234,8 @@ def test_a_deadlock_that_depends_on_timing_is_found():
         ((0, 1), 200, 40, 1),
         ((0, 1), 300, 40, 2),
         ((0, 0, 1), 200, 80, 1),
+        ((0, 0, 0, 1), 160, 64, 1),
+        pytest.param((0, 0, 1, 2), 84, 48, 1, marks=pytest.mark.proof),
         pytest.param((0, 1, 2), 240, 48, 1, marks=pytest.mark.proof),
         pytest.param((0, 1, 2), 400, 48, 2, marks=pytest.mark.proof),
     ],

@@ -28,7 +28,7 @@ from braid.errors import ConfigError
 from braid.schedule import Action, Program, match, messages
 from braid.schedule.program import LOCAL, batches
 
-__all__ = ["Messages", "Move", "Stage", "carry_out", "stages"]
+__all__ = ["Messages", "Move", "Stage", "carry_out", "settle", "stages"]
 
 
 class Messages(Protocol):
@@ -52,6 +52,8 @@ class Move(NamedTuple):
         aside: Whether it goes through memory of its own: it is in several parts, is to be added, or comes before its place is free.
         adds: Whether it is added to what is there.
         sources: Slices that a copy reads.
+        turn: Number of the stage in which its sender sends it.
+        place: Elements that its sender has sent before it.
     """
 
     peer: int
@@ -59,6 +61,8 @@ class Move(NamedTuple):
     aside: bool = False
     adds: bool = False
     sources: tuple[slice, ...] = ()
+    turn: int = 0
+    place: int = 0
 
     @property
     def numel(self) -> int:
@@ -97,29 +101,28 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
         raise ConfigError(msg)
     bounds = [numel * i // blocks for i in range(blocks + 1)]
     out: dict[int, list[Move]] = defaultdict(list)
-    into: dict[int, list[tuple[int, tuple[slice, ...], bool]]] = defaultdict(list)
-    for message in messages(program, match(program)):
+    into: dict[int, list[Move]] = defaultdict(list)
+    places: dict[int, int] = defaultdict(int)  # of the next message of each source
+    for message in sorted(messages(program, match(program)), key=lambda m: m.posted):
+        parts = _slices(message.sends, bounds)
+        turn, place = message.posted, places[message.source]
+        move = Move(message.target, parts, aside=len(parts) > 1, turn=turn, place=place)
+        places[message.source] += move.numel
         if message.source == rank:
-            parts = _slices(message.sends, bounds)
-            out[message.posted].append(Move(message.target, parts, aside=len(parts) > 1))
+            out[message.posted].append(move)
         if message.target == rank:
             adds = {action.kind == "reduce" for action in message.receives}
             assert len(adds) == 1, message  # a round adds or replaces
-            parts = _slices(message.receives, bounds)
-            into[message.awaited].append((message.source, parts, adds.pop()))
+            came = move._replace(peer=message.source, adds=adds.pop())
+            into[message.awaited].append(came._replace(parts=_slices(message.receives, bounds)))
     found = []
     actions = program.ranks[rank]
     for number, positions in enumerate(batches(program, rank)):
         sends = tuple(move for move in out[number] if move.numel)
         busy = [part for move in sends for part in move.parts]
         receives = (
-            Move(
-                peer,
-                parts,
-                aside=adds or len(parts) > 1 or _overlap(parts, busy),
-                adds=adds,
-            )
-            for peer, parts, adds in into[number]
+            move._replace(aside=move.adds or len(move.parts) > 1 or _overlap(move.parts, busy))
+            for move in into[number]
         )
         local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
         copies = tuple(_copy(action, bounds) for action in local)
@@ -164,12 +167,12 @@ def carry_out(
             work.wait()
         for place, move in zip([*places, *copied], [*stage.receives, *stage.copies], strict=True):
             if move.aside:
-                _settle(x, move, place, step)
+                settle(x, move, place, step)
     if op == "avg":
         finish(x, op, size, None)
 
 
-def _settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
+def settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
     """Bring what was put aside to its place."""
     start = 0
     for part in move.parts:

@@ -80,6 +80,7 @@ class DelegateEngine:
         algorithms=(),
         adopts=False,
         wires=False,
+        programs=False,
     )
 
     def __init__(

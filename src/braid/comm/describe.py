@@ -13,6 +13,7 @@ import torch
 
 from braid.comm.all_reduce import ALGORITHMS
 from braid.comm.formats import by_name
+from braid.comm.program_steps import names_for
 from braid.comm.reduction import check_op
 from braid.errors import ConfigError
 from braid.events import NameTable, Recorder
@@ -103,7 +104,8 @@ class Describer:
 
 
 def _check_algorithm(key: Key) -> None:
-    possible = (*ALGORITHMS, "hierarchical") if key.kind == "all_reduce" else ("staged", "pulled")
+    own = (*ALGORITHMS, "hierarchical") if key.kind == "all_reduce" else ("staged", "pulled")
+    possible = (*own, *names_for(key.kind))
     if key.algorithm is not None and key.algorithm not in possible:
         msg = f"expected an algorithm out of {', '.join(possible)} for {key.kind}, found {key.algorithm!r}"
         raise ConfigError(msg)

@@ -72,6 +72,7 @@ class Capabilities(NamedTuple):
         algorithms: Names that `algorithm=` takes.
         adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
         wires: Numbers can cross a network in another format than their own.
+        programs: Carries out the algorithms of `schedule.collective` by name.
     """
 
     rank_order: bool = True
@@ -81,6 +82,7 @@ class Capabilities(NamedTuple):
     algorithms: tuple[str, ...] = ()
     adopts: bool = True
     wires: bool = True
+    programs: bool = True
 
 
 @dataclass(slots=True)

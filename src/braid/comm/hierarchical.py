@@ -18,8 +18,9 @@ Chunk j takes its steps at these turns of one loop (D chunks may be on the wire)
 With two hosts the twins exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
 card of a host carries 2 (h-1)/h l in either case.
 
-Slots are written again K = 2 D + 2 turns later. Before its turn t a rank has waited for what its twins posted in their turn t - 1 - D, when
-they had read what lay D turns before that: nobody still needs what was written K turns ago.
+Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its twins in the turn in which it has seen that they sent it, when they
+had read what lies D turns before; a mate that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane
+waits for nobody on its way, so it looks whether its slot has been read.
 
 Numbers may cross the network in another format (`wire`), which the sender's own sum goes through, too, so that all ranks end with the
 same bits. The order of additions is first inside of each host, then over the hosts: the same on all ranks and in every run, and
@@ -43,7 +44,7 @@ from braid.transport import Steps
 __all__ = ["DEPTH", "Residuals", "hierarchical"]
 
 DEPTH = 2  # chunks on the wire, besides the one that is being summed
-NUM_SPARE = 2  # slots, besides two for each of those
+NUM_SPARE = 3  # slots, besides two for each of those
 MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
 LEAST_BYTES = 64 << 10
 CHUNKS = 8  # into which a tensor is cut, if that makes chunks of a size in between
@@ -74,10 +75,11 @@ def hierarchical(
         form: How numbers cross the network; as they are when None.
         residuals: What a lossy format left out last time, for requests that are started again; kept up to date.
     """
+    # nobody ends before all others have compared what they ask for: everybody's numbers are in what it waits for
     run = _Run(ch, x, op, scale, hosting=hosting, form=form, residuals=residuals)
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
-        run.stage(turn)
+        yield from run.stage(turn)
         yield from run.sum_near(turn - 1)
         yield from run.sum_far(turn - 1 - DEPTH)
         if run.gathers:
@@ -107,6 +109,7 @@ class _Run:
         self.lanes = hosting.num_lanes
         self.lane = hosting.lane(ch.rank)
         self.mates = hosting.mates(ch.rank)
+        self.workers = self.mates[: self.lanes]
         self.twins = hosting.twins(ch.rank)
         self.place = self.twins.index(ch.rank)
         num_hosts = len(hosting.hosts)
@@ -136,10 +139,12 @@ class _Run:
         self.slot_bytes = self.done_at + (0 if alone else _lines(self.most * size))
         self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.slot_bytes))
 
-    def stage(self, j: int) -> None:
+    def stage(self, j: int) -> Steps:
         """Show the mates chunk `j`."""
         if not 0 <= j < len(self.chunks):
             return
+        if j >= self.num_slots:  # a rank without a lane waits for nobody else
+            yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
         if len(self.mates) > 1:
             self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
@@ -200,9 +205,8 @@ class _Run:
             return
         if len(self.mates) == 1:  # it is finished where it belongs
             return
-        workers = self.mates[: self.lanes]
-        yield from self.window.reached(workers, self.values["done", j])
-        for lane, mate in enumerate(workers):
+        yield from self.window.reached(self.workers, self.values["done", j])
+        for lane, mate in enumerate(self.workers):
             low, high = self._slice(j, lane)
             self.chunks[j][low:high].copy_(self._view(mate, j, self.done_at, high - low))
 

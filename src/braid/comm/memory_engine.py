@@ -19,6 +19,7 @@ from braid.comm.hierarchical import Residuals, hierarchical
 from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox, Receipt
 from braid.comm.port import ABANDONED, CLOSED, Port
+from braid.comm.program_steps import PROGRAMS, Programs, by_program
 from braid.comm.progress import Progress
 from braid.comm.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Costs, Selection, measure
 from braid.comm.work import Operation, Work
@@ -73,6 +74,7 @@ class MemoryEngine:
         )  # of what is sent here, one for each receive under way
         self._ordering = threading.Lock()  # threads take their places on a channel one by one
         self._first_pages: dict[int, Block] = {}
+        self._programs = Programs(port.rank, port.size)
         self._residuals: dict[int, Residuals] = {}  # of requests with a wire format
 
     @property
@@ -86,7 +88,7 @@ class MemoryEngine:
         shares = self.shares
         near = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
-        algorithms = ("direct", "two_phase", *near, "staged", *pulled)
+        algorithms = ("direct", "two_phase", *near, "staged", *pulled, *PROGRAMS)
         alone = len(self.hosting.hosts) == self.port.size
         ordered = shares or alone or self.in_order
         return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
@@ -322,6 +324,8 @@ class MemoryEngine:
             return move.barrier(channel)
         if kind == "send":
             return self._send(call, channel)
+        if call.algorithm in PROGRAMS:
+            return by_program(channel, self._programs, call, scale)
         algorithm = call.algorithm or self.selection.choose(kind, call.nbytes)
         if kind == "all_reduce":
             forced = call.algorithm is not None

@@ -44,6 +44,11 @@ class Window:
         self._bases = [ch.entry(member, ch.value).block for member in range(ch.size)]
         self._bases[ch.rank] = self._block.word
 
+    def close(self) -> Steps:
+        """Let nobody go on before all have come so far: who is done early would else begin something that others compare with this."""
+        self._ch.point(self._block.word)  # who is late may read it in this step's line
+        yield from self._ch.exchange()
+
     def view(self, member: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor in the window of `member`.
 

@@ -26,6 +26,7 @@ from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["Operation", "Underway", "Work"]
 
+LEFT_GRACE_S = 0.1
 MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
 
 
@@ -52,6 +53,7 @@ class Operation:
         "_epoch",
         "_events",
         "_late",
+        "_left_ns",
         "_lock",
         "_nbytes",
         "_site",
@@ -96,6 +98,7 @@ class Operation:
         self._wait: Wait | WaitAny | None = None
         self._lock = threading.RLock()
         self._taken = False
+        self._left_ns = 0  # when it was first seen that a rank that is needed has left
         self._late = bool(port.stopped)
         self._digest = digest
         self._site = site
@@ -192,14 +195,26 @@ class Operation:
             # its state first: what it published before it closed the group still counts
             if state.code == CLOSED and needed == [member] and not port.reached(wait):
                 rank = port.ranks[member]
+                if self._may_know_more():
+                    return
                 msg = f"rank {rank} has already left (it closed the group)"
                 raise PeerLostError(msg, rank=rank)
         # after what the members say themselves: one that abandoned the group may have left since
         if len(needed) == 1:
-            health.check(port.ranks, self._epoch, needed=port.ranks[needed[0]])
+            rank = port.ranks[needed[0]]
+            loss = health.lost.get(rank)
+            if loss is None or not loss.left or not self._may_know_more():
+                health.check(port.ranks, self._epoch, needed=rank)
         if port.transport.clock.now_ns() > self._deadline_ns:
             awaited = [w.peer for w in waits]
             raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s, awaited))
+
+    def _may_know_more(self) -> bool:
+        """Whether to wait a moment before a rank that has left is blamed: it may have left because another one died."""
+        now_ns = self.port.transport.clock.now_ns()
+        if not self._left_ns:
+            self._left_ns = now_ns
+        return now_ns - self._left_ns < round(LEFT_GRACE_S * 1e9)
 
     def fail(self, exc: BaseException) -> None:
         """End with an error; a disagreement becomes the table that every rank raises."""

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from braid.testing.claims import Claim
+from braid.testing.host_claims import HOST_CLAIMS
 from braid.testing.life_claims import LIFE_CLAIMS
 from braid.testing.message_claims import MESSAGE_CLAIMS
 from braid.testing.moving_claims import MOVING_CLAIMS
 from braid.testing.order_claims import ORDER_CLAIMS
+from braid.testing.program_claims import PROGRAM_CLAIMS
 from braid.testing.reduction_claims import REDUCTION_CLAIMS
 from braid.testing.refusal_claims import MISMATCHES, REFUSAL_CLAIMS, check_mismatch
 
@@ -22,6 +24,8 @@ Run = Callable[..., list[Any]]
 
 GROUP_CLAIMS: tuple[Claim, ...] = (
     *REDUCTION_CLAIMS,
+    *PROGRAM_CLAIMS,
+    *HOST_CLAIMS,
     *MOVING_CLAIMS,
     *MESSAGE_CLAIMS,
     *ORDER_CLAIMS,

@@ -1,0 +1,162 @@
+"""Ranks of several hosts keep every claim of groups: some peers share memory with them, some are reached by sockets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from braid.clock import MonotonicClock
+from braid.comm import Group
+from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
+from braid.store import HashStore
+from braid.testing.claims import of_rank, possible, reduced, same
+from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.pool import RankDiedError
+from braid.testing.refusal_claims import MISMATCHES, check_mismatch
+from braid.transport import Health, Network, connect
+from braid.transport.reach import knock, matrix, own_address_towards
+from braid.wire import Secret
+
+pytestmark = pytest.mark.procs
+
+
+def _keep(group: Group, claim) -> tuple[int, ...]:
+    for one in possible([claim], group.engine.capabilities):
+        one(group)
+    return group.engine.transport.hosts
+
+
+@pytest.mark.parametrize("claim", GROUP_CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize(
+    "size", [3, pytest.param(4, marks=pytest.mark.proof), pytest.param(5, marks=pytest.mark.proof)]
+)
+def test_ranks_of_several_hosts_keep_the_claims_of_groups(hosts, claim, size):
+    assert hosts(size, _keep, claim) == [tuple(r // 2 for r in range(size))] * size
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+def test_ranks_of_several_hosts_agree_on_what_differs(hosts, kind):
+    assert len(set(hosts(3, check_mismatch, kind))) == 1
+
+
+def _groups_inside(group: Group) -> list[tuple[bool, bool]]:
+    """Capabilities of: everybody, the own host, the first of each host."""
+    here = group.split(group.engine.transport.hosts[group.rank])
+    across = group.split(group.rank % 2)
+    found = []
+    for one in (group, here, across):
+        x = one.empty((50_000,)).fill_(float(group.rank))
+        same(one.all_reduce(x), torch.full((50_000,), float(sum(one.ranks))))
+        found.append((one.engine.capabilities.adopts, one.engine.capabilities.rank_order))
+    return found
+
+
+def test_groups_inside_of_a_host_share_memory_and_all_others_do_not(hosts):
+    inside, alone = (True, True), (False, True)
+    assert hosts(4, _groups_inside) == [[(False, False), inside, alone]] * 4
+
+
+def _in_order(group: Group) -> bool:
+    transport, context = group.engine.transport, group.context
+    context.store.set(f"again/{group.rank}", b"")
+    ordered = Group(context, group.engine, group.ranks, transport.names)
+    ordered.engine.in_order = True
+    ordered.engine.selection = ordered.engine._select()
+    for numel in (5, 300_001):
+        inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
+        same(ordered.all_reduce(inputs[group.rank].clone()), reduced(inputs, "sum"))
+    return "hierarchical" in {name for _, name in ordered.engine.record()["all_reduce"]}
+
+
+def test_sums_can_be_taken_in_the_order_of_ranks(hosts):
+    assert hosts(4, _in_order) == [False] * 4
+
+
+def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> str:
+    x = torch.ones(4_000_000)
+    group.barrier()
+    if group.rank == victim:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            group.all_reduce(x, wire=wire)
+    except PeerLostError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("victim", "wire"), [(1, None), (2, None), (3, "bf16")])
+def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts_pool, victim, wire):
+    with pytest.raises(RankDiedError) as caught:
+        hosts_pool.run(4, _killed_in_mid_collective, victim, wire)
+    assert caught.value.codes == {victim: -9}
+    for answer in caught.value.answers.values():
+        assert answer.error is None
+        assert answer.result.startswith(f"rank {victim} (pid ")
+        assert "died" in answer.result or "killed" in answer.result or "ended" in answer.result
+
+
+def _join_all(options: list[dict]) -> list:
+    """Transports or errors of ranks in this process, each with its options."""
+    store, found = HashStore(), [None] * len(options)
+
+    def join(rank: int) -> None:
+        clock = MonotonicClock()
+        health = Health(rank, clock)
+        try:
+            found[rank] = connect(
+                rank, len(options), store, clock, health, **{"timeout_s": 5.0, **options[rank]}
+            )
+        except BraidError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(options))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_hosts_without_a_secret_in_common_are_refused_and_told_what_to_do():
+    network = Network(towards="127.0.0.1")
+    errors = _join_all([{"host": "a", "network": network}, {"host": "b", "network": network}])
+    assert [type(error) for error in errors] == [ConfigError] * 2
+    for words in ("braid run", "BRAID_SECRET_FILE", "BRAID_INSECURE_NETWORK"):
+        assert words in str(errors[0])
+
+
+def test_a_host_with_another_secret_is_refused():
+    options = [{"host": str(r), "secret": Secret.generate(), "timeout_s": 1.0} for r in range(2)]
+    zero, one = _join_all(options)
+    assert isinstance(zero, RendezvousError)
+    assert "expected connections from ranks [1]" in str(zero)
+    assert "it has another secret" in str(zero)
+    assert isinstance(one, RendezvousError)
+
+
+def test_what_cannot_be_reached_is_known_within_the_time(tmp_path):
+    clock = MonotonicClock()
+    with_nobody = {1: "tcp://127.0.0.1:9", 2: "tcp://no-such-host.invalid:1"}
+    begun = time.monotonic()
+    assert knock(with_nobody, clock, timeout_s=2.0) == {1: "refused", 2: "name unknown"}
+    assert (
+        time.monotonic() - begun < 60
+    )  # of no use but to end: an unknown name may take a resolver's time
+
+
+def test_the_matrix_says_who_cannot_reach_whom():
+    found = matrix(["a 10.0.0.1", "b 10.0.0.2"], {(1, 0): "timed out"})
+    assert found.splitlines() == [
+        "  from \\ to   a 10.0.0.1  b 10.0.0.2",
+        "  a 10.0.0.1  -           ok",
+        "  b 10.0.0.2  timed out   -",
+    ]
+
+
+def test_the_own_address_is_the_one_that_leads_there():
+    assert own_address_towards("127.0.0.1") == "127.0.0.1"
