@@ -91,7 +91,7 @@ def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
 
 def shutdown() -> None:
     """Leave the job and give everything back; `init` may be called again. Also happens at exit."""
-    group, member = _DEFAULT.group, _DEFAULT.membership
+    group, member = _DEFAULT.group and _DEFAULT.group.latest, _DEFAULT.membership
     _DEFAULT.group = _DEFAULT.membership = None
     if group is None or member is None:
         return
@@ -104,7 +104,7 @@ def shutdown() -> None:
 
 
 def world() -> Group:
-    """The group of all ranks.
+    """The group of all ranks, or of those that are left if it was rebuilt.
 
     Raises:
         StaleError: `init` has not been called.
@@ -112,7 +112,7 @@ def world() -> Group:
     if _DEFAULT.group is None:
         msg = "expected braid.init() to have been called, found no default group: call it once at the start"
         raise StaleError(msg)
-    return _DEFAULT.group
+    return _DEFAULT.group.latest
 
 
 def membership() -> Membership:

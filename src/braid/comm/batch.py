@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from braid.comm.arguments import overlap
+from braid.comm.arguments import Data, overlap
 from braid.comm.calls import Order, nbytes_of
 from braid.comm.copies import Copies
 from braid.comm.messaging import Messaging
@@ -128,6 +128,22 @@ class Batch(Reducing, Moving, Messaging):
     ) -> None:
         if kind is None:
             self._work = Works(self._launch(fuse(self.orders)), [o.returned for o in self.orders])
+
+    def one(
+        self, kind: str, x: Data, *, out: Data | None, op: str, root: int, wire: str | None
+    ) -> Order:
+        """Write down the operation called `kind` and return its order."""
+        if kind == "all_reduce":
+            self.all_reduce(x, op, wire=wire)
+        elif kind == "broadcast":
+            self.broadcast(x, root)
+        elif kind == "all_gather":
+            self.all_gather(x, out=out)
+        elif kind == "reduce_scatter":
+            self.reduce_scatter(x, op, out=out)
+        else:
+            self.all_to_all(x, out=out)
+        return self.orders[-1]
 
     def _submit(self, order: Order) -> Any:
         if order.async_op:

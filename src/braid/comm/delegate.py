@@ -194,6 +194,9 @@ class DelegateEngine:
             checked=self.checked,
         )
 
+    def bequeath(self, heir: DelegateEngine) -> None:
+        """Nothing: every process group is its engine's own."""
+
     def stop(self, reason: str) -> None:
         """End the process group; the members' calls fail or time out, and then read `reason`."""
         self._stopped = self._stopped or reason

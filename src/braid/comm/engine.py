@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -168,6 +168,10 @@ class Engine(Protocol):
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> Engine:
         """Engine of a new group of the members `order` (group ranks), who brought `tokens`."""
+        ...
+
+    def bequeath(self, heir: Any) -> None:
+        """Leave to `heir`, the engine of the survivors of this one's group, what it owns besides."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -30,6 +30,7 @@ from braid.comm.moving import Moving
 from braid.comm.objects import Objects
 from braid.comm.port import Port
 from braid.comm.progress import Progress
+from braid.comm.rebuilding import meet_survivors
 from braid.comm.reducing import Reducing
 from braid.comm.request import Request
 from braid.comm.work import Work
@@ -42,6 +43,7 @@ __all__ = ["Group"]
 
 DEADLINE_S = 300.0
 FIRST_DEADLINE_S = 600.0
+REBUILD_S = 60.0
 PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -61,6 +63,7 @@ class Group(Reducing, Moving, Messaging):
         ranks: Global ranks of the members, in group order.
         names: Where descriptions are kept so that peers can read them.
         epoch: See above.
+        lineage: How it was made; tells its meetings in the store from those of other groups.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Group(Reducing, Moving, Messaging):
         names: NameTable,
         *,
         epoch: int = 0,
+        lineage: str = "world",
     ) -> None:
         self.context = context
         self.ranks = ranks
@@ -82,6 +86,8 @@ class Group(Reducing, Moving, Messaging):
         self._names = names
         self._describer = Describer(names, context.events, ranks)
         self._deadline_s = FIRST_DEADLINE_S
+        self._lineage = lineage
+        self._successor: Group | None = None
         self._num_requests = 0
         self._closed = ""
         self._given_back = False
@@ -177,7 +183,8 @@ class Group(Reducing, Moving, Messaging):
         if wire is not None and kind != "all_reduce":
             msg = f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts numbers on their way"
             raise ConfigError(msg)
-        order = self._registered(kind, x, out, op, root, wire)
+        batch = Batch(self.rank, self.size, self._device_types, lambda _: [])
+        order = batch.one(kind, x, out=out, op=op, root=root, wire=wire)
         copied = order.copies is not None and order.copies.needed
         if copied or order.ins[0].data_ptr() != as_tensor(x).data_ptr():  # one of a read-only array
             msg = (
@@ -286,6 +293,51 @@ class Group(Reducing, Moving, Messaging):
         tokens = [list(row) for row in zip(*columns, strict=True)]
         return self._subset([self.ranks.index(rank) for rank in ranks], tokens)
 
+    def rebuild(
+        self, survivors: Sequence[int] | None = None, *, timeout_s: float = REBUILD_S
+    ) -> Group:
+        """Go on with those that are left after a loss; every survivor calls it, and this process is not started anew.
+
+        What is under way in this group ends with StaleError, and so does whatever is asked of it later, its requests included; what was
+        sent but not received is gone. Groups that were made of it are rebuilt by themselves.
+
+        Args:
+            survivors: Their global ranks, the same on all of them; agreed upon through the store when None.
+            timeout_s: Seconds to wait for the others.
+
+        Returns:
+            The group of the survivors, in their old order, with the next epoch.
+
+        Raises:
+            CommTimeout: Some rank neither came nor died.
+            PeerLostError: One of `survivors` is gone.
+            StaleError: The others have gone on without this rank, or the group has been rebuilt before.
+
+        Cost: one meeting in the store; nothing is measured again.
+        """
+        if self._given_back and self._successor is not None:
+            msg = f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of it exists: use that one"
+            raise StaleError(msg)
+        name = f"{self._lineage}/{self.epoch}"
+        self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
+        mine = ",".join(str(engine.token()) for engine in self._engines())
+        words = meet_survivors(
+            self.context, self.ranks, survivors, name=name, word=mine, timeout_s=timeout_s
+        )
+        tokens = [[int(token) for token in word.split(",")] for word in words.values()]
+        order = [self.ranks.index(rank) for rank in words]
+        group = self._subset(order, tokens, epoch=self.epoch + 1, lineage=self._lineage)
+        for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001 - one of its own
+            old.bequeath(new)
+        self._successor = group
+        self.close()
+        return group
+
+    @property
+    def latest(self) -> Group:
+        """This group, or what it was rebuilt as."""
+        return self if self._successor is None else self._successor.latest
+
     def advance(self) -> bool:
         """Take the steps that are possible now of what this rank has started and nobody waits for; never blocks.
 
@@ -328,23 +380,6 @@ class Group(Reducing, Moving, Messaging):
         return f"Group(rank {self.rank} of {self.size}, ranks {list(self.ranks)}, {state})"
 
     # What the operations above share.
-
-    def _registered(
-        self, kind: str, x: Data, out: Data | None, op: str, root: int, wire: str | None
-    ) -> Order:
-        """The order that a call of this kind makes."""
-        batch = Batch(self.rank, self.size, self._device_types, lambda _: [])
-        if kind == "all_reduce":
-            batch.all_reduce(x, op, wire=wire)
-        elif kind == "broadcast":
-            batch.broadcast(x, root)
-        elif kind == "all_gather":
-            batch.all_gather(x, out=out)
-        elif kind == "reduce_scatter":
-            batch.reduce_scatter(x, op, out=out)
-        else:
-            batch.all_to_all(x, out=out)
-        return batch.orders[0]
 
     def _submit(self, order: Order) -> Any:
         self._check_open()
@@ -416,14 +451,28 @@ class Group(Reducing, Moving, Messaging):
     def _engines(self) -> list[Engine]:
         return list(dict.fromkeys([self._engine, *self._by_device.values()]))
 
-    def _subset(self, order: Sequence[int], tokens: Sequence[Sequence[int]]) -> Group:
+    def _subset(
+        self,
+        order: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        *,
+        epoch: int | None = None,
+        lineage: str = "",
+    ) -> Group:
         """A group of some members, each of whom brought one token for each engine."""
         ranks = tuple(self.ranks[r] for r in order)
         first, *others = (
             engine.subset(order, [row[i] for row in tokens])
             for i, engine in enumerate(self._engines())
         )
-        group = Group(self.context, first, ranks, self._names, epoch=self.epoch)
+        group = Group(
+            self.context,
+            first,
+            ranks,
+            self._names,
+            epoch=self.epoch if epoch is None else epoch,
+            lineage=lineage or f"{self._lineage}/{self.ranks[order[0]]}-{tokens[0][0]}",
+        )
         for engine in others:
             group.attach(engine)
         return group

@@ -229,6 +229,11 @@ class MemoryEngine:
             in_order=self.in_order,
         )
 
+    def bequeath(self, heir: MemoryEngine) -> None:
+        """Leave the progress thread to `heir`."""
+        self.progress.abandon(self.port)  # what is under way here must not be taken for the heir's
+        heir._owns_progress, self._owns_progress = self._owns_progress, False
+
     def stop(self, reason: str) -> None:
         """Tell the members that this rank takes no further part."""
         self.port.stop(ABANDONED, reason=reason)

@@ -37,10 +37,11 @@ from braid.errors import RendezvousError
 from braid.events import EventRing, Recorder
 from braid.rendezvous.control import ControlClient, Failed, Hello, Left, RankLost, Stop
 from braid.rendezvous.environment import JobEnvironment
+from braid.rendezvous.network import network_of
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
 from braid.store.torch_store import TorchStore
-from braid.transport import Health, Loss, MemoryTransport, Network, RankContext, connect
-from braid.wire import Address, Connection, Identity, Secret
+from braid.transport import Health, Loss, MemoryTransport, RankContext, connect
+from braid.wire import Connection, Identity, Secret
 from braid.wire import connect as dial
 
 __all__ = ["Membership", "join"]
@@ -197,6 +198,7 @@ def join(
             health,
             store,
         )
+        secret, network = network_of(environment, parts.secret)
         transport = connect(
             environment.rank,
             environment.world_size,
@@ -205,8 +207,8 @@ def join(
             health,
             timeout_s=timeout_s,
             portable=environment.portable,
-            secret=parts.secret or _secret_of_file(environment),
-            network=_network(environment),
+            secret=secret,
+            network=network,
         )
         if parts.control is not None:
             parts.control.send(Hello(os.getpid()))
@@ -279,18 +281,6 @@ def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
         )
         raise RendezvousError(msg) from exc
     return PrefixStore("braid/", TorchStore(store, timeout_s))
-
-
-def _secret_of_file(environment: JobEnvironment) -> Secret | None:
-    return Secret.from_file(environment.secret_file) if environment.secret_file else None
-
-
-def _network(environment: JobEnvironment) -> Network:
-    """How ranks of other hosts, if there are any, reach this one."""
-    towards = environment.master_addr
-    if environment.store_address:
-        towards = Address.parse(environment.store_address).host or towards
-    return Network(environment.listen, towards, insecure=environment.insecure_network)
 
 
 def _own_prefix(environment: JobEnvironment, store: Store) -> Store:

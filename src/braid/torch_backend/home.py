@@ -34,6 +34,7 @@ from braid.errors import ConfigError, RendezvousError
 from braid.events import EventRing, Recorder
 from braid.rendezvous import JobEnvironment, wants_portable
 from braid.rendezvous.membership import join
+from braid.rendezvous.network import network_of_program
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
 from braid.torch_backend.attendant import Attendant
@@ -209,6 +210,7 @@ class _Met:
         memory = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
         recorder = Recorder(EventRing(memory, PRIVATE_RECORDS, names_lock=threading.Lock()))
         size = len(meeting.ranks)
+        secret, network = network_of_program()
         self._transport = connect(
             meeting.rank,
             size,
@@ -217,6 +219,8 @@ class _Met:
             health,
             timeout_s=meeting.timeout_s,
             portable=wants_portable(),
+            secret=secret,
+            network=network,
         )
         context = RankContext(meeting.rank, size, clock, recorder, health, store)
         try:

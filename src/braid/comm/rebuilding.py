@@ -1,0 +1,105 @@
+"""Who is left after a loss: the survivors agree through the store, so that all of them go on with the same group.
+
+Problem: survivors notice a death at different times, and a second rank may die while they talk. If each went on with those it
+believes in, there would be two groups that wait for each other.
+
+Idea: who comes leaves a word in the store. Whoever sees that all have come whom it does not know to be lost proposes them; the first proposal
+is the decision, for everybody (`Store.compare_set`). A decision may name a rank that died a moment ago: the new group finds that
+out as any group does, and is rebuilt. A rank that is not in it goes no further: the others have gone on without it.
+
+Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication capability" (2013), sec. 4, with
+the store in place of an agreement over messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
+from braid.transport import RankContext
+
+__all__ = ["meet_survivors"]
+
+LOOK_S = 0.05  # between two looks at who has died meanwhile
+
+
+def meet_survivors(
+    context: RankContext,
+    ranks: Sequence[int],
+    survivors: Sequence[int] | None,
+    *,
+    name: str,
+    word: str,
+    timeout_s: float,
+) -> dict[int, str]:
+    """Come, and hear who else is left.
+
+    Args:
+        context: Of this rank.
+        ranks: Global ranks of a group.
+        survivors: Those of them that are left, if the program knows; the same on all of them.
+        name: Of the meeting: new for every one.
+        word: What the others are told.
+        timeout_s: Seconds to wait for the others.
+
+    Returns:
+        The word of each survivor by global rank, in the order of the group.
+
+    Raises:
+        StaleError: The others have gone on without this rank.
+        PeerLostError: One of `survivors` is gone.
+        CommTimeout: Some neither came nor died.
+        ConfigError: Ranks in `survivors` that are no members, or not this one.
+    """
+    if survivors is not None:
+        strangers = [rank for rank in survivors if rank not in ranks]
+        if strangers or context.rank not in survivors:
+            msg = f"expected survivors out of ranks {list(ranks)} with {context.rank} among them, found {list(survivors)}"
+            raise ConfigError(msg)
+        topic = f"rebuild/{name}/of {sorted(set(survivors))}"
+        ranks = [rank for rank in ranks if rank in set(survivors)]
+    else:
+        topic = f"rebuild/{name}"
+    context.store.set(f"{topic}/{context.rank}", word.encode())
+    deadline_ns = context.clock.now_ns() + round(timeout_s * 1e9)
+    while True:
+        decided = _decision(context, ranks, topic, agreed=survivors is not None)
+        if decided:
+            break
+        if context.clock.now_ns() > deadline_ns:
+            missing = [r for r in ranks if not context.store.check([f"{topic}/{r}"])]
+            msg = (
+                f"expected all survivors of ranks {list(ranks)} to rebuild the group within {timeout_s:g} s, found that ranks "
+                f"{missing} have neither come nor died: every survivor calls rebuild()"
+            )
+            raise CommTimeout(msg)
+    if context.rank not in decided:
+        msg = (
+            f"expected rank {context.rank} among the survivors of ranks {list(ranks)}, found that the others have gone on "
+            f"as {decided}: they took this process for lost; end it"
+        )
+        raise StaleError(msg)
+    words = context.store.multi_get([f"{topic}/{rank}" for rank in decided])
+    return {rank: word.decode() for rank, word in zip(decided, words, strict=True)}
+
+
+def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
+    """Who goes on, proposed by this rank if it can be; empty while nobody can say."""
+    store, health = context.store, context.health
+    key = f"{topic}/decision"
+    if not store.check([key]):
+        missing = [r for r in ranks if not store.check([f"{topic}/{r}"])]
+        health.collect()
+        lost = [r for r in missing if r in health.lost]
+        if agreed and lost:
+            msg = f"expected rank {lost[0]} among the survivors, found that it {health.lost[lost[0]].reason}: leave it out"
+            raise PeerLostError(msg, rank=lost[0])
+        awaited = [r for r in missing if r not in lost]
+        if awaited:
+            with contextlib.suppress(CommTimeout):
+                store.wait([f"{topic}/{awaited[0]}"], LOOK_S)
+            return []
+        came = [r for r in ranks if r not in missing and (agreed or r not in health.lost)]
+        store.compare_set(key, b"", ",".join(map(str, came)).encode())
+    return [int(text) for text in store.get(key).decode().split(",")]
