@@ -279,7 +279,7 @@ class Network:
         Raises:
             ConfigError: A handler waits: nothing would happen meanwhile.
         """
-        if self._in_handler:
+        if self._in_handler and until_ns > self.clock.now_ns():
             msg = f"the handler of {self._in_handler} waits in a call of {node}: use try_send and answers to later messages"
             raise ConfigError(msg)
         return self.step(until_ns)

@@ -125,6 +125,15 @@ class StateVan(ABC):
         """What others pass to `connect`; empty if nobody can."""
         return ""
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of its deadlines."""
+        return self._clock
+
+    def new_id(self) -> int:
+        """A number for a message that must be known before it is sent."""
+        return next(self._ids)
+
     @abstractmethod
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
         """See `Van.connect`."""
@@ -152,10 +161,10 @@ class StateVan(ABC):
         priority: int = 0,
         deadline_s: float | None = None,
         answers: int = 0,
-        again: int = 0,
+        message_id: int = 0,
     ) -> Sending:
         """See `Van.send`."""
-        outgoing = self._prepare(message, buffers, priority, deadline_s, answers, again)
+        outgoing = self._prepare(message, buffers, priority, deadline_s, answers, message_id)
         until_ns = self._deadline_ns(deadline_s)
         with self._guard:
             while not self._submit(to, outgoing):
@@ -172,10 +181,10 @@ class StateVan(ABC):
         priority: int = 0,
         deadline_s: float | None = None,
         answers: int = 0,
-        again: int = 0,
+        message_id: int = 0,
     ) -> Sending | None:
         """See `Van.try_send`."""
-        outgoing = self._prepare(message, buffers, priority, deadline_s, answers, again)
+        outgoing = self._prepare(message, buffers, priority, deadline_s, answers, message_id)
         with self._guard:
             if not self._submit(to, outgoing):
                 return None
@@ -300,10 +309,10 @@ class StateVan(ABC):
         priority: int,
         deadline_s: float | None,
         answers: int,
-        again: int,
+        message_id: int,
     ) -> Outgoing:
         name, body = self._schema.encode(message)
-        number = again or next(self._ids)
+        number = message_id or self.new_id()
         head = Open(number, name, priority, self.epoch, answers, 0, b"", 0, ())
         deadline_ns = None
         if deadline_s is not None:

@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from braid.clock import Clock
 from braid.errors import ConfigError
 from braid.message.schema import Message
 from braid.wire import Buffer
@@ -179,7 +180,7 @@ class Sending(Protocol):
 
     @property
     def id(self) -> int:
-        """Its number; pass it as `again` to send the same message again."""
+        """Its number; pass it as `message_id` to send the same message again."""
         ...
 
     @property
@@ -229,6 +230,15 @@ class Van(Protocol):
         """What others pass to `connect`; empty if nobody can."""
         ...
 
+    @property
+    def clock(self) -> Clock:
+        """The clock of its deadlines."""
+        ...
+
+    def new_id(self) -> int:
+        """A number for a message that must be known before it is sent."""
+        ...
+
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
         """Make a link to a node; both ends can use it. Does nothing if there is one.
 
@@ -259,7 +269,7 @@ class Van(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         answers: int = 0,
-        again: int = 0,
+        message_id: int = 0,
     ) -> Sending:
         """Queue a message; waits while the queue of that peer is full.
 
@@ -272,7 +282,8 @@ class Van(Protocol):
             deadline_s: The message is dropped if the van has not sent it by then, or if its last byte arrives later;
                 none when None. Time that it waits for `recv` does not count, nor does the way of its first chunk.
             answers: Id of the message that this answers.
-            again: Id of an earlier message of this van, of which this is a repetition.
+            message_id: Number to give it, from `new_id`, or that of the earlier message which this repeats; a new one
+                when 0.
 
         Raises:
             CommTimeout: The queue had no room until the deadline; names who does not read.
@@ -291,7 +302,7 @@ class Van(Protocol):
         priority: int = 0,
         deadline_s: float | None = None,
         answers: int = 0,
-        again: int = 0,
+        message_id: int = 0,
     ) -> Sending | None:
         """Like `send`, but None instead of waiting."""
         ...
