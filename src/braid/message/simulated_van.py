@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from braid.clock import VirtualClock
 from braid.errors import CommError, CommTimeout, ConfigError, RendezvousError
-from braid.message.heads import Cancel, Hello, More, Open, unpack
+from braid.message.heads import Cancel, Head, Hello, More, Open, unpack
 from braid.message.schema import Schema
 from braid.message.sending import OutFrame
 from braid.message.state_van import StateVan, hand_over
@@ -218,9 +218,10 @@ class Network:
         self._pipes[ours] = _Pipe(here, there, theirs)
         self._pipes[theirs] = _Pipe(there, here, ours)
         now_ns = self.clock.now_ns()
-        for member, number, peer in ((here, ours, to), (there, theirs, node)):
-            member.state.link_up(number, peer, now_ns)
-            self.act(member.van)
+        here.state.link_up(ours, to, now_ns)
+        there.state.link_up(theirs, node, now_ns)
+        self.act(here.van)
+        self.act(there.van)
 
     # -- time
 
@@ -294,14 +295,15 @@ class Network:
                 return
             # The sender may reuse its memory as soon as the frame is sent.
             frame = OutFrame(frame.meta, [memoryview(bytes(piece)) for piece in frame.pieces])
-            if self._bytes_per_s is None:
+            head = unpack(frame.meta, pipe.source.van.node)
+            if self._bytes_per_s is None or isinstance(head, Hello):  # connecting takes no time
                 pipe.source.state.frame_sent(link, now_ns)
-                self._gather(link, pipe, frame)
+                self._gather(link, pipe, head, frame)
             else:
                 pipe.is_busy = True
                 nbytes = len(frame.meta) + sum(map(len, frame.pieces))
                 sent_ns = now_ns + round(nbytes / self._bytes_per_s * 1e9)
-                self._at(sent_ns, self._transmitted(link, pipe, frame))
+                self._at(sent_ns, self._transmitted(link, pipe, head, frame))
 
     def read_again(self, link: int) -> None:
         """The node at this end of `link` has room again."""
@@ -348,21 +350,22 @@ class Network:
         finally:
             self._in_handler = ""
 
-    def _transmitted(self, link: int, pipe: _Pipe, frame: OutFrame) -> Callable[[], None]:
+    def _transmitted(
+        self, link: int, pipe: _Pipe, head: Head, frame: OutFrame
+    ) -> Callable[[], None]:
         def do() -> None:
             pipe.is_busy = False
             pipe.source.state.frame_sent(link, self.clock.now_ns())
-            self._gather(link, pipe, frame)
+            self._gather(link, pipe, head, frame)
             self.carry(link)
             self.act(pipe.source.van)
 
         return do
 
-    def _gather(self, link: int, pipe: _Pipe, frame: OutFrame) -> None:
+    def _gather(self, link: int, pipe: _Pipe, head: Head, frame: OutFrame) -> None:
         """Put frames together until a message is whole: it is lost, or arrives, as one."""
         if link not in self._pipes:
             return
-        head = unpack(frame.meta, pipe.source.van.node)
         if isinstance(head, Hello):
             self._receive(pipe, [frame])
         elif isinstance(head, Cancel):
@@ -474,7 +477,8 @@ class SimulatedVan(StateVan):
 
     def act(self) -> None:
         """Carry out what the state asks for; for the network."""
-        super()._act()
+        with self._guard:
+            super()._act()
 
     def _act(self) -> None:
         self._network.act(self)
