@@ -192,6 +192,25 @@ def test_handlers_must_not_wait():
         network.run_for(1)
 
 
+def test_handlers_may_close_their_van_and_connect():
+    network, van, found = two_nodes()
+
+    def answer_once(here, delivery):
+        if isinstance(delivery.message, Note):
+            here.connect("worker:1")
+            here.send("worker:1", delivery.message)
+            here.send("worker:0", delivery.message)
+            here.close()
+
+    network.join("worker:2", answer_once)
+    van.connect("worker:2")
+    van.send("worker:2", Note(7))
+    heard = [van.recv(10).message for _ in range(2)]
+    network.run_for(1)
+    assert heard == [Note(7), PeerLost("it closed its van", orderly=True)]
+    assert found == heard
+
+
 def test_run_until_says_when_it_does_not_come():
     network, van, found = two_nodes()
     network.call_later(2, lambda: van.send("worker:1", Note(1)))

@@ -381,6 +381,13 @@ def test_notice_of_loss_waits_for_the_last_message_and_then_passes_all_others():
     ]
 
 
+def test_urgent_arrivals_are_received_first_then_the_oldest():
+    pair = Pair()
+    for number, priority in enumerate((1, 0, 5, 1), start=1):
+        pair.send(number, priority=priority)
+    assert [pair.b.next_delivery(0).id for _ in range(4)] == [3, 1, 4, 2]
+
+
 def test_another_life_under_the_same_name_replaces_the_first():
     pair = Pair()
     kept = outgoing(1)

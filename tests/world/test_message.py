@@ -14,7 +14,7 @@ import threading
 
 import pytest
 
-from braid.errors import ConfigError, PeerLostError, RendezvousError, StaleError
+from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
 from braid.message import LocalNetwork, PeerLost, SocketVan, VanConfig
 from braid.message.heads import Beat, Hello, Open, pack, unpack
 from braid.testing.message_conformance import (
@@ -297,6 +297,20 @@ def test_killed_process_is_noticed_at_once_and_named():
         with pytest.raises(PeerLostError, match="lost worker:1: ") as caught:
             van.send("worker:1", Note(2))
         assert caught.value.rank == 1
+
+
+def test_deadline_ends_a_message_though_nothing_else_wakes_the_van():
+    config = VanConfig(heartbeat_s=100, lost_after_s=1000, max_unread_messages=1)
+    with socket_vans("unix")(config) as vans:
+        vans[0].send("worker:1", Note(0))
+        vans[0].send("worker:1", Note(1), buffers=[bytes(24 << 20)])
+        sending = vans[0].send("worker:1", Note(2), deadline_s=0.02)
+        for _ in range(1000):
+            if sending.done:
+                break
+            with contextlib.suppress(CommTimeout):
+                vans[0].wait_for(["nobody:0"], 0.01)
+        assert (sending.done, vans[0].statistics().expired) == (True, 1)
 
 
 def test_peer_can_connect_again_after_a_loss():

@@ -6,10 +6,11 @@ as buffers: see `braid.message.tensors`, which alone imports torch.
 
 from __future__ import annotations
 
+from braid.message.faults import Faults
 from braid.message.local_van import LocalNetwork, LocalVan
 from braid.message.schema import Failed, Message, PeerLost, Schema
 from braid.message.services import Handler, Reply, Service
-from braid.message.simulated_van import Faults, Network, SimulatedVan
+from braid.message.simulated_van import Network, SimulatedVan
 from braid.message.socket_van import SocketVan
 from braid.message.van import (
     NUM_PRIORITIES,

@@ -9,12 +9,6 @@ next event. All chance comes from one seed, so a run that failed is repeated by 
 
     sender's VanState --next_frame--> [bandwidth] --whole message--> [faults, latency] --> receiver's VanState
 
-Faults strike whole messages and heartbeats, since a broken frame ends a link and is tested elsewhere. A message is
-    dropped        it never arrives
-    duplicated     it arrives again after a new delay
-    delayed        by up to `delay_s`; those behind it in its lane wait with it
-    reordered      delayed by up to `delay_s` without holding up others
-
 Source: deterministic simulation as in FoundationDB (W. Wilson, Strange Loop 2014; J. Zhou et al., SIGMOD 2021).
 """
 
@@ -30,6 +24,7 @@ from dataclasses import dataclass, field
 
 from braid.clock import VirtualClock
 from braid.errors import CommError, CommTimeout, ConfigError, RendezvousError
+from braid.message.faults import Faults
 from braid.message.heads import Cancel, Head, Hello, More, Open, unpack
 from braid.message.schema import Schema
 from braid.message.sending import OutFrame
@@ -37,47 +32,11 @@ from braid.message.state_van import StateVan, hand_over
 from braid.message.van import Delivery, VanConfig
 from braid.message.van_state import Carry, Close, Instruction, VanState
 
-__all__ = ["Faults", "Network", "SimulatedVan"]
+__all__ = ["Network", "SimulatedVan"]
 
 _WINDOW = (
     64  # messages that a link holds before its sender has to wait, as a kernel's buffers would
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Faults:
-    """What may happen to a message; each is a probability from 0 to 1.
-
-    Attributes:
-        drop: That it never arrives.
-        duplicate: That it arrives once more.
-        delay: That it, and what follows it, is late by up to `delay_s`.
-        reorder: That it is late by up to `delay_s`, and others overtake it.
-        delay_s: Largest delay, in seconds.
-    """
-
-    drop: float = 0.0
-    duplicate: float = 0.0
-    delay: float = 0.0
-    reorder: float = 0.0
-    delay_s: float = 0.01
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name} = {value:g}"
-            for name, value in (
-                ("drop", self.drop),
-                ("duplicate", self.duplicate),
-                ("delay", self.delay),
-                ("reorder", self.reorder),
-            )
-            if not 0 <= value <= 1
-        ]
-        if self.delay_s < 0:
-            problems.append(f"delay_s = {self.delay_s:g}")
-        if problems:
-            msg = f"Faults cannot work with {', '.join(problems)}: a probability is from 0 to 1"
-            raise ConfigError(msg)
 
 
 Handler = Callable[["SimulatedVan", Delivery], None]
@@ -258,6 +217,11 @@ class Network:
                 msg = f"expected the condition to hold within {timeout_s:g} virtual seconds, found that it does not"
                 raise CommTimeout(msg)
 
+    @property
+    def is_handling(self) -> bool:
+        """Whether a handler runs."""
+        return bool(self._in_handler)
+
     # -- for the vans
 
     def act(self, van: SimulatedVan) -> None:
@@ -280,7 +244,9 @@ class Network:
         Raises:
             ConfigError: A handler waits: nothing would happen meanwhile.
         """
-        if self._in_handler and until_ns > self.clock.now_ns():
+        if self._in_handler and until_ns <= self.clock.now_ns():
+            return False
+        if self._in_handler:
             msg = f"the handler of {self._in_handler} waits in a call of {node}: use try_send and answers to later messages"
             raise ConfigError(msg)
         return self.step(until_ns)
@@ -384,22 +350,17 @@ class Network:
 
     def _send(self, pipe: _Pipe, message: list[OutFrame], lane: int | None) -> None:
         """Decide what becomes of a message; `lane` is None for a control head, which waits for all lanes."""
-        faults, chance = self.faults, self._random
         words = pipe.source.van.node, pipe.target.van.node
-        if (words in self._cuts) or chance.random() < faults.drop:
+        copies = [] if words in self._cuts else self.faults.strike(self._random)
+        if not copies:
             self._note("drops", *words)
-            return
-        copies = 1
-        if chance.random() < faults.duplicate:
+        if len(copies) > 1:
             self._note("duplicates", *words)
-            copies = 2
-        for _ in range(copies):
-            at_ns = self.clock.now_ns() + self._latency_ns
-            reordered = chance.random() < faults.reorder
-            if reordered or chance.random() < faults.delay:
-                self._note("reorders" if reordered else "delays", *words)
-                at_ns += round(chance.random() * faults.delay_s * 1e9)
-            if not reordered:
+        for late_ns, in_order in copies:
+            at_ns = self.clock.now_ns() + self._latency_ns + late_ns
+            if late_ns:
+                self._note("delays" if in_order else "reorders", *words)
+            if in_order:
                 before = pipe.free_ns.values() if lane is None else [pipe.free_ns.get(lane, 0)]
                 at_ns = max(at_ns, *before, 0)
                 pipe.free_ns[-1 if lane is None else lane] = at_ns
@@ -468,6 +429,10 @@ class SimulatedVan(StateVan):
         self._check_open()
         if to not in self._state.peers:
             self._network.link(self.node, to)
+
+    def close(self, linger_s: float = 1.0) -> None:
+        """See `Van.close`; a handler that closes does not linger."""
+        super().close(0.0 if self._network.is_handling else linger_s)
 
     def crash(self, reason: str) -> None:
         """This node is no more; for the network."""

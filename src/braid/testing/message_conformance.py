@@ -16,6 +16,7 @@ import msgspec
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.message import Delivery, PeerLost, Schema, Van, VanConfig
+from braid.wire import Buffer
 
 __all__ = ["CONFORMANCE_CONFIG", "CONFORMANCE_SCHEMA", "VAN_CLAIMS", "Note", "Text", "check_van"]
 
@@ -94,10 +95,17 @@ def connecting_twice_changes_nothing(vans: Sequence[Van]) -> None:
 def buffers_arrive_beside_the_message(vans: Sequence[Van]) -> None:
     """Of any size and type, empty ones included, into writable memory."""
     pattern = bytes(range(256)) * (3 * _CHUNK_BYTES // 256)
-    buffers = [b"", pattern, bytearray(b"x"), array("d", [1.5, 2.5]), memoryview(b""), pattern[:-1]]
+    buffers: list[Buffer] = [
+        b"",
+        pattern,
+        bytearray(b"x"),
+        array("d", [1.5, 2.5]),
+        memoryview(b""),
+        pattern[:-1],
+    ]
     vans[0].send("worker:1", Note(1), buffers=buffers)
     found = vans[1].recv(_LATE_S).buffers
-    _expect(list(map(bytes, found)), list(map(bytes, buffers)))
+    _expect([bytes(each) for each in found], [bytes(each) for each in buffers])
     _expect([buffer.readonly for buffer in found if len(buffer)], [False] * 4)
 
 
