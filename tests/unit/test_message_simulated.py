@@ -155,6 +155,28 @@ def test_partitioned_peers_lose_each_other_within_the_bound_and_meet_again():
     assert found[1:] == [Note(1)]
 
 
+def test_link_that_only_one_end_has_given_up_does_not_harm_the_next():
+    config = VanConfig(heartbeat_s=1, lost_after_s=5)
+    network, van, found = two_nodes(config=config)
+    other = network.join("worker:2")
+    van.connect("worker:2")
+    network.partition("worker:2", "worker:0", one_way=True)  # worker:0 hears nothing, and is heard
+    assert isinstance(van.recv(10).message, PeerLost)
+    network.heal()
+    van.connect("worker:2")
+    network.run_for(2 * config.heartbeat_s)
+    assert other.peers == ("worker:0",)
+    other.send("worker:0", Note(1))
+    assert van.recv(1).message == Note(1)
+    network.run_for(2 * config.lost_after_s)
+    assert (van.peers, other.peers, other.try_recv()) == (
+        ("worker:1", "worker:2"),
+        ("worker:0",),
+        None,
+    )
+    assert found == []
+
+
 @pytest.mark.parametrize(("silent", "least_s", "most_s"), [(False, 0, 0.01), (True, 4, 5.1)])
 def test_crash_is_noticed_at_once_or_by_silence(silent, least_s, most_s):
     network, van, found = two_nodes(config=VanConfig(heartbeat_s=1, lost_after_s=5))

@@ -383,6 +383,7 @@ class Network:
     def _receive(self, pipe: _Pipe, message: list[OutFrame]) -> None:
         target = pipe.target
         if pipe.there not in self._pipes or self._nodes.get(target.van.node) is not target:
+            self._refuse(pipe)
             return
         self._note("arrives", pipe.source.van.node, target.van.node, len(message))
         now_ns = self.clock.now_ns()
@@ -392,6 +393,20 @@ class Network:
         except CommError as exc:
             target.state.link_lost(pipe.there, f"it broke the protocol: {exc}")
         self.act(target.van)
+
+    def _refuse(self, pipe: _Pipe) -> None:
+        """The target has given this link up: it answers as a kernel does, if it still runs."""
+        words = pipe.target.van.node, pipe.source.van.node
+        back = next((link for link, found in self._pipes.items() if found is pipe), None)
+        if back is None or words in self._cuts or words[0] not in self._nodes:
+            return
+
+        def do() -> None:
+            if self._pipes.pop(back, None) is not None:
+                pipe.source.state.link_lost(back, "it closed the connection")
+                self.act(pipe.source.van)
+
+        self._at(self.clock.now_ns() + self._latency_ns, do)
 
     def _sever(self, link: int, reason: str, *, silent: bool) -> None:
         """This end of a link is gone. The other end is told after what is under way, unless nothing can be said."""

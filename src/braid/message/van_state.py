@@ -11,17 +11,20 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
     Hello of an unknown peer               the peer can be sent to                       -
     Hello of another incarnation           the old one is lost, the new one can be       Close old links
     Hello of the same incarnation          a second link of it: both are read,           -
-                                           messages leave on the first
+                                           messages leave on the older
     submit(peer, message)                  queued, or refused when the queue is full     Carry
     frame with the end of a message        to the inbox; dropped if stale or late        -
     ... of an epoch that is over           dropped, and the sender is told the epoch     Carry
     ... when the peer's share is full      its links are not read (wants_read)           -
     next_delivery makes room again         silence while unread is forgiven              Read
-    Bye, link_lost, silence, bad frame     the peer is lost: its queue fails, PeerLost   Close all its links
-                                           comes after its last message
+    Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
+    ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
+                                           last message
     tick(now)                              heartbeats, silence, deadlines                Carry, Close
 
-Which peer is current is decided by the last Hello: a process that was replaced under its name loses its links.
+Which life of a peer is current is decided by the last Hello: one that was replaced under its name loses its links. Two
+links of one life come from both ends connecting at the same time, or from an end that has given up a link of which the
+other does not know yet.
 """
 
 from __future__ import annotations
@@ -139,14 +142,18 @@ class VanState:
         self.instructions.append(Carry(link))
 
     def link_lost(self, link: int, reason: str, *, orderly: bool = False) -> None:
-        """The connection `link` has ended; with it all that the peer has here."""
+        """The connection `link` has ended; with its last one, the peer is lost."""
         lost = self._links.get(link)
         if lost is None:
             return
-        if lost.peer is not None:
-            self._lose(lost.peer, reason, orderly=orderly)
-        else:
-            self._forget(lost, PeerLostError(f"lost {lost.name}: {reason}"))
+        peer = lost.peer
+        if peer is not None and peer.links == [link]:
+            self._lose(peer, reason, orderly=orderly)
+            return
+        if peer is not None:
+            peer.links.remove(link)
+        _, rank = split_node(lost.name)
+        self._forget(lost, PeerLostError(f"lost a link to {lost.name}: {reason}", rank=rank))
 
     def close(self) -> None:
         """Forget all links: what is still queued will not leave."""
