@@ -1,0 +1,145 @@
+"""Which messages a node understands: types by name, checked at both ends.
+
+Problem: pickle runs what a peer sends; dictionaries and strings move the mistakes of the sender into the code of the
+receiver, where nobody knows any more who made them.
+
+Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses what is not registered; decoding
+refuses unknown names and bodies that do not have the fields and types of the struct, and says who sent them.
+
+    class Join(msgspec.Struct, tag="join", frozen=True):
+        host: str
+
+    schema = Schema(Join, Leave)
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from braid.errors import CommError, ConfigError
+
+__all__ = ["Failed", "Message", "PeerLost", "Schema"]
+
+Message = msgspec.Struct
+MessageType = TypeVar("MessageType", bound=type[msgspec.Struct])
+MAX_NAME_BYTES = 64
+
+
+class Failed(msgspec.Struct, tag="braid.failed", frozen=True):
+    """The answer to a request whose handler raised; part of every schema.
+
+    Attributes:
+        error: Name of the exception's type.
+        text: Its message. Exceptions travel as text only.
+    """
+
+    error: str
+    text: str
+
+
+class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
+    """A van's notice that a peer is gone; never travels, and comes after everything that peer has sent.
+
+    Attributes:
+        reason: How its link ended.
+        orderly: Whether it closed its van on purpose.
+    """
+
+    reason: str
+    orderly: bool = False
+
+
+class Schema:
+    """The types of messages that nodes exchange; both ends must register the same.
+
+    Args:
+        types: Struct types; the name of each on the wire is its `tag`, or its class name if it has none.
+
+    Raises:
+        ConfigError: Something is not a Struct type, or two have one name.
+    """
+
+    def __init__(self, *types: type[Message]) -> None:
+        self._types: dict[str, type[Message]] = {}
+        self._names: dict[type[Message], str] = {}
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Message]] = {}
+        self._encoder = msgspec.msgpack.Encoder()
+        self.register(Failed)
+        for each in types:
+            self.register(each)
+
+    def register(self, message_type: MessageType) -> MessageType:
+        """Add a type; can be used as a decorator."""
+        if not hasattr(message_type, "__struct_config__"):
+            msg = f"expected a msgspec.Struct type as message, found {message_type!r}"
+            raise ConfigError(msg)
+        tag = message_type.__struct_config__.tag
+        name = message_type.__name__ if tag is None else str(tag)
+        other = self._types.get(name)
+        if other is message_type:
+            return message_type
+        problem = "" if other is None else f"that {other.__qualname__} has already"
+        if issubclass(message_type, PeerLost):
+            problem = "that only a van itself may write"
+        elif not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+            problem = f"of {len(name.encode())} bytes (allowed: 1 to {MAX_NAME_BYTES})"
+        if problem:
+            msg = (
+                f"cannot register message {message_type.__qualname__} under the name {name!r} {problem}: "
+                "give it another `tag`"
+            )
+            raise ConfigError(msg)
+        try:
+            self._decoders[name] = msgspec.msgpack.Decoder(message_type)
+        except (TypeError, NameError) as exc:
+            msg = f"message {name!r} has a field that cannot travel: {exc}"
+            raise ConfigError(msg) from exc
+        self._types[name] = message_type
+        self._names[message_type] = name
+        return message_type
+
+    def encode(self, message: Message) -> tuple[str, bytes]:
+        """Name and body of `message`.
+
+        Raises:
+            ConfigError: Its type is not registered, or a value cannot travel.
+        """
+        name = self._names.get(type(message))
+        if name is None:
+            msg = (
+                f"expected a message of a registered type ({self}), found "
+                f"{type(message).__qualname__}: register it in the Schema of both nodes"
+            )
+            raise ConfigError(msg)
+        try:
+            return name, self._encoder.encode(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+            msg = f"message {name!r} has a value that cannot travel: {exc}"
+            raise ConfigError(msg) from exc
+
+    def decode(self, name: str, body: bytes | memoryview, *, sender: str) -> Message:
+        """The message that `encode` made into `name` and `body`.
+
+        Raises:
+            CommError: The name is unknown here, or the body does not fit the type; names `sender`.
+        """
+        decoder = self._decoders.get(name)
+        if decoder is None:
+            msg = (
+                f"expected from {sender} a message of a registered type ({self}), found {name!r}: "
+                "do both run the same version of the program?"
+            )
+            raise CommError(msg)
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            msg = f"expected from {sender} a message {name!r} with the fields of its type, found: {exc}"
+            raise CommError(msg) from exc
+
+    def __str__(self) -> str:
+        return ", ".join(name for name in self._types if not name.startswith("braid."))
+
+    def __repr__(self) -> str:
+        return f"<Schema of {len(self._types)} messages: {self}>"

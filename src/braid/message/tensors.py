@@ -1,0 +1,95 @@
+"""Tensors beside messages: no copy at the sender, and at the receiver the memory that it chooses.
+
+Importing this imports torch; the rest of the room does without, so that launchers start quickly.
+
+    class Gradients(msgspec.Struct, tag="gradients"):
+        specs: list[TensorSpec]
+
+    specs, buffers = as_buffers(tensors)
+    van.send("server:0", Gradients(specs), buffers=buffers)
+
+    delivery = van.recv()
+    tensors = from_buffers(delivery.message.specs, delivery.buffers)
+
+To receive into tensors that exist: `van.receive_into(Gradients, lambda sender, message, sizes: [memory_of(t) for t in mine])`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from braid.errors import CommError, ConfigError
+from braid.types import TensorSpec
+
+__all__ = ["as_buffers", "from_buffers", "memory_of"]
+
+
+def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[memoryview]]:
+    """What to write into a message, and what to send beside it.
+
+    Contiguous tensors on the CPU are not copied: leave them alone until the sending is `done`. Others are copied once.
+
+    Raises:
+        ConfigError: A tensor has no plain memory: it is sparse, quantized, or on no device.
+    """
+    specs, buffers = [], []
+    for tensor in tensors:
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            msg = (
+                f"expected a dense tensor to send, found {tensor.layout} {tensor.dtype} on {tensor.device}: "
+                "send its parts, such as indices and values"
+            )
+            raise ConfigError(msg)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        specs.append(TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad))
+        plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        buffers.append(memory_of(plain))
+    return specs, buffers
+
+
+def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
+    """The tensors that `as_buffers` described, in the memory of `buffers`.
+
+    Raises:
+        CommError: The buffers do not have the sizes of the specs: the sender's mistake.
+    """
+    if len(specs) != len(buffers):
+        msg = f"expected a buffer for each of {len(specs)} tensors, found {len(buffers)}"
+        raise CommError(msg)
+    tensors = []
+    for spec, buffer in zip(specs, buffers, strict=True):
+        dtype = getattr(torch, spec.dtype, None)
+        if not isinstance(dtype, torch.dtype) or any(extent < 0 for extent in spec.shape):
+            msg = f"expected the spec of a tensor, found {spec}"
+            raise CommError(msg)
+        nbytes = math.prod(spec.shape) * dtype.itemsize
+        if nbytes != buffer.nbytes:
+            msg = f"expected {nbytes} bytes for {spec}, found {buffer.nbytes}"
+            raise CommError(msg)
+        if nbytes:
+            flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+            tensors.append(flat.reshape(spec.shape))
+        else:
+            tensors.append(torch.empty(spec.shape, dtype=dtype))
+    return tensors
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, to send from or to receive into.
+
+    Raises:
+        ConfigError: Its memory is elsewhere, or not in one piece.
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj():
+        msg = (
+            f"expected a contiguous tensor on the CPU, found one of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} on {tensor.device}: use a contiguous copy"
+        )
+        raise ConfigError(msg)
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return flat.numpy().data

@@ -1,0 +1,393 @@
+"""Vans over sockets and inside a process: the promises of all vans, and what the network can do to them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
+from braid.message import LocalNetwork, PeerLost, SocketVan, VanConfig
+from braid.message.heads import Beat, Hello, Open, pack, unpack
+from braid.testing.message_conformance import (
+    CONFORMANCE_CONFIG,
+    CONFORMANCE_SCHEMA,
+    VAN_CLAIMS,
+    Note,
+    check_van,
+)
+from braid.wire import Address, Identity, Secret, connect
+
+SECRET = Secret.generate()
+_names = itertools.count()
+
+
+def socket_address(kind):
+    if kind == "tcp":
+        return "tcp://127.0.0.1:0"
+    return f"unix:@braid-message-{os.getpid()}-{next(_names)}"
+
+
+def open_van(node, config=None, *, kind="unix", listen=True, **kwargs):
+    kwargs = {"secret": SECRET, "run_id": "run", **kwargs}
+    address = socket_address(kind) if listen else ""
+    return SocketVan(node, CONFORMANCE_SCHEMA, listen=address, config=config, **kwargs)
+
+
+def socket_vans(kind):
+    @contextlib.contextmanager
+    def make(config):
+        with contextlib.ExitStack() as stack:
+            vans = [
+                stack.enter_context(open_van(f"worker:{n}", config, kind=kind)) for n in range(3)
+            ]
+            for van in vans[1:]:
+                vans[0].connect(van.node, van.address, timeout_s=10)
+            yield vans
+            for van in vans:
+                van.close(0)
+
+    return make
+
+
+@contextlib.contextmanager
+def local_vans(config):
+    network = LocalNetwork(CONFORMANCE_SCHEMA, config=config)
+    with contextlib.ExitStack() as stack:
+        vans = [network.join(f"worker:{n}") for n in range(3)]
+        for van in vans[1:]:
+            vans[0].connect(van.node)
+        yield vans
+        for van in vans:
+            stack.callback(van.close, 0)
+
+
+@pytest.mark.parametrize("claim", VAN_CLAIMS, ids=lambda claim: claim.__name__)
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_socket_van_keeps_its_promises(kind, claim):
+    with socket_vans(kind)(CONFORMANCE_CONFIG) as vans:
+        claim(vans)
+
+
+def test_local_van_conforms():
+    check_van(local_vans)
+
+
+# what the network can do
+
+
+def raw_socket(address):
+    family, where = Address.parse(address).resolve()
+    sock = socket.socket(family)
+    sock.settimeout(10)
+    sock.connect(where)
+    return sock
+
+
+def raw_peer(van, *, greet=True):
+    """A peer that knows the secret and writes its own frames."""
+    connection = connect(van.address, SECRET, Identity("run", "worker", 7), timeout_s=10)
+    if greet:
+        connection.send(pack(Hello(1, 0, 1 << 20)))
+        van.wait_for(["worker:7"], 10)
+    return connection
+
+
+def still_works(van):
+    with open_van("worker:8", listen=False) as other:
+        other.connect(van.node, van.address, timeout_s=10)
+        other.send(van.node, Note(8))
+        delivery = van.recv(10)
+        assert (delivery.sender, delivery.message) == ("worker:8", Note(8))
+        other.close()
+        assert isinstance(van.recv(10).message, PeerLost)
+    return True
+
+
+def read_to_end(sock):
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(4096):
+            pass
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_another_protocol_on_the_port_is_refused_and_reported(kind):
+    with open_van("server:0", kind=kind) as van, raw_socket(van.address) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 20)
+        read_to_end(sock)
+        assert (still_works(van), len(van.refusals), van.peers) == (True, 1, ())
+
+
+def test_wrong_secret_is_refused_at_both_ends():
+    with (
+        open_van("server:0") as van,
+        open_van("worker:1", listen=False, secret=Secret.generate()) as stranger,
+    ):
+        with pytest.raises(RendezvousError, match="secret"):
+            stranger.connect("server:0", van.address, timeout_s=10)
+        assert (still_works(van), van.peers) == (True, ())
+
+
+def test_another_run_is_refused():
+    with open_van("server:0") as van, open_van("worker:1", listen=False, run_id="b") as stranger:
+        with pytest.raises(RendezvousError, match="run"):
+            stranger.connect("server:0", van.address, timeout_s=10)
+        assert still_works(van)
+
+
+class Tap(threading.Thread):
+    """Stands between a client and a van for one connection, and keeps what the client said."""
+
+    def __init__(self, address):
+        super().__init__(name="tap")
+        self.address = address
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.heard = b""
+
+    def run(self):
+        client, _ = self.listener.accept()
+        with client, raw_socket(self.address) as van:
+            van.settimeout(None)
+
+            def back():
+                with contextlib.suppress(OSError):
+                    while data := van.recv(4096):
+                        client.sendall(data)
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_WR)
+
+            answers = threading.Thread(target=back)
+            answers.start()
+            while data := client.recv(4096):
+                self.heard += data
+                van.sendall(data)
+            van.shutdown(socket.SHUT_WR)
+            answers.join()
+        self.listener.close()
+
+
+def test_replayed_handshake_is_refused():
+    with open_van("server:0", kind="tcp") as van:
+        tap = Tap(van.address)
+        tap.start()
+        port = tap.listener.getsockname()[1]
+        with open_van("worker:1", listen=False) as client:
+            client.connect("server:0", f"tcp://127.0.0.1:{port}", timeout_s=10)
+            client.send("server:0", Note(1)).wait(10)
+            assert van.recv(10).message == Note(1)
+        tap.join()
+        assert isinstance(van.recv(10).message, PeerLost)
+        with raw_socket(van.address) as sock:
+            sock.sendall(tap.heard)
+            read_to_end(sock)
+        assert (still_works(van), len(van.refusals)) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        pytest.param(struct.pack("<HHIQ", 0x4642, 1, 0, 4 << 30), "too large", id="4 GiB"),
+        pytest.param(b"no frame at all", "the head of a frame", id="no frame"),
+    ],
+)
+def test_bytes_that_are_no_frame_end_the_connection(raw, words):
+    with open_van("server:0") as van:
+        with raw_peer(van) as peer:
+            os.write(peer.fileno(), raw)
+            lost = van.recv(10)
+        assert (lost.sender, lost.message.orderly) == ("worker:7", False)
+        assert words in lost.message.reason
+        assert still_works(van)
+
+
+def test_message_of_4_gib_is_refused_before_it_is_allocated():
+    with open_van("server:0") as van:
+        asked = []
+        van.receive_into(Note, lambda *args: asked.append(args))
+        body = CONFORMANCE_SCHEMA.encode(Note(1))[1]
+        with raw_peer(van) as peer:
+            peer.send(pack(Open(1, "note", 0, 0, 0, 0, body, 0, (4 << 30,))), [b"x"])
+            lost = van.recv(10)
+        assert (f"of {(4 << 30) + len(body)} bytes (limit" in lost.message.reason, asked) == (
+            True,
+            [],
+        )
+        assert still_works(van)
+
+
+def test_unknown_type_is_refused_with_sender_and_name():
+    with open_van("server:0") as van:
+        with raw_peer(van) as peer:
+            peer.send(pack(Open(1, "os.system", 0, 0, 0, 0, b"\x80", 0, ())))
+            reason = van.recv(10).message.reason
+        assert ("from worker:7" in reason, "found 'os.system'" in reason) == (True, True)
+
+
+def test_peer_of_another_name_than_expected_is_refused():
+    with open_van("server:0") as van, open_van("worker:1", listen=False) as client:
+        with pytest.raises(RendezvousError, match=r"expected server:1 at .*, found server:0"):
+            client.connect("server:1", van.address, timeout_s=10)
+        assert still_works(van)
+
+
+def test_role_that_is_no_node_is_turned_away():
+    with open_van("server:0") as van:
+        identity = Identity("run", "Bad role", 1)
+        with (
+            connect(van.address, SECRET, identity, timeout_s=10) as stranger,
+            pytest.raises(PeerLostError),
+        ):
+            stranger.recv(10)
+        assert still_works(van)
+
+
+IMPATIENT = VanConfig(heartbeat_s=0.02, lost_after_s=0.2)
+
+
+@pytest.mark.parametrize("greet", [True, False], ids=["half-open", "silent from the start"])
+def test_silent_peer_is_lost_though_its_connection_stands(greet):
+    with open_van("server:0", IMPATIENT) as van, raw_peer(van, greet=greet) as peer:
+        if greet:
+            lost = van.recv(10)
+            assert (lost.sender, "nothing was heard" in lost.message.reason) == ("worker:7", True)
+        kinds = []
+        with contextlib.suppress(PeerLostError):
+            while True:
+                kinds.append(type(unpack(peer.recv(10).meta, "van")))
+        assert (kinds[0], set(kinds[1:])) == (Hello, {Beat})
+
+
+def test_sender_that_stops_in_the_middle_of_a_message_is_lost():
+    with open_van("server:0", IMPATIENT) as van, raw_peer(van) as peer:
+        body = CONFORMANCE_SCHEMA.encode(Note(1))[1]
+        peer.send(pack(Open(1, "note", 0, 0, 0, 0, body, 0, (1000,))), [b"x" * 10])
+        assert "nothing was heard" in van.recv(10).message.reason
+
+
+CHILD = """
+import sys
+from braid.message import SocketVan
+from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note
+from braid.wire import Secret
+van = SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=Secret.from_fd(int(sys.argv[1])), run_id="run")
+van.connect("server:0", sys.argv[2], timeout_s=20)
+van.send("server:0", Note(1)).wait()
+van.recv()
+"""
+
+
+def test_killed_process_is_noticed_at_once_and_named():
+    with open_van("server:0") as van:
+        fd = SECRET.to_fd()
+        command = [sys.executable, "-c", CHILD, str(fd), van.address]
+        with subprocess.Popen(command, pass_fds=[fd]) as child:
+            os.close(fd)
+            assert van.recv(30).message == Note(1)
+            child.send_signal(signal.SIGKILL)
+            lost = van.recv(VanConfig().lost_after_s / 2)  # long before silence would tell
+        assert (lost.sender, lost.message.orderly) == ("worker:1", False)
+        with pytest.raises(PeerLostError, match="lost worker:1: ") as caught:
+            van.send("worker:1", Note(2))
+        assert caught.value.rank == 1
+
+
+def test_deadline_ends_a_message_though_nothing_else_wakes_the_van():
+    config = VanConfig(heartbeat_s=100, lost_after_s=1000, max_unread_messages=1)
+    with socket_vans("unix")(config) as vans:
+        vans[0].send("worker:1", Note(0))
+        vans[0].send("worker:1", Note(1), buffers=[bytes(24 << 20)])
+        sending = vans[0].send("worker:1", Note(2), deadline_s=0.02)
+        for _ in range(1000):
+            if sending.done:
+                break
+            with contextlib.suppress(CommTimeout):
+                vans[0].wait_for(["nobody:0"], 0.01)
+        assert (sending.done, vans[0].statistics().expired) == (True, 1)
+
+
+def test_peer_can_connect_again_after_a_loss():
+    with open_van("server:0") as van:
+        for number in range(3):
+            with open_van("worker:1", listen=False) as client:
+                client.connect("server:0", van.address, timeout_s=10)
+                client.send("server:0", Note(number))
+                assert van.recv(10).message == Note(number)
+                van.send("worker:1", Note(-number))
+                assert client.recv(10).message == Note(-number)
+            assert van.recv(10).message.orderly
+
+
+def test_both_may_connect_at_the_same_time():
+    for _ in range(5):
+        with open_van("worker:0") as a, open_van("worker:1") as b:
+            calls = [
+                threading.Thread(target=one.connect, args=(other.node, other.address))
+                for one, other in ((a, b), (b, a))
+            ]
+            for call in calls:
+                call.start()
+            for call in calls:
+                call.join()
+            for number in range(20):
+                a.send("worker:1", Note(number))
+                b.send("worker:0", Note(number))
+            found = [[van.recv(10).message for _ in range(20)] for van in (a, b)]
+            assert found == [list(map(Note, range(20)))] * 2
+
+
+@pytest.mark.parametrize("make", [socket_vans("unix"), local_vans], ids=["sockets", "local"])
+def test_many_threads_may_send_and_receive(make):
+    with make(VanConfig()) as vans:
+        found = []
+        lock = threading.Lock()
+
+        def send(base):
+            for number in range(50):
+                vans[0].send("worker:1", Note(base + number), buffers=[bytes(number)])
+
+        def receive():
+            for _ in range(100):
+                delivery = vans[1].recv(10)
+                with lock:
+                    found.append(delivery.message.number)
+
+        threads = [threading.Thread(target=send, args=(1000 * n,)) for n in range(4)]
+        threads += [threading.Thread(target=receive) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [1000 * n + number for n in range(4) for number in range(50)]
+
+
+def test_connect_says_what_it_waited_for():
+    with open_van("worker:0", listen=False) as van:
+        with pytest.raises(RendezvousError, match="expected a braid process at unix:@braid-nobody"):
+            van.connect("server:0", "unix:@braid-nobody", timeout_s=0.02)
+        with pytest.raises(ConfigError, match="name of a node"):
+            van.connect("Server", "unix:@braid-nobody", timeout_s=0.02)
+
+
+def test_closing_wakes_who_waits():
+    van = open_van("server:0")
+    errors = []
+
+    def wait():
+        try:
+            van.recv()
+        except StaleError as exc:
+            errors.append(str(exc))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    van.close()
+    thread.join()
+    assert errors == ["the van of server:0 is closed: open a new one"]
