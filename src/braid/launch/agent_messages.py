@@ -1,8 +1,9 @@
 """What a launcher and its agents on other hosts tell each other.
 
     launcher                                 agent
+                                     <----   Ready: who it is, and its braid
       Greeting (the job's secret)    ---->
-                                     <----   Here: who and where it is, its braid, its addresses
+                                     <----   Here: its addresses
       Try these addresses            ---->
                                      <----   Tried
       Prepare                        ---->
@@ -13,13 +14,14 @@
                                      <----   Pong
       Finish                         ---->
                                      <----   Finished
+      Bye                            ---->
 
 Messages are msgpack in the first buffer of a frame; bytes that may be many follow as further buffers.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -33,8 +35,8 @@ from braid.wire import Buffer
 __all__ = [
     "AGENT_ROLE",
     "Ask",
+    "Bye",
     "Changed",
-    "Failed",
     "Finish",
     "Finished",
     "FromAgent",
@@ -46,6 +48,7 @@ __all__ = [
     "Pong",
     "Prepare",
     "Prepared",
+    "Ready",
     "Refused",
     "Remains",
     "Seen",
@@ -66,7 +69,7 @@ AGENT_ROLE = "agent"
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """The launcher speaks first; the secret follows as a buffer unless the agent has it.
+    """You may take part; the job's secret follows as a buffer, unless the agent has it.
 
     Attributes:
         run_id: Name of the run.
@@ -79,31 +82,39 @@ class Greeting(msgspec.Struct, tag=True, frozen=True):
     cwd: str = ""
 
 
-class Here(msgspec.Struct, tag=True, frozen=True):
-    """An agent says who it is.
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """An agent speaks first; fields may be added, but never change.
 
     Attributes:
         version: Its braid.
         hostname: What its host calls itself.
-        machine: Equal for two agents that share network interfaces.
         pid: Its process.
-        endpoints: Where it waits to be found.
         node_rank: Number of its host, as its user gave it; None when the launcher gives it.
-        num_nodes: Number of hosts, as its user gave it.
-        slots: Number of ranks, as its user gave it; 0 when the launcher gives it.
-        command: What its user wants to run there; empty when the launcher says it.
-        problem: Why it cannot take part.
+        num_nodes: Number of hosts, as its user gave it; 0 likewise.
+        slots: Number of ranks, as its user gave it; 0 likewise.
+        command: What its user wants to run there; empty likewise.
     """
 
     version: str
     hostname: str
-    machine: str
     pid: int
-    endpoints: tuple[Endpoint, ...]
     node_rank: int | None = None
     num_nodes: int = 0
     slots: int = 0
     command: tuple[str, ...] = ()
+
+
+class Here(msgspec.Struct, tag=True, frozen=True):
+    """An agent says where it is.
+
+    Attributes:
+        machine: Equal for two agents that share network interfaces.
+        endpoints: Where it waits to be found.
+        problem: Why it cannot take part.
+    """
+
+    machine: str
+    endpoints: tuple[Endpoint, ...]
     problem: str = ""
 
 
@@ -134,7 +145,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     """
 
     command: tuple[str, ...]
-    kind: str
+    kind: Literal["script", "module", "program"]
     num_ranks: int
     threads: int | None
     environ: dict[str, str]
@@ -243,7 +254,15 @@ class Pong(msgspec.Struct, tag=True, frozen=True):
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """End what is left, answer and go.
+    """End what ranks have left behind."""
+
+
+class Finished(msgspec.Struct, tag=True, frozen=True):
+    """Nothing of the run is left on the host."""
+
+
+class Bye(msgspec.Struct, tag=True, frozen=True):
+    """Go.
 
     Attributes:
         exit_code: That of the run.
@@ -254,25 +273,16 @@ class Finish(msgspec.Struct, tag=True, frozen=True):
     text: str = ""
 
 
-class Finished(msgspec.Struct, tag=True, frozen=True):
-    """Nothing of the run is left on the host."""
-
-
 class Refused(msgspec.Struct, tag=True, frozen=True):
     """The agent may not take part."""
 
     reason: str
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The agent itself has failed and is going."""
-
-    reason: str
-
-
-ToAgent: TypeAlias = Greeting | Try | Prepare | Start | Send | Ask | Ping | Finish | Refused
+ToAgent: TypeAlias = Greeting | Try | Prepare | Start | Send | Ask | Ping | Finish | Bye | Refused
 FromAgent: TypeAlias = (
-    Here
+    Ready
+    | Here
     | Tried
     | Prepared
     | Started
@@ -285,7 +295,6 @@ FromAgent: TypeAlias = (
     | Signalled
     | Pong
     | Finished
-    | Failed
 )
 _TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 _FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)

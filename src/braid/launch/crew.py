@@ -133,3 +133,7 @@ class Crew(Protocol):
     def settle(self) -> Iterator[int]:
         """End what ranks have left behind; yields until when to attend to descriptors, ends when all is done."""
         ...
+
+    def dismiss(self, exit_code: int, text: str) -> None:
+        """Tell all hosts how the run ended."""
+        ...

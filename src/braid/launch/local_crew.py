@@ -132,6 +132,9 @@ class LocalCrew:
         )
         yield from ()
 
+    def dismiss(self, exit_code: int, text: str) -> None:
+        """Nobody else is there to be told."""
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         self._stack.close()

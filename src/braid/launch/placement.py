@@ -78,6 +78,12 @@ class Placed:
         """How it ended, as `Popen.returncode`; None while it lives."""
         return self._popen.poll()
 
+    def status_within(self, limit_s: float) -> int | None:
+        """How it ended, when it does so within `limit_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(limit_s)
+        return None
+
     def signal(self, signum: int) -> None:
         """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError):

@@ -81,16 +81,7 @@ class MeetingPoint(NamedTuple):
                 problems.append(f"{text} has port 0, which the others cannot know")
         else:
             problems.append(f"--rdzv is {text!r}: {FORMS}")
-        if num_nodes is None:
-            problems.append("--nnodes is not given")
-        elif num_nodes < 1:
-            problems.append(f"--nnodes is {num_nodes}, expected at least 1")
-        elif node_rank is None and not path:
-            problems.append("--node-rank is not given")
-        elif node_rank is not None and not 0 <= node_rank < num_nodes:
-            problems.append(
-                f"--node-rank is {node_rank}, expected 0 to {num_nodes - 1} (--nnodes {num_nodes})"
-            )
+        problems += _node_problems(num_nodes, node_rank, by_file=bool(path))
         if problems:
             msg = f"cannot meet the other nodes: {'; '.join(problems)}"
             raise ConfigError(msg)
@@ -103,6 +94,19 @@ class MeetingPoint(NamedTuple):
 
     def __str__(self) -> str:
         return self.address or f"file://{self.path}"
+
+
+def _node_problems(num_nodes: int | None, node_rank: int | None, *, by_file: bool) -> list[str]:
+    if num_nodes is None:
+        return ["--nnodes is not given"]
+    if num_nodes < 1:
+        return [f"--nnodes is {num_nodes}, expected at least 1"]
+    if node_rank is None:
+        return [] if by_file else ["--node-rank is not given"]
+    if not 0 <= node_rank < num_nodes:
+        expected = f"expected 0 to {num_nodes - 1} (--nnodes {num_nodes})"
+        return [f"--node-rank is {node_rank}, {expected}"]
+    return []
 
 
 def _number(environ: Mapping[str, str], names: tuple[str, ...], problems: list[str]) -> int | None:
