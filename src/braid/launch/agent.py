@@ -1,6 +1,6 @@
 """The launcher's hands on one host: started there, it finds the way back, starts ranks, and never outlives its launcher.
 
-    python -m braid.launch.agent         started by a `Placement`; speaks on stdin and stdout
+    python -m braid.launch.agent_main    started by a `Placement`; speaks on stdin and stdout
     serve(connection, ...)               in a launcher that has joined the one of node 0
 
 Problem: ssh ends when its connection does, and leaves what it started running on the other side. Idea: the agent waits for
@@ -15,9 +15,8 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from signal import SIGCHLD
 from typing import NamedTuple
 
@@ -51,13 +50,12 @@ from braid.launch.agent_ranks import AgentRanks
 from braid.launch.channel import Channel, Link
 from braid.launch.interfaces import interfaces, machine
 from braid.launch.job import JobSpec, check_command
-from braid.launch.link import PipeLink, first_line
 from braid.launch.port import PortReservation
 from braid.launch.probing import Beacons, Prober
 from braid.launch.processes import SignalInbox, end_descendants, subreaper
 from braid.wire import Secret
 
-__all__ = ["Volunteer", "main", "serve"]
+__all__ = ["LOST_EXIT_CODE", "Volunteer", "serve"]
 
 SILENCE_NS = (
     60_000_000_000  # the launcher speaks every 5 s; it is gone, or cut off, or stopped for good
@@ -295,7 +293,7 @@ class _Agent:
                 kind=wanted.kind,
                 num_ranks=wanted.num_ranks,
                 threads=wanted.threads,
-                environ={**os.environ, **wanted.environ},
+                environ={**_sockets(wanted.interface), **os.environ, **wanted.environ},
             )
             check_command(job)
             port = 0
@@ -316,20 +314,6 @@ class _Agent:
         ranks.close()
 
 
-def main() -> int:
-    """Serve on stdin and stdout, as a `Placement` starts it."""
-    reader, writer = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)  # what anything prints goes where errors go, and not between the frames
-    os.close(nowhere)
-    os.write(writer, first_line())
-    bye = serve(PipeLink(reader, writer, "the launcher"))
-    if bye.exit_code == LOST_EXIT_CODE and bye.text:
-        with suppress(OSError):  # nobody may be left to read it
-            os.write(2, f"braid agent on {socket.gethostname()}: {bye.text}\n".encode())
-    return bye.exit_code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _sockets(interface: str) -> dict[str, str]:
+    """Where torch's own backends shall listen; they would ask for the host's name, which often leads to loopback."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)

@@ -140,6 +140,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
         num_ranks: How many of them here.
         threads: OMP_NUM_THREADS of each; None to choose.
         environ: Variables of the launcher's host that ranks shall have.
+        interface: The one that has the address of this host, for torch's own backends.
         master_addr: Address to keep a port on for torch.distributed; empty on hosts without rank 0.
         port: That port; 0 for any.
     """
@@ -149,6 +150,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     num_ranks: int
     threads: int | None
     environ: dict[str, str]
+    interface: str
     master_addr: str = ""
     port: int = 0
 

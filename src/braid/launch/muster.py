@@ -342,6 +342,7 @@ class Muster:
                 sum(place.node == node for place in self._places),
                 self._job.threads,
                 environ,
+                self._state.reach.interfaces[node],
                 address if node == self._places[0].node else "",
                 self._job.port or 0,
             )

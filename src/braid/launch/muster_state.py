@@ -227,7 +227,10 @@ class MusterState:
 
     def _fail(self) -> None:
         self.phase = MusterPhase.FAILED
-        said = [f"host {self.name(node)} {why}" for node, why in sorted(self._problems.items())]
+        said = [
+            f"{'this host' if node == LAUNCHER else f'host {self.name(node)}'} {why}"
+            for node, why in sorted(self._problems.items())
+        ]
         came = [self.name(node) for node in self._nodes if node not in self._problems]
         if came:
             said.append(f"nothing is wrong with {', '.join(came)}")

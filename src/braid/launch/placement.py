@@ -31,7 +31,7 @@ __all__ = [
     "is_here",
 ]
 
-AGENT = ("-m", "braid.launch.agent")
+AGENT = ("-m", "braid.launch.agent_main")
 # asks for no password, and notices within half a minute that the other host is gone
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=10 {host}"
 JOINS_WORDS = frozenset({"ssh", "rsh"})  # they hand their arguments, joined, to a shell
