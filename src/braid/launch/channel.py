@@ -67,8 +67,10 @@ class Channel:
         self._on_lost = on_lost
         self._selector: selectors.BaseSelector | None = None
         self._closed = False
-        # the same file under another number: a selector knows each number once, and pipes have two anyway
+        # Numbers of our own: a selector knows each number once, and a link that breaks closes its own before it can be
+        # taken out of the selector.
         told = getattr(link, "write_fileno", None)
+        self._reader: int = os.dup(link.fileno())
         self._writer: int = os.dup(told() if told is not None else link.fileno())
         self._watching = False
 
@@ -77,13 +79,13 @@ class Channel:
         self.unwatch()
         if not self._closed:
             self._selector = selector
-            selector.register(self.link.fileno(), selectors.EVENT_READ, self.hear)
+            selector.register(self._reader, selectors.EVENT_READ, self.hear)
             self._note(self.queued_bytes)
 
     def unwatch(self) -> None:
         """Be watched no more."""
         if self._selector is not None:
-            self._selector.unregister(self.link.fileno())
+            self._selector.unregister(self._reader)
             if self._watching:
                 self._selector.unregister(self._writer)
                 self._watching = False
@@ -125,6 +127,7 @@ class Channel:
         if not self._closed:
             self.unwatch()
             self._closed = True
+            os.close(self._reader)
             os.close(self._writer)
             self.link.close()
 

@@ -96,21 +96,21 @@ def _dial(
 ) -> SocketConnection:
     """Connect to node 0 at the first address that leads there."""
     who = Identity(LOBBY_RUN, AGENT_ROLE, node)
+    first_s = min(FIRST_LIMIT_S, limit_s / 2)
     problems: dict[str, str] = {}
-    for round_limit_s in (min(FIRST_LIMIT_S, limit_s), limit_s):
+    found = ""
+    for share_s in (first_s, limit_s - first_s):
         for address in addresses:
-            share_s = round_limit_s / len(addresses)
             try:
-                return connect(address, secret, who, timeout_s=share_s)
+                return connect(address, secret, who, timeout_s=share_s / len(addresses))
             except RendezvousError as exc:
                 if exc.__cause__ is None:  # somebody answered, and does not trust us
                     msg = f"node {node} was turned away at {address}: {exc}"
                     raise ConfigError(msg) from exc
                 problems[address] = getattr(exc.__cause__, "strerror", None) or "timed out"
-        if round_limit_s < limit_s:
-            found = "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
+        before, found = found, "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
+        if not before:
             notice(f"node {node} cannot reach node 0 yet ({found}), trying for {limit_s:g} s")
-    found = "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
     msg = (
         f"expected to reach the launcher of node 0 from node {node} within {limit_s:g} s, found {found}: "
         "is it running, has it ended, and is its port open?"

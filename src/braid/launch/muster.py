@@ -132,13 +132,15 @@ class Muster:
         self._lobby = lobby
         if lobby is not None:
             lobby.watch(self._selector, self._judge, self._notice)
-        self._start_agents()
-        while self._state.phase not in {MusterPhase.READY, MusterPhase.FAILED}:
-            for key, _ in self._selector.select(self._pause_s()):
-                key.data()
-            self._attend()
-        if lobby is not None:
-            lobby.unwatch()
+        try:
+            self._start_agents()
+            while self._state.phase not in {MusterPhase.READY, MusterPhase.FAILED}:
+                for key, _ in self._selector.select(self._pause_s()):
+                    key.data()
+                self._attend()
+        finally:
+            if lobby is not None:
+                lobby.unwatch()
         if self._state.phase is MusterPhase.FAILED:
             problem = self._state.problem
             for agent in self._agents.values():

@@ -227,11 +227,13 @@ class MusterState:
 
     def _fail(self) -> None:
         self.phase = MusterPhase.FAILED
-        said = [
-            f"{'this host' if node == LAUNCHER else f'host {self.name(node)}'} {why}"
-            for node, why in sorted(self._problems.items())
-        ]
+        said = [f"{self._title(node)} {why}" for node, why in sorted(self._problems.items())]
         came = [self.name(node) for node in self._nodes if node not in self._problems]
         if came:
             said.append(f"nothing is wrong with {', '.join(came)}")
         self._text = "the job cannot start on all of its hosts:\n" + "\n".join(said)
+
+    def _title(self, node: int) -> str:
+        if node == LAUNCHER:
+            return "this host"
+        return f"host {self._names[node]}" if node in self._names else f"node {node}"
