@@ -15,8 +15,11 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from signal import SIGCHLD
 from typing import NamedTuple
 
@@ -61,6 +64,7 @@ SILENCE_NS = (
     60_000_000_000  # the launcher speaks every 5 s; it is gone, or cut off, or stopped for good
 )
 LOST_EXIT_CODE = 1
+WARDEN = str(Path(__file__).with_name("warden.py"))
 
 
 class Volunteer(NamedTuple):
@@ -136,6 +140,7 @@ class _Agent:
         self._beacons: Beacons | None = None
         self._prober: Prober | None = None
         self._ranks: AgentRanks | None = None
+        self._warden: subprocess.Popen[bytes] | None = None
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._channel = Channel(link, self._on_frame, self._on_lost)
@@ -199,7 +204,7 @@ class _Agent:
 
     def _attend(self) -> None:
         if self._clock.now_ns() >= self._heard_ns + SILENCE_NS:
-            self._on_lost(f"it has been silent for {SILENCE_NS / 1e9:g} s")
+            self._give_up(f"the launcher has been silent for {SILENCE_NS / 1e9:g} s")
         if self._beacons is not None:
             self._beacons.attend()
         if self._prober is not None:
@@ -216,15 +221,16 @@ class _Agent:
                 self._num_signals += 1
                 self._channel.send(Signalled(signum))
                 if self._num_signals > 1:
-                    self._bye = Bye(128 + signum, "ended by a second signal")
+                    self._bye = Bye(128 + signum, "braid: ended by a second signal")
         if self._ranks is not None:
             self._ranks.reap()
 
-    def _on_lost(self, reason: str) -> None:
+    def _on_lost(self, reason: str) -> None:  # noqa: ARG002 - that of a stream, which says little
+        self._give_up("the launcher has closed the connection")
+
+    def _give_up(self, why: str) -> None:
         if self._bye is None:
-            self._bye = Bye(
-                LOST_EXIT_CODE, f"the launcher is gone ({reason}); its ranks were ended"
-            )
+            self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
     def _on_frame(self, buffers: list[memoryview]) -> None:
         self._heard_ns = self._clock.now_ns()
@@ -302,6 +308,7 @@ class _Agent:
                 port = self._stack.enter_context(kept).port
         except ConfigError as exc:
             return Prepared(problem=f"cannot run this: {exc}")
+        self._warden = self._stack.enter_context(_warden(self._run_id))
         self._ranks = AgentRanks(job, secret, self._channel, self._selector, self._clock)
         return Prepared(port, self._ranks.threads)
 
@@ -310,10 +317,25 @@ class _Agent:
         if ranks is None:
             return
         ranks.kill()
-        end_descendants(ranks.pids, {"BRAID_RUN_ID": self._run_id}, all_new=True, known=self._known)
+        mark = {"BRAID_RUN_ID": self._run_id}
+        spared = self._known if self._warden is None else self._known | {self._warden.pid}
+        end_descendants(ranks.pids, mark, all_new=True, known=spared)
         ranks.close()
 
 
 def _sockets(interface: str) -> dict[str, str]:
     """Where torch's own backends shall listen; they would ask for the host's name, which often leads to loopback."""
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+
+
+@contextmanager
+def _warden(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Have somebody end what is left of the run when this process is killed."""
+    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `inherited`
+    warden = subprocess.Popen(
+        [sys.executable, "-I", "-S", WARDEN, *marks],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # what ends this process by a signal to its group spares it
+    )
+    with warden:  # closes its stdin and waits
+        yield warden

@@ -24,7 +24,7 @@ def main() -> int:
     bye = serve(PipeLink(reader, writer, "the launcher"))
     if bye.exit_code == LOST_EXIT_CODE and bye.text:
         with suppress(OSError):  # nobody may be left to read it
-            os.write(2, f"braid agent on {socket.gethostname()}: {bye.text}\n".encode())
+            os.write(2, f"{bye.text} ({socket.gethostname()})\n".encode())
     return bye.exit_code
 
 

@@ -160,14 +160,15 @@ class HostAgent:
                 self.send(Ping(self._clock.now_ns()))
         self.on_message(self, message, buffers[1:])
 
-    def _on_closed(self, reason: str) -> None:
-        self.on_lost(self, self._why(reason))
+    def _on_closed(self, reason: str) -> None:  # noqa: ARG002 - that of a stream, which says little
+        self.on_lost(self, self._why())
 
-    def _why(self, reason: str) -> str:
+    def _why(self) -> str:
         """What ended the stream, in words that stand behind the host's name."""
         placed = self._placed
         if placed is None:
-            return f"is gone: {reason}"
+            who = f" (pid {self.said.pid})" if self.said is not None else ""
+            return f"is gone: its launcher{who} has closed the connection"
         status = placed.status_within(STATUS_LIMIT_S)
         self._read_errors()
         how = "has closed its pipe"

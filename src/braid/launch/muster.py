@@ -144,7 +144,7 @@ class Muster:
         if self._state.phase is MusterPhase.FAILED:
             problem = self._state.problem
             for agent in self._agents.values():
-                agent.end(2, problem)
+                agent.end(2, f"braid: nothing was started (exit 2)\n  problem  {problem}")
             raise ConfigError(problem)
         for agent in self._agents.values():
             agent.unwatch()
