@@ -309,7 +309,9 @@ class _Agent:
         except ConfigError as exc:
             return Prepared(problem=f"cannot run this: {exc}")
         self._warden = self._stack.enter_context(_warden(self._run_id))
-        self._ranks = AgentRanks(job, secret, self._channel, self._selector, self._clock)
+        self._ranks = AgentRanks(
+            job, secret, self._channel, self._selector, self._clock, look_s=wanted.look_s
+        )
         return Prepared(port, self._ranks.threads)
 
     def _end_ranks(self) -> None:

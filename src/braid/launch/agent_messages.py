@@ -141,6 +141,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
         threads: OMP_NUM_THREADS of each; None to choose.
         environ: Variables of the launcher's host that ranks shall have.
         interface: The one that has the address of this host, for torch's own backends.
+        look_s: How often to tell what ranks wait for; 0 for never.
         master_addr: Address to keep a port on for torch.distributed; empty on hosts without rank 0.
         port: That port; 0 for any.
     """
@@ -151,6 +152,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
     threads: int | None
     environ: dict[str, str]
     interface: str
+    look_s: float
     master_addr: str = ""
     port: int = 0
 
@@ -225,7 +227,7 @@ class Changed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Waits(msgspec.Struct, tag=True, frozen=True):
-    """Collectives that ranks are inside of, on the agent's clock; sent when they change, at most every second."""
+    """Collectives that ranks are inside of, on the agent's clock; sent when they change."""
 
     waits: tuple[OpenWait, ...]
 

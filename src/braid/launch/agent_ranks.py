@@ -37,7 +37,6 @@ from braid.wire import Secret
 
 __all__ = ["AgentRanks"]
 
-LOOK_NS = 1_000_000_000
 MOST_QUEUED_BYTES = 8 << 20  # then ranks that print wait until the launcher has read
 
 
@@ -58,6 +57,7 @@ class AgentRanks:
         channel: To the launcher.
         selector: Watches their pipes; the data of its keys is what to call.
         clock: Time source.
+        look_s: How often to tell what ranks wait for; 0 for never.
 
     Attributes:
         threads: OMP_NUM_THREADS of each, and the reason.
@@ -70,6 +70,8 @@ class AgentRanks:
         channel: Channel,
         selector: selectors.BaseSelector,
         clock: Clock,
+        *,
+        look_s: float,
     ) -> None:
         self._job = job
         self._argv = command_line(job)
@@ -82,7 +84,8 @@ class AgentRanks:
         self._memory = MemoryWatch.of_this_process()
         self._ranks: dict[int, _Kept] = {}
         self._signalled: set[int] = set()
-        self._look_ns = clock.now_ns() + LOOK_NS
+        self._every_ns = round(look_s * 1e9)
+        self._look_ns = clock.now_ns()
         self._seen_ns: int | None = None
         self._told: tuple[OpenWait, ...] = ()
 
@@ -94,9 +97,10 @@ class AgentRanks:
     @property
     def deadline_ns(self) -> int | None:
         """When `attend` is due."""
-        if not self._ranks:
-            return None
-        return self._look_ns if self._seen_ns is None else min(self._look_ns, self._seen_ns)
+        due = [self._look_ns] if self._ranks and self._every_ns else []
+        if self._seen_ns is not None:
+            due.append(self._seen_ns)
+        return min(due, default=None)
 
     def start(self, told: JobEnvironment) -> None:
         """Start a rank, or say why it cannot be."""
@@ -151,8 +155,8 @@ class AgentRanks:
         for kept in self._ranks.values():
             if queued > MOST_QUEUED_BYTES or queued < MOST_QUEUED_BYTES // 8:
                 kept.child.pause(paused=queued > MOST_QUEUED_BYTES)
-        if now_ns >= self._look_ns:
-            self._look_ns = now_ns + LOOK_NS
+        if self._every_ns and now_ns >= self._look_ns:
+            self._look_ns = now_ns + self._every_ns
             alive = [kept for kept in self._ranks.values() if kept.child.alive]
             waits = tuple(wait for kept in alive for wait in kept.look.waits())
             if waits != self._told:

@@ -25,6 +25,7 @@ from braid.launch.agent_messages import (
     Tried,
     Try,
 )
+from braid.launch.hang_state import LOOKS_PER_LIMIT
 from braid.launch.host_agent import HostAgent
 from braid.launch.hosts import Host, Place, assign
 from braid.launch.interfaces import interfaces, machine
@@ -345,6 +346,7 @@ class Muster:
                 self._job.threads,
                 environ,
                 self._state.reach.interfaces[node],
+                min(1.0, self._job.hang_report_s / LOOKS_PER_LIMIT),
                 address if node == self._places[0].node else "",
                 self._job.port or 0,
             )
