@@ -69,6 +69,7 @@ class Lab:
             self.ip("netns", "add", name)
             undo.callback(self.ip, "netns", "del", name)
             self.ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            undo.callback(self.ip, "link", "del", port)  # a namespace goes some time after its name
             self.ip("link", "set", port, "master", bridge, "up")
             self.ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             self.ip("-n", name, "link", "set", "eth0", "up")

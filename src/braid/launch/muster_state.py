@@ -217,7 +217,7 @@ class MusterState:
         if len(self._attempts) < len(self._here):
             return []
         attempts = [attempt for node in self._attempts for attempt in self._attempts[node]]
-        names = {node: self.name(node) for node in self._here}
+        names = {node: self.name(node) for node in sorted(self._here)}
         self.reach = decide(names, self._endpoints, attempts)
         if self.reach.problem:
             self.phase, self._text = MusterPhase.FAILED, self.reach.problem
