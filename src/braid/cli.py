@@ -138,6 +138,7 @@ def run(
     rdzv_timeout: float = 300.0,
     insecure_network: bool = False,
     network_interface: Text = "",
+    listen: Text = "",
 ) -> int:
     """Run a program on N ranks, of this host or of several, and say who is guilty if it fails.
 
@@ -167,6 +168,7 @@ def run(
         rdzv_timeout: How long nodes may take to come, in seconds.
         insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas.
+        listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the one they reach it at).
     """
     from braid.commands.several_hosts import choose_where
     from braid.launch import JobSpec, Nodes, Supervisor, TerminalConsole
@@ -190,6 +192,7 @@ def run(
         rdzv_timeout=rdzv_timeout,
         insecure_network=insecure_network,
         network_interface=network_interface,
+        listen=listen,
     )
     job = JobSpec(
         command=command,

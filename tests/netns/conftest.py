@@ -39,7 +39,7 @@ def _missing() -> str:
 
 
 @pytest.fixture
-def lab() -> Iterator[Callable[[int], Lab]]:
+def lab() -> Iterator[Callable[..., Lab]]:
     """`lab(3)`: hosts a, b and c."""
     with ExitStack() as undo:
-        yield lambda size: Lab(size, undo)
+        yield lambda size, **told: Lab(size, undo, **told)

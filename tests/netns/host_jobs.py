@@ -22,6 +22,17 @@ def place() -> None:
     say(" ".join(os.environ[name] for name in names))
 
 
+def listening() -> None:
+    """On rank 0, which shares its host with the launcher: where ranks dial the store, and where that listens."""
+    import psutil
+
+    dialled, _, port = os.environ["BRAID_STORE"].rpartition(":")
+    if os.environ["RANK"] == "0":
+        listeners = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
+        for address in {c.laddr.ip for c in listeners if c.laddr.port == int(port)}:
+            say(f"{dialled} at {address}")
+
+
 def gloo() -> None:
     """Sum ranks with torch's own backend, through the launcher's MASTER_ADDR."""
     import torch

@@ -29,9 +29,10 @@ class Lab:
     Args:
         size: How many.
         undo: Removes everything.
+        network: The first three numbers of their addresses.
     """
 
-    def __init__(self, size: int, undo: ExitStack) -> None:
+    def __init__(self, size: int, undo: ExitStack, network: str = "10.77.0") -> None:
         self.prefix = f"b{os.getpid() % 100_000}"
         bridge = f"{self.prefix}br"
         self.ip("link", "add", bridge, "type", "bridge")
@@ -44,7 +45,7 @@ class Lab:
             self.ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
             undo.callback(self.ip, "link", "del", port)  # a namespace goes some time after its name
             self.ip("link", "set", port, "master", bridge, "up")
-            self.ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+            self.ip("-n", name, "addr", "add", f"{network}.{number}/24", "dev", "eth0")
             self.ip("-n", name, "link", "set", "eth0", "up")
             self.ip("-n", name, "link", "set", "lo", "up")
 

@@ -61,6 +61,18 @@ def test_a_hostfile_and_a_named_network_will_do(lab, tmp_path):
     ], done.text
 
 
+def test_the_store_listens_where_hosts_reach_it_unless_told_otherwise(lab, tmp_path):
+    hosts = lab(2)
+    found = [
+        hosts.run("-H", "a,b", *told, JOBS, "listening", cwd=tmp_path)
+        for told in ([], ["--listen", "0.0.0.0"])
+    ]
+    assert [sorted(set(done.out.splitlines())) for done in found] == [
+        ["[rank 0] tcp://10.77.0.1 at 10.77.0.1"],
+        ["[rank 0] tcp://10.77.0.1 at 0.0.0.0"],
+    ], found
+
+
 def test_a_network_that_only_some_hosts_share_is_not_chosen(lab, tmp_path):
     hosts = lab(2)
     for host in "ab":  # the same address on both, as container bridges have it

@@ -175,7 +175,7 @@ def test_everything_that_is_missing_in_the_environment_is_one_message():
 
 NOTHING = {
     "num_ranks": None, "hosts": "", "hostfile": "", "rsh": "", "remote_python": "", "env": "", "nnodes": None,
-    "node_rank": None, "rdzv": "", "rdzv_timeout": 300.0, "insecure_network": False, "network_interface": "",
+    "node_rank": None, "rdzv": "", "rdzv_timeout": 300.0, "insecure_network": False, "network_interface": "", "listen": "",
 }  # fmt: skip
 
 
@@ -214,6 +214,8 @@ def test_nodes_are_trusted_by_a_file_or_by_an_explicit_word():
         ({"hosts": "a", "hostfile": "f"}, "-H and --hostfile both name the hosts"),
         ({"rsh": "ssh {host}"}, "--rsh ssh {host} needs hosts: name them with -H"),
         ({"network_interface": "eth0"}, "--network-interface needs several hosts"),
+        ({"listen": "0.0.0.0"}, "--listen needs several hosts"),
+        ({"hosts": "a", "listen": "eth0"}, "expected an IP address to --listen on, found 'eth0'"),
         ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts cannot be read: No such file"),
     ],
 )  # fmt: skip

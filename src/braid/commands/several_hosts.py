@@ -28,6 +28,7 @@ def choose_where(
     rdzv_timeout: float,
     insecure_network: bool,
     network_interface: str,
+    listen: str,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Hosts | Nodes | None, tuple[str, ...]]:
     """On which hosts to run, None for this one; and the options that say so again, for the line that resumes.
@@ -45,6 +46,7 @@ def choose_where(
         rdzv_timeout: Value of --rdzv-timeout, in seconds.
         insecure_network: Value of --insecure-network.
         network_interface: Value of --network-interface.
+        listen: Value of --listen.
         environ: The environment; that of this process when None.
 
     Raises:
@@ -69,8 +71,10 @@ def choose_where(
         problems.append("-H and --hostfile both name the hosts")
     if any(how.values()) and not any(reached.values()):
         problems.append(f"{told[0]} needs hosts: name them with -H or --hostfile")
-    if network_interface and not any(reached.values()) and not own:
-        problems.append("--network-interface needs several hosts")
+    ways = {"--network-interface": network_interface, "--listen": listen}
+    if any(ways.values()) and not any(reached.values()) and not own:
+        named = " and ".join(name for name, value in ways.items() if value)
+        problems.append(f"{named} needs several hosts")
     if problems:
         msg = f"options exclude each other: {'; '.join(problems)}"
         raise ConfigError(msg)
@@ -82,21 +86,17 @@ def choose_where(
             rsh=rsh or DEFAULT_RSH,
             remote_python=remote_python,
             interfaces=networks,
+            listen=listen,
             environ=tuple(filter(None, env.split(","))),
         )
-        again = {
-            "-n": str(num_ranks or ""),
-            **reached,
-            **how,
-            "--network-interface": network_interface,
-        }
+        again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
         return where, tuple(
             word for name, value in again.items() if value for word in (name, value)
         )
     if own:
         return _nodes(
             num_ranks, nnodes, node_rank, rdzv, rdzv_timeout,
-            insecure=insecure_network, networks=networks, environ=os.environ if environ is None else environ,
+            insecure=insecure_network, networks=networks, listen=listen, environ=os.environ if environ is None else environ,
         )  # fmt: skip
     return None, ()
 
@@ -110,6 +110,7 @@ def _nodes(
     *,
     insecure: bool,
     networks: tuple[str, ...],
+    listen: str,
     environ: Mapping[str, str],
 ) -> tuple[Nodes, tuple[str, ...]]:
     rdzv = rdzv or "env://"
@@ -121,9 +122,11 @@ def _nodes(
         secret_file=environ.get("BRAID_SECRET_FILE", ""),
         insecure_network=insecure or environ.get("BRAID_INSECURE_NETWORK") == "1",
         interfaces=networks,
+        listen=listen,
         join_limit_s=rdzv_timeout,
     )
-    again = ["--nnodes", str(point.num_nodes), "--node-rank", str(point.node_rank or 0)]
+    again = ["--nnodes", str(point.num_nodes)]
+    again += [] if point.node_rank is None else ["--node-rank", str(point.node_rank)]
     again += ["--rdzv", rdzv, "-n", str(slots), *(["--insecure-network"] if insecure else [])]
     return nodes, tuple(again)
 

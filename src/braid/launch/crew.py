@@ -71,6 +71,10 @@ class Crew(Protocol):
         """Where the store shall listen."""
         ...
 
+    def told_address(self, listening: str) -> str:
+        """How ranks reach the store that listens at `listening`."""
+        ...
+
     @property
     def spans_hosts(self) -> bool:
         """Whether other hosts must reach that address."""

@@ -40,7 +40,10 @@ def open_lobby(nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None) -
         ConfigError: The address is not this host's, or in use.
     """
     secret = node_secret(nodes)
-    addresses = [nodes.meeting.address] if meeting is None else _own_addresses(nodes)
+    point = nodes.meeting
+    addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
+    if meeting is not None:
+        addresses = _own_addresses(nodes)
     lobby = Lobby(addresses, secret, clock)
     try:
         if meeting is not None:

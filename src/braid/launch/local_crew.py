@@ -66,6 +66,10 @@ class LocalCrew:
             return "tcp://127.0.0.1:0"
         return f"unix:@braid-{self.run_id}"
 
+    def told_address(self, listening: str) -> str:
+        """How ranks reach the store: where it listens."""
+        return listening
+
     def join(
         self,
         selector: selectors.BaseSelector,  # noqa: ARG002 - ranks bring their own descriptors

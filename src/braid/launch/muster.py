@@ -159,6 +159,7 @@ class Muster:
                 self._places,
                 max(said.port for said in self._prepared.values()),
                 self._threads(),
+                self._where.listen,
                 lobby,
             ),
             self._clock,

@@ -50,6 +50,7 @@ class Mustered(NamedTuple):
         places: Of all ranks.
         master_port: Kept by the agent of rank 0's host.
         threads: OMP_NUM_THREADS of the ranks, and the reason.
+        listen: Address that the store shall listen on instead of the launcher's in `addresses`; empty for that one.
         lobby: Where latecomers knock; None when agents are started, not awaited.
     """
 
@@ -60,6 +61,7 @@ class Mustered(NamedTuple):
     places: Sequence[Place]
     master_port: int
     threads: str
+    listen: str
     lobby: Lobby | None
 
 
@@ -89,8 +91,13 @@ class RemoteCrew:
 
     @property
     def store_address(self) -> str:
-        """The launcher's address in the network that all hosts share."""
-        return str(Address(host=self._mustered.addresses[LAUNCHER]))
+        """The launcher's address in the network that all hosts share, unless another was named."""
+        return str(Address(host=self._mustered.listen or self._mustered.addresses[LAUNCHER]))
+
+    def told_address(self, listening: str) -> str:
+        """How ranks reach the store, which may listen on more addresses than lead there."""
+        port = Address.parse(listening).port
+        return str(Address(host=self._mustered.addresses[LAUNCHER], port=port))
 
     @property
     def where(self) -> str:

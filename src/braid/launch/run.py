@@ -213,7 +213,7 @@ class Run:
             rank=rank,
             world_size=self._job.num_ranks,
             run_id=self._crew.run_id,
-            store_address=self._listener.address,
+            store_address=self._crew.told_address(self._listener.address),
             log_dir=self._log_dir,
             resume=self._job.resume,
             launched_by="braid",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class Hosts:
         rsh: Command that reaches a host, see `RshPlacement`.
         remote_python: Interpreter there, as words; that of the launcher when empty.
         interfaces: Names of interfaces or networks to restrict the choice of addresses to.
+        listen: Address that the launcher's store listens on, such as 0.0.0.0; when empty the one that hosts reach it at.
         environ: Names of further variables that ranks shall have from here.
         start_limit_s: How long hosts may take to answer.
     """
@@ -38,11 +40,13 @@ class Hosts:
     rsh: str = DEFAULT_RSH
     remote_python: str = ""
     interfaces: tuple[str, ...] = ()
+    listen: str = ""
     environ: tuple[str, ...] = ()
     start_limit_s: float = 30.0
 
     def __post_init__(self) -> None:
         assign(self.hosts, self.num_ranks)
+        _check_listen(self.listen)
         _check_limit("start_limit_s", self.start_limit_s)
 
     def placement(self, host: Host) -> Placement:
@@ -62,6 +66,7 @@ class Nodes:
         secret_file: File with the secret of all nodes, mode 0600; empty when the network is trusted.
         insecure_network: Whether to trust whoever comes.
         interfaces: Names of interfaces or networks to restrict the choice of addresses to.
+        listen: Address that node 0 listens on, such as 0.0.0.0; when empty the one that nodes reach it at.
         join_limit_s: How long nodes may take to come.
     """
 
@@ -70,6 +75,7 @@ class Nodes:
     secret_file: str = ""
     insecure_network: bool = False
     interfaces: tuple[str, ...] = ()
+    listen: str = ""
     join_limit_s: float = field(default=300.0)
 
     def __post_init__(self) -> None:
@@ -85,6 +91,7 @@ class Nodes:
             )
         if problems:
             raise ConfigError("; ".join(problems))
+        _check_listen(self.listen)
         _check_limit("join_limit_s", self.join_limit_s)
 
 
@@ -114,6 +121,14 @@ def node_secret(nodes: Nodes) -> Secret:
     if nodes.insecure_network:
         return Secret(hashlib.sha256(b"braid --insecure-network").digest())
     return Secret.from_file(nodes.secret_file)
+
+
+def _check_listen(listen: str) -> None:
+    try:
+        _ = listen and ipaddress.ip_address(listen)
+    except ValueError as exc:
+        msg = f"expected an IP address to --listen on, found {listen!r}"
+        raise ConfigError(msg) from exc
 
 
 def _check_limit(name: str, value_s: float) -> None:
