@@ -18,7 +18,7 @@ from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Health, Network, connect
+from braid.transport import Health, Network, connect, meeting
 from braid.transport.reach import knock, matrix, own_address_towards
 from braid.wire import Secret
 
@@ -137,6 +137,23 @@ def test_a_host_with_another_secret_is_refused():
     assert "expected connections from ranks [1]" in str(zero)
     assert "it has another secret" in str(zero)
     assert isinstance(one, RendezvousError)
+
+
+def test_a_host_with_another_version_is_named_on_all(monkeypatch):
+    versions = iter(["1.0", "1.0", "2.0"])
+
+    class Versions:
+        def __format__(self, spec: str) -> str:
+            return next(versions)
+
+    monkeypatch.setattr(meeting, "__version__", Versions())
+    errors = _join_all([{"host": "a"}, {"host": "a"}, {"host": "b"}])
+    assert [type(error) for error in errors] == [ConfigError] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).splitlines()[0] == (
+        "expected all ranks to have the same version of braid, found"
+    )
+    assert sum("2.0  <-- differs" in line for line in str(errors[0]).splitlines()) == 1
 
 
 def test_what_cannot_be_reached_is_known_within_the_time(tmp_path):

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from braid._version import __version__
 from braid.clock import Clock
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError
 from braid.store import Store
@@ -64,7 +65,7 @@ class Meeting:
         """Tell all ranks of which host this one is, and hear it of them.
 
         Args:
-            way: How ranks of one host reach each other; must be the same on all.
+            way: How ranks of one host reach each other; must be the same on all, and so must braid's version.
             name: Of the host; equal on ranks that can share memory.
 
         Returns:
@@ -72,9 +73,10 @@ class Meeting:
 
         Raises:
             RendezvousError: Some ranks did not come; they are named.
-            ConfigError: They disagree on the way.
+            ConfigError: They disagree.
         """
-        self.store.set(f"shm/host/{self.rank}", f"{way}|{name}".encode())
+        word = f"{__version__}|{way}|{name}"
+        self.store.set(f"shm/host/{self.rank}", word.encode())
         keys = [f"shm/host/{r}" for r in range(self.world_size)]
         try:
             self.wait(keys)
@@ -85,10 +87,13 @@ class Meeting:
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
             raise RendezvousError(msg) from exc
-        said = [value.decode().split("|", 1) for value in self.store.multi_get(keys)]
-        _require_one_way([way for way, _ in said])
+        said = [value.decode().split("|", 2) for value in self.store.multi_get(keys)]
+        advice = "install the same version of braid on all hosts"
+        _require_one([word[0] for word in said], "have the same version of braid", advice)
+        advice = "set BRAID_PORTABLE=1 for all ranks or for none"
+        _require_one([word[1] for word in said], "reach each other in the same way", advice)
         numbers: dict[str, int] = {}
-        return tuple(numbers.setdefault(name, len(numbers)) for _, name in said)
+        return tuple(numbers.setdefault(word[2], len(numbers)) for word in said)
 
     def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
         """Tell all ranks, or `ranks`, a word and hear theirs; each topic once."""
@@ -124,20 +129,17 @@ class Meeting:
             raise PeerLostError(msg, rank=loss.rank) from None
 
 
-def _require_one_way(ways: list[str]) -> None:
-    if len(set(ways)) == 1:
+def _require_one(words: list[str], claim: str, advice: str) -> None:
+    if len(set(words)) == 1:
         return
-    usual = max(ways, key=ways.count)
-    clear = ways.count(usual) > len(ways) / 2  # with a tie nobody is the odd one
-    width = max(map(len, ways))
+    usual = max(words, key=words.count)
+    clear = words.count(usual) > len(words) / 2  # with a tie nobody is the odd one
+    width = max(map(len, words))
     table = "\n".join(
-        f"  rank {r}  {way:<{width}}{'  <-- differs' if clear and way != usual else ''}".rstrip()
-        for r, way in enumerate(ways)
+        f"  rank {r}  {word:<{width}}{'  <-- differs' if clear and word != usual else ''}".rstrip()
+        for r, word in enumerate(words)
     )
-    msg = (
-        f"expected all ranks to reach each other in the same way, found\n{table}\n"
-        "set BRAID_PORTABLE=1 for all ranks or for none"
-    )
+    msg = f"expected all ranks to {claim}, found\n{table}\n{advice}"
     raise ConfigError(msg)
 
 
