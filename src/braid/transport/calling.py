@@ -139,6 +139,7 @@ def _shared_secret(meeting: Meeting, network: Network) -> Secret:
             "bytes into a file that only you can read (chmod 600) and name it in BRAID_SECRET_FILE on all hosts, or, on a "
             "network that you trust, set BRAID_INSECURE_NETWORK=1"
         )
+        meeting.part()
         raise ConfigError(msg)
     key = "shm/secret"
     if meeting.rank == 0:
@@ -165,6 +166,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
         "open the ports between them, or name an address on a network that all share with BRAID_LISTEN (or "
         "`braid run --network-interface`)"
     )
+    meeting.part()
     raise RendezvousError(msg)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Sequence
 
 from braid.clock import Clock
@@ -86,7 +87,8 @@ def connect(
             undo.callback(mirrors.close)
             links: dict[int, Link] = {}
             for peer, call in call_all(meeting, hosts, secret, network).items():
-                links[peer] = Link(peer, call.connection, shared.root, mirrors, host=call.host)
+                abroad = call.host if call.host != socket.gethostname() else ""
+                links[peer] = Link(peer, call.connection, shared.root, mirrors, host=abroad)
                 undo.callback(call.connection.close)
                 health.expect_end(peer, call.pid)
             transport = _with_far(meeting, shared, hosts, mirrors, links, crowded=crowded)

@@ -41,7 +41,7 @@ class Link:
 
     Attributes:
         rank: Global rank of the peer.
-        host: Name of its host.
+        host: Name of its host; empty if it is this one.
         fd: Descriptor of the socket.
         backlog: Bytes that the socket has not taken yet.
         open: Whether anything can come of it.
@@ -51,7 +51,7 @@ class Link:
         connection: After its handshake; owned by this object.
         root: Own root, whose name table the peer is sent as far as it has not got it.
         memory: Where to put what comes.
-        host: Name of the peer's host.
+        host: Name of the peer's host; empty if it is this one.
     """
 
     def __init__(
@@ -259,10 +259,11 @@ class Links:
     def _end(self, link: Link, how: str = "") -> None:
         state = self._memory.root(link.rank).words[STATE]
         link.close()
+        where = f"on {link.host} " if link.host else ""
         if how or state != CLOSED:
-            self._health.ended(link.rank, how or "died")
+            self._health.ended(link.rank, where + (how or "died"))
         else:
-            self._health.ended(link.rank, "has closed its connections", left=True)
+            self._health.ended(link.rank, f"{where}has closed its connections", left=True)
         self._memory.ended(link.rank)
 
     def _wake_pump(self) -> None:

@@ -7,6 +7,7 @@ way will never come.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterable
@@ -14,12 +15,13 @@ from pathlib import Path
 
 from braid._version import __version__
 from braid.clock import Clock
-from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError
+from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError, RendezvousError
 from braid.store import Store
 from braid.transport.health import Health
 
 __all__ = ["LOOK_S", "Meeting", "host_name"]
 
+PARTING_S = 5.0
 LOOK_S = 0.25  # how often a rank that waits for others to join looks whether one of them has died
 
 
@@ -88,10 +90,18 @@ class Meeting:
             )
             raise RendezvousError(msg) from exc
         said = [value.decode().split("|", 2) for value in self.store.multi_get(keys)]
-        advice = "install the same version of braid on all hosts"
-        _require_one([word[0] for word in said], "have the same version of braid", advice)
-        advice = "set BRAID_PORTABLE=1 for all ranks or for none"
-        _require_one([word[1] for word in said], "reach each other in the same way", advice)
+        wrong = _disagreement(
+            [word[0] for word in said],
+            "have the same version of braid",
+            "install the same version of braid on all hosts",
+        ) or _disagreement(
+            [word[1] for word in said],
+            "reach each other in the same way",
+            "set BRAID_PORTABLE=1 for all ranks or for none",
+        )
+        if wrong:
+            self.part()
+            raise ConfigError(wrong)
         numbers: dict[str, int] = {}
         return tuple(numbers.setdefault(word[2], len(numbers)) for word in said)
 
@@ -101,6 +111,13 @@ class Meeting:
         keys = [f"{topic}/{r}" for r in (range(self.world_size) if ranks is None else ranks)]
         self.wait(keys)
         return [value.decode() for value in self.store.multi_get(keys)]
+
+    def part(self) -> None:
+        """Before all ranks raise the same error: rank 0, which may serve the store, goes when the others know it, too."""
+        self.store.set(f"shm/parted/{self.rank}", b"")
+        if self.rank == 0:
+            with contextlib.suppress(BraidError):
+                self.store.wait([f"shm/parted/{r}" for r in range(self.world_size)], PARTING_S)
 
     def wait(self, keys: list[str]) -> None:
         """Wait for keys of all ranks, but not for ranks of which the launcher says that they have ended.
@@ -129,9 +146,9 @@ class Meeting:
             raise PeerLostError(msg, rank=loss.rank) from None
 
 
-def _require_one(words: list[str], claim: str, advice: str) -> None:
+def _disagreement(words: list[str], claim: str, advice: str) -> str:
     if len(set(words)) == 1:
-        return
+        return ""
     usual = max(words, key=words.count)
     clear = words.count(usual) > len(words) / 2  # with a tie nobody is the odd one
     width = max(map(len, words))
@@ -139,8 +156,7 @@ def _require_one(words: list[str], claim: str, advice: str) -> None:
         f"  rank {r}  {word:<{width}}{'  <-- differs' if clear and word != usual else ''}".rstrip()
         for r, word in enumerate(words)
     )
-    msg = f"expected all ranks to {claim}, found\n{table}\n{advice}"
-    raise ConfigError(msg)
+    return f"expected all ranks to {claim}, found\n{table}\n{advice}"
 
 
 def host_name() -> str:
