@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm import hierarchical, message, move, reduce_scatter
+from braid.comm import hierarchical, message, move, reduce_scatter, relays
 from braid.comm.all_reduce import all_reduce, direct, two_phase
 from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox
@@ -277,3 +277,35 @@ def test_fewer_slots_than_turns_need_are_a_race(monkeypatch):
         )
 
     assert explore(record(2, steps)).races
+
+
+def _relayed(port: Port, kind: str, hosting: Hosting, per: int):
+    ch, me, n = port.channel(0), port.rank, port.size
+    ch.digest = 1
+    for root in (0, n - 1):
+        if kind == "broadcast":
+            x = torch.full((per,), float(me))
+            yield from relays.broadcast(ch, x, root, hosting)
+            assert x.tolist() == [float(root)] * per
+        elif kind == "all_gather":
+            outs = [torch.empty(per - r % 2) for r in range(n)]
+            yield from relays.all_gather(ch, outs, torch.full((per - me % 2,), float(me)), hosting)
+            assert [set(out.tolist()) for out in outs] == [{float(r)} for r in range(n)]
+        else:
+            out, offsets = torch.empty(per), [per * r for r in range(n + 1)]
+            x = torch.full((per * n,), float(me))
+            yield from relays.reduce_scatter(ch, out, x, offsets, "sum", None, hosting=hosting)
+            assert out.tolist() == [n * (n - 1) / 2] * per
+
+
+@pytest.mark.parametrize(
+    ("kind", "nbytes"), [("broadcast", 16), ("all_gather", 32), ("reduce_scatter", 80)]
+)
+@pytest.mark.parametrize("hosts", [(0, 0, 1), pytest.param((0, 0, 1, 1), marks=pytest.mark.proof)])
+def test_relays_never_wait_for_each_other_nor_write_what_is_still_read(
+    monkeypatch, kind, nbytes, hosts
+):
+    for name, value in (("CHUNK_BYTES", nbytes), ("DEPTH", 1), ("NUM_SLOTS", 5)):
+        monkeypatch.setattr(relays, name, value)
+    found = explore(record(len(hosts), lambda port: _relayed(port, kind, Hosting.of(hosts), 30)))
+    assert (found.deadlocks, found.races) == ([], [])

@@ -22,6 +22,7 @@ from braid.types import TensorSpec
 __all__ = ["Describer", "Key"]
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "scan")
+HIERARCHICAL = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 MAX_KNOWN = 8192  # descriptions that are kept; a job with more shapes than that describes some of them again
 
 
@@ -104,8 +105,9 @@ class Describer:
 
 
 def _check_algorithm(key: Key) -> None:
-    own = (*ALGORITHMS, "hierarchical") if key.kind == "all_reduce" else ("staged", "pulled")
-    possible = (*own, *names_for(key.kind))
+    own = tuple(ALGORITHMS) if key.kind == "all_reduce" else ("staged", "pulled")
+    over_hosts = ("hierarchical",) if key.kind in HIERARCHICAL else ()
+    possible = (*own, *over_hosts, *names_for(key.kind))
     if key.algorithm is not None and key.algorithm not in possible:
         msg = f"expected an algorithm out of {', '.join(possible)} for {key.kind}, found {key.algorithm!r}"
         raise ConfigError(msg)

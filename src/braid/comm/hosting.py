@@ -35,9 +35,19 @@ class Hosting(NamedTuple):
         return cls(tuple(tuple(found) for found in members.values()))
 
     @property
-    def num_lanes(self) -> int:
+    def fewest(self) -> int:
         """Members of the smallest host."""
         return min(map(len, self.hosts))
+
+    @property
+    def most(self) -> int:
+        """Members of the largest host."""
+        return max(map(len, self.hosts))
+
+    @property
+    def num_lanes(self) -> int:
+        """Members of every host that have a lane."""
+        return self.fewest
 
     def mates(self, member: int) -> tuple[int, ...]:
         """Members of the host of `member`, it included."""
@@ -52,6 +62,21 @@ class Hosting(NamedTuple):
         """Members that work on the same lane, in the order of hosts, it included; itself alone without one."""
         lane = self.lane(member)
         return (member,) if lane < 0 else tuple(host[lane] for host in self.hosts)
+
+    def relay(self, member: int, other: int) -> int:
+        """The relay of `member` on the host of `other`, which is another one."""
+        place, host = self.mates(member).index(member), self.mates(other)
+        return host[place % len(host)]
+
+    def relays(self, member: int) -> tuple[int, ...]:
+        """Relays of `member`, one on every other host."""
+        return tuple(self.relay(member, host[0]) for host in self.hosts if member not in host)
+
+    def served(self, member: int) -> tuple[int, ...]:
+        """Members of other hosts whose relay `member` is."""
+        mates = self.mates(member)
+        others = (m for host in self.hosts if member not in host for m in host)
+        return tuple(m for m in others if self.relay(m, mates[0]) == member)
 
     def bytes_out(self, to_every_other: float) -> float:
         """Bytes that the busiest host sends when each member sends every member of other hosts `to_every_other` bytes."""

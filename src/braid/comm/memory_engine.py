@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from braid.comm import message, move, reduce_scatter
+from braid.comm import message, move, reduce_scatter, relays
 from braid.comm.all_reduce import all_reduce
 from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
@@ -346,7 +346,20 @@ class MemoryEngine:
                     residuals=residuals,
                 )
             return all_reduce(channel, x, call.op, scale, algorithm=algorithm, forced=forced)
+        if algorithm == "hierarchical":
+            return self._by_relays(call, channel, scale)
         return self._parts(call, channel, scale, private=algorithm == "pulled")
+
+    def _by_relays(self, call: Call, channel: Channel, scale: float | None) -> Steps:
+        outs, hosting = call.outs, self.hosting
+        if call.kind == "broadcast":
+            return relays.broadcast(channel, outs[0], call.peer, hosting)
+        x = call.ins[0]
+        if call.kind == "all_gather":
+            return relays.all_gather(channel, outs, x, hosting)
+        assert call.kind == "reduce_scatter", call.kind
+        offsets = _offsets(call, channel.size)
+        return relays.reduce_scatter(channel, outs[0], x, offsets, call.op, scale, hosting=hosting)
 
     def _parts(self, call: Call, channel: Channel, scale: float | None, *, private: bool) -> Steps:
         kind, outs = call.kind, call.outs
@@ -367,7 +380,7 @@ class MemoryEngine:
         if kind == "scan":
             return reduce_scatter.scan(channel, outs[0], x, call.op, exclusive=call.exclusive)
         assert kind == "reduce_scatter", kind
-        offsets = [0, *accumulate(call.widths or [x.numel() // channel.size] * channel.size)]
+        offsets = _offsets(call, channel.size)
         return reduce_scatter.reduce_scatter(
             channel, outs[0], x, offsets, call.op, scale, private=private
         )
@@ -405,3 +418,8 @@ class MemoryEngine:
         statistics.num_operations += 1
         statistics.nbytes += call.nbytes
         statistics.waited_ns += operation.waited_ns
+
+
+def _offsets(call: Call, size: int) -> list[int]:
+    """First element of each part of a reduce_scatter, and the end."""
+    return [0, *accumulate(call.widths or [call.ins[0].numel() // size] * size)]

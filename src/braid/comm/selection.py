@@ -82,7 +82,7 @@ def predicted_s(
 
     Args:
         kind: Operation.
-        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged or pulled for the others.
+        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or hierarchical for the others.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Of the primitives.
@@ -122,6 +122,9 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("all_gather", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
     ("reduce_scatter", "staged"): lambda _n, l, m: (_chunks(l), m, m, 0),  # noqa: E741
     ("reduce_scatter", "pulled"): lambda _n, _l, m: (2, 0, m, m),
+    ("broadcast", "hierarchical"): lambda _n, l, _: (1, 2 * l, 0, 0),  # noqa: E741
+    ("all_gather", "hierarchical"): lambda _n, l, m: (1, 2 * m, 0, 0),  # noqa: ARG005, E741
+    ("reduce_scatter", "hierarchical"): lambda _n, l, m: (1, l, m, 0),  # noqa: E741
     ("reduce", "staged"): lambda n, l, m: (2 * _chunks(l), l + l / n + m, m, 0),  # noqa: E741
     ("reduce", "pulled"): lambda n, l, m: (2, l / n + m, m, m),  # noqa: E741
     ("all_to_all", "staged"): lambda _n, l, m: (_chunks(l), 2 * m, 0, 0),  # noqa: E741
@@ -148,6 +151,18 @@ _SENT: dict[tuple[str, str], Callable[[int, int, Hosting], tuple[float, float]]]
         3 if len(hosting.hosts) > 2 else 2,
         2 * (len(hosting.hosts) - 1) / len(hosting.hosts) * l,
     ),
+    ("broadcast", "staged"): lambda n, l, hosting: (  # noqa: E741
+        1 + _chunks(l),
+        (n - hosting.fewest) * l,
+    ),
+    ("broadcast", "hierarchical"): lambda _n, l, hosting: (3, (len(hosting.hosts) - 1) * l),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, hosting: (_chunks(l / n), hosting.bytes_out(l / n)),  # noqa: E741
+    ("all_gather", "hierarchical"): lambda n, l, hosting: (  # noqa: E741
+        3,
+        hosting.most * (len(hosting.hosts) - 1) * l / n,
+    ),
+    ("reduce_scatter", "staged"): lambda n, l, hosting: (_chunks(l), hosting.bytes_out(l / n)),  # noqa: E741
+    ("reduce_scatter", "hierarchical"): lambda n, l, hosting: (3, (n - hosting.fewest) * l / n),  # noqa: E741
 }
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
 
@@ -176,9 +191,7 @@ class Selection:
         self.size = size
         self.may_pull = may_pull and bool(costs.pull)
         self.hosting = hosting
-        self._excluded = set() if self.may_pull else {"pulled"}
-        if hosting is None or (in_order and len(hosting.hosts) < size):
-            self._excluded.add("hierarchical")
+        self._in_order = in_order
         kinds = dict.fromkeys(kind for kind, _ in _FORMS)
         self._tables = {kind: self._table(kind) for kind in kinds}
 
@@ -221,7 +234,19 @@ class Selection:
 
     def _names(self, kind: str) -> list[str]:
         names = [name for other, name in _FORMS if other == kind]
-        return [name for name in names if name not in self._excluded]
+        if not self.may_pull and "pulled" in names:
+            names.remove("pulled")
+        if "hierarchical" in names and not self._may_divide(kind):
+            names.remove("hierarchical")
+        return names
+
+    def _may_divide(self, kind: str) -> bool:
+        """Whether to do it inside of each host first: where that is possible, saves anything, and may change the order of sums."""
+        if self.hosting is None:
+            return False
+        alone = len(self.hosting.hosts) == self.size
+        reduces = kind in {"all_reduce", "reduce_scatter"}
+        return kind == "all_reduce" if alone else not (reduces and self._in_order)
 
     def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
         return predicted_s(kind, name, nbytes, self.size, self.costs, self.hosting)

@@ -34,6 +34,7 @@ class Window:
         self._ch = ch
         self._block = ch.reserve(nbytes)
         self._bases: list[int] = []
+        self._first = 0
         self._audiences: dict[tuple[int, ...], Any] = {}
 
     def open(self) -> Steps:
@@ -41,6 +42,7 @@ class Window:
         ch = self._ch
         ch.point(self._block.word)
         yield from ch.exchange()
+        self._first = ch.value + 1
         self._bases = [ch.entry(member, ch.value).block for member in range(ch.size)]
         self._bases[ch.rank] = self._block.word
 
@@ -48,6 +50,10 @@ class Window:
         """Let nobody go on before all have come so far: who is done early would else begin something that others compare with this."""
         self._ch.point(self._block.word)  # who is late may read it in this step's line
         yield from self._ch.exchange()
+
+    def value_of(self, number: int) -> int:
+        """Value of the step number `number` after `open`."""
+        return self._first + number
 
     def view(self, member: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor in the window of `member`.

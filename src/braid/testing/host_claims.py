@@ -39,6 +39,32 @@ def lanes_sum_everything_once(group: Group) -> None:
 
 
 @needs("wires")
+def relays_move_everything_once(group: Group) -> None:
+    """Broadcast from every root, all-gather and reduce-scatter, of equal and of different parts."""
+    if "hierarchical" not in group.engine.capabilities.algorithms:
+        return
+    me, n = group.rank, group.size
+    for numel in NUMELS:
+        inputs = [of_rank(r, numel * n, torch.int64).double() for r in range(n)]
+        total = torch.stack(inputs).sum(0)
+        for root in range(n):
+            found = group.broadcast(inputs[me].clone(), root, algorithm="hierarchical")
+            same(found, inputs[root])
+        same(group.all_gather(inputs[me], algorithm="hierarchical"), torch.cat(inputs))
+        found = group.reduce_scatter(inputs[me], "avg", algorithm="hierarchical")
+        same(found, (total / n)[me * numel : (me + 1) * numel])
+        sizes = [numel + r for r in range(n)]
+        rows = [of_rank(r, size, torch.float32) for r, size in enumerate(sizes)]
+        outs = [torch.empty(size) for size in sizes]
+        group.all_gather(rows[me], out=outs, algorithm="hierarchical")
+        for found, row in zip(outs, rows, strict=True):
+            same(found, row)
+        parts = [torch.full((size,), float(r + me)) for r, size in enumerate(sizes)]
+        own = group.reduce_scatter(parts, algorithm="hierarchical")
+        same(own, torch.full((sizes[me],), float(n * me + n * (n - 1) // 2)))
+
+
+@needs("wires")
 def averages_over_hosts_do_not_overflow_on_the_way(group: Group) -> None:
     """The sum of float16 numbers near the largest is infinite on every host, and over them."""
     if "hierarchical" in group.engine.capabilities.algorithms:
@@ -103,6 +129,7 @@ def requests_over_hosts_start_in_any_order(group: Group) -> None:
 
 HOST_CLAIMS: tuple[Claim, ...] = (
     lanes_sum_everything_once,
+    relays_move_everything_once,
     averages_over_hosts_do_not_overflow_on_the_way,
     wires_round_and_agree,
     what_a_wire_leaves_out_comes_later,
