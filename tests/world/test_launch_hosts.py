@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import stat
@@ -57,7 +58,10 @@ def test_ranks_know_their_places(run, console):
         "NODE_RANK=1 ROLE_RANK=2 ROLE_NAME=default ROLE_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 "
         "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1"
     )
-    assert console.notices[0].startswith("3 ranks on a:1,b:2, logs in ")
+    assert (
+        console.notices[0] == "a, b are one machine: ranks with the same LOCAL_RANK share devices"
+    )
+    assert console.notices[1].startswith("3 ranks on a:1,b:2, logs in ")
 
 
 @pytest.mark.parametrize(
@@ -254,3 +258,12 @@ def test_a_signal_for_an_agent_ends_the_run_and_says_where_it_came(started):
     _, text = launcher.communicate(timeout=LIMIT_S)
     assert "SIGTERM received on host b, passing it on to all ranks" in text
     assert (launcher.returncode, gone([*pids, *agents.values()])) == (143, True)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(24))
+def test_the_culprit_is_right_wherever_it_is_and_whenever_it_fails(run, seed):
+    draw = random.Random(seed)
+    hosts, host = draw.choice([("a:1,b:2", "b"), ("a:2,b:1", "a"), ("a:1,b:1,c:1", "b")])
+    outcome = run("train", draw.choice(["kill", "exit"]), str(draw.randrange(30)), hosts=hosts, grace_s=10.0)  # fmt: skip
+    assert guilty(outcome) == [(1, host)]
