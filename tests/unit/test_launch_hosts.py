@@ -175,7 +175,7 @@ def test_everything_that_is_missing_in_the_environment_is_one_message():
 
 NOTHING = {
     "num_ranks": None, "hosts": "", "hostfile": "", "rsh": "", "remote_python": "", "env": "", "nnodes": None,
-    "node_rank": None, "rdzv": "", "rdzv_timeout": 300.0, "insecure_network": False, "network_interface": "", "listen": "",
+    "node_rank": None, "rdzv": "", "rdzv_timeout": None, "insecure_network": False, "network_interface": "", "listen": "",
 }  # fmt: skip
 
 

@@ -13,6 +13,9 @@ from braid.rendezvous.meeting import MeetingPoint
 
 __all__ = ["choose_where"]
 
+HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
+NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
+
 
 def choose_where(
     *,
@@ -25,7 +28,7 @@ def choose_where(
     nnodes: int | None,
     node_rank: int | None,
     rdzv: str,
-    rdzv_timeout: float,
+    rdzv_timeout: float | None,
     insecure_network: bool,
     network_interface: str,
     listen: str,
@@ -43,7 +46,7 @@ def choose_where(
         nnodes: Value of --nnodes.
         node_rank: Value of --node-rank.
         rdzv: Value of --rdzv.
-        rdzv_timeout: Value of --rdzv-timeout, in seconds.
+        rdzv_timeout: Value of --rdzv-timeout, in seconds; None for the default.
         insecure_network: Value of --insecure-network.
         network_interface: Value of --network-interface.
         listen: Value of --listen.
@@ -88,6 +91,7 @@ def choose_where(
             interfaces=networks,
             listen=listen,
             environ=tuple(filter(None, env.split(","))),
+            start_limit_s=HOSTS_LIMIT_S if rdzv_timeout is None else rdzv_timeout,
         )
         again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
         return where, tuple(
@@ -106,7 +110,7 @@ def _nodes(
     nnodes: int | None,
     node_rank: int | None,
     rdzv: str,
-    rdzv_timeout: float,
+    rdzv_timeout: float | None,
     *,
     insecure: bool,
     networks: tuple[str, ...],
@@ -123,7 +127,7 @@ def _nodes(
         insecure_network=insecure or environ.get("BRAID_INSECURE_NETWORK") == "1",
         interfaces=networks,
         listen=listen,
-        join_limit_s=rdzv_timeout,
+        join_limit_s=NODES_LIMIT_S if rdzv_timeout is None else rdzv_timeout,
     )
     again = ["--nnodes", str(point.num_nodes)]
     again += [] if point.node_rank is None else ["--node-rank", str(point.node_rank)]
