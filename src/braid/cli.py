@@ -172,8 +172,8 @@ def run(
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas.
         listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the one they reach it at).
     """
-    from braid.commands.several_hosts import choose_where
-    from braid.launch import JobSpec, Nodes, Supervisor, TerminalConsole
+    from braid.commands.several_hosts import choose_where, run_on
+    from braid.launch import JobSpec, Supervisor, TerminalConsole
 
     if module and no_python:
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
@@ -212,12 +212,11 @@ def run(
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
-        supervisor = Supervisor(console, owns_process=True)
-        if isinstance(where, Nodes):
-            exit_code, text = supervisor.meet(job, where)
-        else:
-            outcome = supervisor.run(job, where)
+        if where is None:
+            outcome = Supervisor(console, owns_process=True).run(job)
             exit_code, text = outcome.exit_code, "" if outcome.ok else str(outcome)
+        else:
+            exit_code, text = run_on(where, job, console)
     drop_unwritten()  # the logs have it all; the exit code is that of the job
     if text:
         print(text, file=sys.stderr, flush=True)

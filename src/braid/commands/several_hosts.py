@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from braid.errors import ConfigError
-from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
+from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
 from braid.launch.placement import DEFAULT_RSH
 from braid.rendezvous.meeting import MeetingPoint
 
-__all__ = ["choose_where"]
+__all__ = ["choose_where", "run_on"]
 
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
 NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
@@ -103,6 +103,17 @@ def choose_where(
             insecure=insecure_network, networks=networks, listen=listen, environ=os.environ if environ is None else environ,
         )  # fmt: skip
     return None, ()
+
+
+def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
+    """Run a job where `choose_where` said; returns the exit code, and the error block if it failed."""
+    from braid.launch.several_hosts import HostsSupervisor
+
+    supervisor = HostsSupervisor(console)
+    if isinstance(where, Nodes):
+        return supervisor.meet(job, where)
+    outcome = supervisor.run(job, where)
+    return outcome.exit_code, "" if outcome.ok else str(outcome)
 
 
 def _nodes(
