@@ -16,6 +16,7 @@ import tyro
 from braid._version import __version__
 from braid.commands import TOLD, Directory
 from braid.commands.bench import bench_comm, bench_ddp
+from braid.commands.host_options import HostOptions
 from braid.commands.probe import probe
 from braid.commands.schedule import (
     schedule_check,
@@ -99,10 +100,6 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)]
-Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
-
-
 def run(
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
@@ -125,20 +122,7 @@ def run(
     hang_report: float = 10.0,
     grace: float = 5.0,
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
-    hosts: Annotated[
-        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
-    ] = "",
-    hostfile: Text = "",
-    rsh: Text = "",
-    remote_python: Text = "",
-    env: Text = "",
-    nnodes: Count = None,
-    node_rank: Count = None,
-    rdzv: Text = "",
-    rdzv_timeout: float = 300.0,
-    insecure_network: bool = False,
-    network_interface: Text = "",
-    listen: Text = "",
+    on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
     """Run a program on N ranks, of this host or of several, and say who is guilty if it fails.
 
@@ -157,21 +141,10 @@ def run(
         hang_report: How long ranks may wait for one that does not come before it is reported, in seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
         resume: Checkpoint to resume from; auto for the last complete one.
-        hosts: Run on these hosts, with so many ranks each; braid must be installed there.
-        hostfile: A file that names them, in lines such as `a slots=2`.
-        rsh: Command that reaches {host} (default: ssh without questions).
-        remote_python: Interpreter on the hosts (default: the path of this one).
-        env: Names of environment variables that ranks on hosts shall have from here, with commas.
-        nnodes: You start `braid run` on so many hosts yourself, with the same command.
-        node_rank: Number of this one; 0 shows what all of them do.
-        rdzv: Where they meet: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env:// (default).
-        rdzv_timeout: How long nodes may take to come, in seconds.
-        insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
-        network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas.
-        listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the one they reach it at).
+        on: On which hosts.
     """
-    from braid.commands.several_hosts import choose_where
-    from braid.launch import JobSpec, Nodes, Supervisor, TerminalConsole
+    from braid.commands.several_hosts import choose_where, run_on
+    from braid.launch import JobSpec, Supervisor, TerminalConsole
 
     if module and no_python:
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
@@ -179,21 +152,7 @@ def run(
     if port != "auto" and not port.isdecimal():
         msg = f"expected --port auto or a number, found {port!r}"
         raise ConfigError(msg)
-    where, told = choose_where(
-        num_ranks=n,
-        hosts=hosts,
-        hostfile=hostfile,
-        rsh=rsh,
-        remote_python=remote_python,
-        env=env,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv=rdzv,
-        rdzv_timeout=rdzv_timeout,
-        insecure_network=insecure_network,
-        network_interface=network_interface,
-        listen=listen,
-    )
+    where, told = choose_where(on, n)
     job = JobSpec(
         command=command,
         kind="module" if module else "program" if no_python else "script",
@@ -210,12 +169,11 @@ def run(
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
-        supervisor = Supervisor(console, owns_process=True)
-        if isinstance(where, Nodes):
-            exit_code, text = supervisor.meet(job, where)
-        else:
-            outcome = supervisor.run(job, where)
+        if where is None:
+            outcome = Supervisor(console, owns_process=True).run(job)
             exit_code, text = outcome.exit_code, "" if outcome.ok else str(outcome)
+        else:
+            exit_code, text = run_on(where, job, console)
     drop_unwritten()  # the logs have it all; the exit code is that of the job
     if text:
         print(text, file=sys.stderr, flush=True)

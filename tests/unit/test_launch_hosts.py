@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.commands.host_options import HostOptions
 from braid.commands.several_hosts import choose_where
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
@@ -173,14 +174,8 @@ def test_everything_that_is_missing_in_the_environment_is_one_message():
     assert [words for words in expected if words not in str(caught.value)] == []
 
 
-NOTHING = {
-    "num_ranks": None, "hosts": "", "hostfile": "", "rsh": "", "remote_python": "", "env": "", "nnodes": None,
-    "node_rank": None, "rdzv": "", "rdzv_timeout": 300.0, "insecure_network": False, "network_interface": "", "listen": "",
-}  # fmt: skip
-
-
-def choose(environ=None, **options):
-    return choose_where(**{**NOTHING, **options}, environ=environ or {})
+def choose(environ=None, *, num_ranks=None, **options):
+    return choose_where(HostOptions(**options), num_ranks, environ or {})
 
 
 def test_no_option_means_this_host():

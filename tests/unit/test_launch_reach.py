@@ -186,6 +186,14 @@ def test_what_a_host_cannot_run_is_said_for_all_hosts():
     assert "host b cannot run this: no script\nnothing is wrong with a" in muster.problem
 
 
+def test_names_of_one_machine_are_found():
+    muster = state(3, {0: "a", 1: "b", 2: "a.example"})
+    for node, machine in enumerate(["m0", "m1", "m0"]):
+        muster.ready(node, ready(), 0)
+        muster.here(node, Here(machine, (LAN[1],)), 0)
+    assert muster.shared_machines == [["a", "a.example"]]
+
+
 def test_a_node_that_left_may_come_again():
     muster = state(names={})
     muster.ready(1, ready(), 0)

@@ -6,129 +6,126 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from braid.commands.host_options import HostOptions
 from braid.errors import ConfigError
-from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
+from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
 from braid.launch.placement import DEFAULT_RSH
 from braid.rendezvous.meeting import MeetingPoint
 
-__all__ = ["choose_where"]
+__all__ = ["choose_where", "run_on"]
+
+HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
+NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
 
 
 def choose_where(
-    *,
-    num_ranks: int | None,
-    hosts: str,
-    hostfile: str,
-    rsh: str,
-    remote_python: str,
-    env: str,
-    nnodes: int | None,
-    node_rank: int | None,
-    rdzv: str,
-    rdzv_timeout: float,
-    insecure_network: bool,
-    network_interface: str,
-    listen: str,
-    environ: Mapping[str, str] | None = None,
+    options: HostOptions, num_ranks: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Hosts | Nodes | None, tuple[str, ...]]:
     """On which hosts to run, None for this one; and the options that say so again, for the line that resumes.
 
     Args:
+        options: As typed.
         num_ranks: Value of -n.
-        hosts: Value of -H.
-        hostfile: Value of --hostfile.
-        rsh: Value of --rsh.
-        remote_python: Value of --remote-python.
-        env: Value of --env.
-        nnodes: Value of --nnodes.
-        node_rank: Value of --node-rank.
-        rdzv: Value of --rdzv.
-        rdzv_timeout: Value of --rdzv-timeout, in seconds.
-        insecure_network: Value of --insecure-network.
-        network_interface: Value of --network-interface.
-        listen: Value of --listen.
         environ: The environment; that of this process when None.
 
     Raises:
         ConfigError: Options that exclude or need each other.
     """
-    reached = {"-H": hosts, "--hostfile": hostfile}
-    how = {"--rsh": rsh, "--remote-python": remote_python, "--env": env}
+    o = options
+    reached = {"-H": o.hosts, "--hostfile": o.hostfile}
+    how = {"--rsh": o.rsh, "--remote-python": o.remote_python, "--env": o.env}
+    ways = {"--network-interface": o.network_interface, "--listen": o.listen}
     by_hand = {
-        "--nnodes": nnodes is not None,
-        "--node-rank": node_rank is not None,
-        "--rdzv": rdzv,
-        "--insecure-network": insecure_network,
+        "--nnodes": o.nnodes is not None,
+        "--node-rank": o.node_rank is not None,
+        "--rdzv": o.rdzv,
+        "--insecure-network": o.insecure_network,
     }
-    told = [f"{name} {value}" for name, value in {**reached, **how}.items() if value]
-    own = [name for name, value in by_hand.items() if value]
-    problems = []
-    if any(reached.values()) and own:
-        problems.append(
-            f"{told[0]} lets braid reach the hosts, {own[0]} means that you start it there"
+    _refuse_contradictions(reached, how, ways, [name for name, said in by_hand.items() if said])
+    if any(reached.values()):
+        again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
+        told = tuple(word for name, said in again.items() if said for word in (name, said))
+        return _hosts(o, num_ranks), told
+    if any(by_hand.values()):
+        return _nodes(
+            o, 1 if num_ranks is None else num_ranks, os.environ if environ is None else environ
         )
-    if hosts and hostfile:
+    return None, ()
+
+
+def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
+    """Run a job where `choose_where` said; returns the exit code, and the error block if it failed."""
+    from braid.launch.several_hosts import HostsSupervisor
+
+    supervisor = HostsSupervisor(console)
+    if isinstance(where, Nodes):
+        return supervisor.meet(job, where)
+    outcome = supervisor.run(job, where)
+    return outcome.exit_code, "" if outcome.ok else str(outcome)
+
+
+def _refuse_contradictions(
+    reached: Mapping[str, str], how: Mapping[str, str], ways: Mapping[str, str], by_hand: list[str]
+) -> None:
+    told = [f"{name} {said}" for name, said in {**reached, **how}.items() if said]
+    is_reached = any(reached.values())
+    problems = []
+    if is_reached and by_hand:
+        problems.append(
+            f"{told[0]} lets braid reach the hosts, {by_hand[0]} means that you start it there"
+        )
+    if all(reached.values()):
         problems.append("-H and --hostfile both name the hosts")
-    if any(how.values()) and not any(reached.values()):
+    if any(how.values()) and not is_reached:
         problems.append(f"{told[0]} needs hosts: name them with -H or --hostfile")
-    ways = {"--network-interface": network_interface, "--listen": listen}
-    if any(ways.values()) and not any(reached.values()) and not own:
-        named = " and ".join(name for name, value in ways.items() if value)
+    if any(ways.values()) and not is_reached and not by_hand:
+        named = " and ".join(name for name, said in ways.items() if said)
         problems.append(f"{named} needs several hosts")
     if problems:
         msg = f"options exclude each other: {'; '.join(problems)}"
         raise ConfigError(msg)
-    networks = tuple(filter(None, network_interface.split(",")))
-    if any(reached.values()):
-        where = Hosts(
-            hosts=parse_hosts(hosts) if hosts else _read_hostfile(hostfile),
-            num_ranks=num_ranks,
-            rsh=rsh or DEFAULT_RSH,
-            remote_python=remote_python,
-            interfaces=networks,
-            listen=listen,
-            environ=tuple(filter(None, env.split(","))),
-        )
-        again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
-        return where, tuple(
-            word for name, value in again.items() if value for word in (name, value)
-        )
-    if own:
-        return _nodes(
-            num_ranks, nnodes, node_rank, rdzv, rdzv_timeout,
-            insecure=insecure_network, networks=networks, listen=listen, environ=os.environ if environ is None else environ,
-        )  # fmt: skip
-    return None, ()
+
+
+def _hosts(options: HostOptions, num_ranks: int | None) -> Hosts:
+    limit_s = options.rdzv_timeout
+    return Hosts(
+        hosts=parse_hosts(options.hosts) if options.hosts else _read_hostfile(options.hostfile),
+        num_ranks=num_ranks,
+        rsh=options.rsh or DEFAULT_RSH,
+        remote_python=options.remote_python,
+        interfaces=_listed(options.network_interface),
+        listen=options.listen,
+        environ=_listed(options.env),
+        start_limit_s=HOSTS_LIMIT_S if limit_s is None else limit_s,
+    )
 
 
 def _nodes(
-    num_ranks: int | None,
-    nnodes: int | None,
-    node_rank: int | None,
-    rdzv: str,
-    rdzv_timeout: float,
-    *,
-    insecure: bool,
-    networks: tuple[str, ...],
-    listen: str,
-    environ: Mapping[str, str],
+    options: HostOptions, slots: int, environ: Mapping[str, str]
 ) -> tuple[Nodes, tuple[str, ...]]:
-    rdzv = rdzv or "env://"
-    point = MeetingPoint.parse(rdzv, num_nodes=nnodes, node_rank=node_rank, environ=environ)
-    slots = 1 if num_ranks is None else num_ranks
+    rdzv, limit_s = options.rdzv or "env://", options.rdzv_timeout
+    point = MeetingPoint.parse(
+        rdzv, num_nodes=options.nnodes, node_rank=options.node_rank, environ=environ
+    )
+    trusting = environ.get("BRAID_INSECURE_NETWORK") == "1"
     nodes = Nodes(
         meeting=point,
         slots=slots,
         secret_file=environ.get("BRAID_SECRET_FILE", ""),
-        insecure_network=insecure or environ.get("BRAID_INSECURE_NETWORK") == "1",
-        interfaces=networks,
-        listen=listen,
-        join_limit_s=rdzv_timeout,
+        insecure_network=options.insecure_network or trusting,
+        interfaces=_listed(options.network_interface),
+        listen=options.listen,
+        join_limit_s=NODES_LIMIT_S if limit_s is None else limit_s,
     )
     again = ["--nnodes", str(point.num_nodes)]
     again += [] if point.node_rank is None else ["--node-rank", str(point.node_rank)]
-    again += ["--rdzv", rdzv, "-n", str(slots), *(["--insecure-network"] if insecure else [])]
+    again += ["--rdzv", rdzv, "-n", str(slots)]
+    again += ["--insecure-network"] if options.insecure_network else []
     return nodes, tuple(again)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _read_hostfile(name: str) -> tuple[Host, ...]:

@@ -14,6 +14,7 @@ from braid.wire import Identity, Listener, Secret
 __all__ = ["LOBBY_RUN", "Lobby"]
 
 LOBBY_RUN = "braid-nodes"  # the run's own name is told to those who are let in
+MOST_TOLD = 20  # somebody may be scanning ports
 Judge = Callable[[HostAgent], str]
 
 
@@ -33,7 +34,8 @@ class Lobby:
         identity = Identity(LOBBY_RUN, AGENT_ROLE, -1)
         self._clock = clock
         self._pending: list[HostAgent] = []
-        self._told: dict[str, int] = {}
+        self._told: dict[str, tuple[str, ...]] = {}
+        self._num_told = 0
         self._selector: selectors.BaseSelector | None = None
         self._judge: Judge | None = None
         self._notice: Callable[[str], None] | None = None
@@ -101,14 +103,7 @@ class Lobby:
                 if self._selector is not None:
                     agent.watch(self._selector)
                 agent.hear()
-            refusals = listener.refusals
-            if (
-                self._notice is not None
-                and refusals
-                and self._told.get(listener.address) != hash(refusals)
-            ):
-                self._told[listener.address] = hash(refusals)
-                self._notice(f"turned away {refusals[-1]}")
+            self._tell(listener)
 
     def close(self) -> None:
         """Turn everybody away. Idempotent."""
@@ -118,6 +113,16 @@ class Lobby:
         self._pending = []
         for listener in self._listeners:
             listener.close()
+
+    def _tell(self, listener: Listener) -> None:
+        """Tell of strangers, as far as there are not too many."""
+        refusals = listener.refusals
+        if self._notice is None or self._told.get(listener.address, ()) == refusals:
+            return
+        self._told[listener.address] = refusals
+        self._num_told += 1
+        if self._num_told <= MOST_TOLD:
+            self._notice(f"turned away {refusals[-1]}")
 
     def _said(self, agent: HostAgent, message: FromAgent, buffers: list[memoryview]) -> None:  # noqa: ARG002 - none follow
         if not isinstance(message, Ready) or self._judge is None or agent not in self._pending:

@@ -150,6 +150,9 @@ class Muster:
         for agent in self._agents.values():
             agent.unwatch()
         self._beacons.close()
+        for names in self._state.shared_machines:
+            listed = ", ".join(names)
+            self._notice(f"{listed} are one machine: ranks with the same LOCAL_RANK share devices")
         return RemoteCrew(
             Mustered(
                 self._run_id,

@@ -125,6 +125,14 @@ class MusterState:
         """Why the job cannot start; empty unless FAILED."""
         return self._text
 
+    @property
+    def shared_machines(self) -> list[list[str]]:
+        """Hosts that are the same machine under several names, whose ranks will share its devices."""
+        by_machine: dict[str, list[str]] = {}
+        for node in sorted(set(self._here) - {LAUNCHER}):
+            by_machine.setdefault(self._here[node].machine, []).append(self.name(node))
+        return [names for names in by_machine.values() if len(names) > 1]
+
     def is_taken(self, node: int) -> Ready | None:
         """Who is `node` already; None when nobody is."""
         return self._ready.get(node)

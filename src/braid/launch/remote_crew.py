@@ -27,7 +27,6 @@ from braid.launch.crew import OnChange, OnSignal, Seat, Seating
 from braid.launch.host_agent import HostAgent
 from braid.launch.hosts import Place
 from braid.launch.lobby import Lobby
-from braid.launch.processes import Change
 from braid.launch.rank import Rank
 from braid.launch.reach import LAUNCHER
 from braid.launch.remote_rank import RemoteRank
@@ -36,7 +35,6 @@ from braid.wire import Address, Secret
 __all__ = ["Mustered", "RemoteCrew"]
 
 SETTLE_NS = 10_000_000_000
-CANNOT_START = 127  # the shell's exit code for a program that cannot be started
 
 
 class Mustered(NamedTuple):
@@ -216,26 +214,9 @@ class RemoteCrew:
         elif isinstance(message, Started | NotStarted | Output | Remains | Changed):
             for rank in self._on(agent.node):
                 if rank.rank == message.rank and rank.alive:
-                    self._of_rank(rank, message, buffers)
-
-    def _of_rank(
-        self,
-        rank: RemoteRank,
-        message: Started | NotStarted | Output | Remains | Changed,
-        buffers: list[memoryview],
-    ) -> None:
-        if isinstance(message, Started):
-            rank.started(message.pid)
-        elif isinstance(message, Output):
-            rank.wrote(message.stream, bytes(buffers[0]))
-        elif isinstance(message, Remains):
-            rank.left(message, buffers)
-        elif isinstance(message, Changed):
-            self._on_change(rank, rank.changed(message))
-        else:
-            words = f"braid: cannot start this rank: {message.problem}\n"
-            rank.wrote(2, words.encode())
-            self._on_change(rank, Change("exited", CANNOT_START))
+                    change = rank.take(message, buffers)
+                    if change is not None:
+                        self._on_change(rank, change)
 
     def _on_lost(self, agent: HostAgent, why: str) -> None:
         for rank in self._on(agent.node):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from signal import SIGKILL
+from typing import TypeAlias
 
 from braid.diagnose import ParsedError, RankEnd, RankView, clause
-from braid.launch.agent_messages import Changed, Remains, Send
+from braid.launch.agent_messages import Changed, NotStarted, Output, Remains, Send, Started
 from braid.launch.crew import Seat
 from braid.launch.hang_state import OpenWait
 from braid.launch.host_agent import HostAgent
@@ -14,7 +15,10 @@ from braid.launch.rank import Rank
 from braid.launch.rank_look import RankLook
 from braid.launch.supervisor_state import RankFacts
 
-__all__ = ["RemoteRank"]
+__all__ = ["OfRank", "RemoteRank"]
+
+CANNOT_START = 127  # the shell's exit code for a program that cannot be started
+OfRank: TypeAlias = Started | NotStarted | Output | Remains | Changed
 
 
 class RemoteRank(Rank):
@@ -48,18 +52,23 @@ class RemoteRank(Rank):
         """Process id on its host; 0 while unknown."""
         return self._pid
 
-    def started(self, pid: int) -> None:
-        """Its agent has started it."""
-        self._pid = pid
-
-    def wrote(self, stream: int, chunk: bytes) -> None:
-        """It has written to stdout (1) or stderr (2)."""
-        self.output.feed(stream, chunk, self._clock.now_ns())
-
-    def left(self, remains: Remains, buffers: list[memoryview]) -> None:
-        """Its agent has sent what its black box holds."""
-        pieces = list(zip(remains.offsets, map(bytes, buffers), strict=False))
-        self.box.load(pieces, bytes(buffers[-1]))
+    def take(self, message: OfRank, buffers: list[memoryview]) -> Change | None:
+        """What its agent says of it; a change of its process, on the launcher's clock, is returned."""
+        if isinstance(message, Started):
+            self._pid = message.pid
+        elif isinstance(message, Output):
+            self.output.feed(message.stream, bytes(buffers[0]), self._clock.now_ns())
+        elif isinstance(message, Remains):
+            pieces = list(zip(message.offsets, map(bytes, buffers), strict=False))
+            self.box.load(pieces, bytes(buffers[-1]))
+        elif isinstance(message, NotStarted):
+            words = f"braid: cannot start this rank: {message.problem}\n"
+            self.output.feed(2, words.encode(), self._clock.now_ns())
+            return Change("exited", CANNOT_START)
+        else:
+            t_ns = min(message.t_ns + self._agent.offset_ns, self._clock.now_ns())
+            return Change(message.what, message.status, t_ns, message.memory_kill)
+        return None
 
     def waiting(self, waits: list[OpenWait]) -> None:
         """It is inside of these, on its own clock."""
@@ -68,11 +77,6 @@ class RemoteRank(Rank):
     def seen(self, view: RankView) -> None:
         """Its agent has looked at it."""
         self._view = view
-
-    def changed(self, said: Changed) -> Change:
-        """A change of its process, on the launcher's clock."""
-        t_ns = min(said.t_ns + self._agent.offset_ns, self._clock.now_ns())
-        return Change(said.what, said.status, t_ns, said.memory_kill)
 
     def lost(self, why: str) -> Change:
         """Its host is gone, and it with it."""

@@ -59,7 +59,7 @@ from braid.rendezvous.control import CONTROL_ROLE
 from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
 from braid.wire import Identity, Listener
 
-__all__ = ["Run"]
+__all__ = ["carry_out"]
 
 NOTICE_NS = (
     2_000_000  # a survivor may notice a death, and unwind, this long before the launcher does
@@ -67,7 +67,32 @@ NOTICE_NS = (
 TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 
-class Run:
+def carry_out(
+    job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, crew: Crew
+) -> Outcome:
+    """Run a job to its end.
+
+    Args:
+        job: What to run.
+        console: Where output and notices go.
+        clock: Time source.
+        inbox: Signals of this process.
+        crew: Starts the ranks; the caller closes it.
+
+    Raises:
+        ConfigError: A rank cannot be started; nothing is left running.
+    """
+    with _Run(job, console, clock, inbox, crew) as run:
+        try:
+            run.attend()
+        finally:
+            run.settle()
+        outcome = run.conclude()
+    crew.dismiss(outcome.exit_code, "" if outcome.ok else str(outcome))
+    return outcome
+
+
+class _Run:
     """One run in progress; closing it ends all of its processes."""
 
     def __init__(
@@ -178,7 +203,7 @@ class Run:
         self._keep(partial(write_record, Path(self._log_dir), record))
         return outcome
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> _Run:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from braid.errors import ConfigError
 from braid.launch.hosts import Host, assign
@@ -42,7 +42,7 @@ class Hosts:
     interfaces: tuple[str, ...] = ()
     listen: str = ""
     environ: tuple[str, ...] = ()
-    start_limit_s: float = 30.0
+    start_limit_s: float = 60.0
 
     def __post_init__(self) -> None:
         assign(self.hosts, self.num_ranks)
@@ -76,7 +76,7 @@ class Nodes:
     insecure_network: bool = False
     interfaces: tuple[str, ...] = ()
     listen: str = ""
-    join_limit_s: float = field(default=300.0)
+    join_limit_s: float = 300.0
 
     def __post_init__(self) -> None:
         problems = []

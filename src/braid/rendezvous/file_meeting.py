@@ -7,6 +7,7 @@ is taken twice is noticed by both, and by whom.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class FileMeeting:
         self._path = Path(path)
         self._store = FileStore(path)
         me = f"{socket.gethostname()} (pid {os.getpid()})"
+        mine = f"{me}\n{secrets.token_hex(8)}".encode()  # containers may agree in name and number
         try:
             if node_rank is None:
                 node_rank = self._store.add("nodes", 1) - 1
@@ -48,10 +50,10 @@ class FileMeeting:
                     "remove the file if it is of an earlier run, or give all nodes the same --nnodes"
                 )
                 raise ConfigError(msg)
-            owner = self._store.compare_set(f"node/{node_rank}", b"", me.encode())
-            if owner != me.encode():
+            owner = self._store.compare_set(f"node/{node_rank}", b"", mine)
+            if owner != mine:
                 msg = (
-                    f"expected one node with --node-rank {node_rank} at {path}, found {owner.decode()} "
+                    f"expected one node with --node-rank {node_rank} at {path}, found {owner.decode().splitlines()[0]} "
                     f"and {me}: give every node its own, or remove the file if it is of an earlier run"
                 )
                 raise ConfigError(msg)

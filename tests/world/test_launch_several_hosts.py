@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import stat
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from braid.errors import ConfigError
-from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, Supervisor, parse_hosts
+from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
+from braid.launch.several_hosts import HostsSupervisor
 from braid.testing.leaks import no_leaks
 
 pytestmark = pytest.mark.procs
@@ -36,7 +38,7 @@ def run(tmp_path: Path, console: QuietConsole):
         options = {"grace_s": 0.2, "log_dir": str(tmp_path / "run"), **options}
         where = Hosts(hosts=parse_hosts(hosts), rsh=rsh, remote_python=python)
         with no_leaks():
-            return Supervisor(console).run(JobSpec(command=(JOBS, *command), **options), where)
+            return HostsSupervisor(console).run(JobSpec(command=(JOBS, *command), **options), where)
 
     return start
 
@@ -57,7 +59,10 @@ def test_ranks_know_their_places(run, console):
         "NODE_RANK=1 ROLE_RANK=2 ROLE_NAME=default ROLE_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1 "
         "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1"
     )
-    assert console.notices[0].startswith("3 ranks on a:1,b:2, logs in ")
+    assert (
+        console.notices[0] == "a, b are one machine: ranks with the same LOCAL_RANK share devices"
+    )
+    assert console.notices[1].startswith("3 ranks on a:1,b:2, logs in ")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +118,7 @@ def test_the_output_is_complete(run, tmp_path):
 def test_a_rank_that_keeps_another_host_waiting_is_named_with_its_line(tmp_path, console):
     jobs = Path(__file__).with_name("hang_jobs.py")
     job = JobSpec(command=(str(jobs), "out_of_batches"), threads=1, hang_report_s=0.5, log_dir=str(tmp_path / "run"))  # fmt: skip
-    outcome = Supervisor(console).run(job, Hosts(hosts=parse_hosts("a:1,b:1"), rsh=HERE))
+    outcome = HostsSupervisor(console).run(job, Hosts(hosts=parse_hosts("a:1,b:1"), rsh=HERE))
     reports = [text for text in console.notices if "in out_of_batches" in text]
     assert outcome.ok
     assert re.sub(r"\d+", "N", reports[0].splitlines()[2]) == (
@@ -165,7 +170,7 @@ def test_a_host_with_another_braid_is_refused_by_name(run, tmp_path):
 def test_a_program_that_is_missing_is_said_for_each_host(run):
     where = Hosts(hosts=parse_hosts("a,b"), rsh=HERE)
     with pytest.raises(ConfigError) as caught:
-        Supervisor().run(JobSpec(command=("nowhere.py",)), where)
+        HostsSupervisor().run(JobSpec(command=("nowhere.py",)), where)
     assert str(caught.value).count("cannot run this: expected a Python script, found that nowhere.py") == 2  # fmt: skip
 
 
@@ -174,7 +179,7 @@ def test_an_interface_that_no_host_has_is_refused_with_what_there_is(tmp_path):
     with pytest.raises(
         ConfigError, match=r"host a has no address on eth77, found .*lo 127\.0\.0\.1"
     ):
-        Supervisor().run(JobSpec(command=(JOBS, "environment"), log_dir=str(tmp_path)), where)
+        HostsSupervisor().run(JobSpec(command=(JOBS, "environment"), log_dir=str(tmp_path)), where)
 
 
 WAIT = """
@@ -254,3 +259,12 @@ def test_a_signal_for_an_agent_ends_the_run_and_says_where_it_came(started):
     _, text = launcher.communicate(timeout=LIMIT_S)
     assert "SIGTERM received on host b, passing it on to all ranks" in text
     assert (launcher.returncode, gone([*pids, *agents.values()])) == (143, True)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seed", range(24))
+def test_the_culprit_is_right_wherever_it_is_and_whenever_it_fails(run, seed):
+    draw = random.Random(seed)
+    hosts, host = draw.choice([("a:1,b:2", "b"), ("a:2,b:1", "a"), ("a:1,b:1,c:1", "b")])
+    outcome = run("train", draw.choice(["kill", "exit"]), str(draw.randrange(30)), hosts=hosts, grace_s=10.0)  # fmt: skip
+    assert guilty(outcome) == [(1, host)]

@@ -1,0 +1,51 @@
+"""The options of `braid run` that say on which hosts a job runs; `several_hosts` reads them together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from braid.commands import TOLD
+
+__all__ = ["HostOptions"]
+
+Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
+Seconds = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint=TOLD)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostOptions:
+    """As typed; nothing is checked.
+
+    Attributes:
+        hosts: Run on these hosts, with so many ranks each; braid must be installed there.
+        hostfile: A file that names them, in lines such as `a slots=2`.
+        rsh: Command that reaches {host} (default: ssh without questions).
+        remote_python: Interpreter on the hosts (default: the path of this one).
+        env: Names of environment variables that ranks on hosts shall have from here, with commas.
+        nnodes: You start `braid run` on so many hosts yourself, with the same command.
+        node_rank: Number of this one; 0 shows what all of them do.
+        rdzv: Where they meet: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env:// (default).
+        rdzv_timeout: How long hosts may take to answer (default: 60), or nodes to come (default: 300), in seconds.
+        insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
+        network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas.
+        listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the one they reach it at).
+    """
+
+    hosts: Annotated[
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+    ] = ""
+    hostfile: Text = ""
+    rsh: Text = ""
+    remote_python: Text = ""
+    env: Text = ""
+    nnodes: Count = None
+    node_rank: Count = None
+    rdzv: Text = ""
+    rdzv_timeout: Seconds = None
+    insecure_network: bool = False
+    network_interface: Text = ""
+    listen: Text = ""
