@@ -165,7 +165,7 @@ class Homes:
 
         Raises:
             RendezvousError: Some did not come, or one came twice.
-            ConfigError: They are not on one host.
+            ConfigError: They are on several hosts that have no secret in common.
         """
         home = next((h for h in self._homes.values() if set(meeting.ranks) <= set(h.ranks)), None)
         if home is None:

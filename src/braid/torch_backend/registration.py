@@ -24,7 +24,7 @@ def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
 
     Raises:
         RendezvousError: Some members did not come.
-        ConfigError: They are not on one host.
+        ConfigError: They are on several hosts that have no secret in common.
     """
     return BraidProcessGroup.open(options, _HOMES)
 
