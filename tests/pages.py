@@ -12,6 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from braid.comm.hosting import Hosting
+from braid.comm.program_steps import names_for
+from braid.comm.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Selection
 from braid.cost import Comparison, compare
 from braid.schedule import simulate
 from braid.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
@@ -49,6 +52,20 @@ WHERE = (
 DRAWN = (
     f"The time that this takes with {A * 1e6:g} us per message, {BYTES_PER_S / 1e9:g} GB/s per link and {DRAWN_BYTES >> 20} MiB: sends above, "
     "receives below, additions in full height. `braid schedule show` and `braid schedule simulate` print more."
+)
+
+
+CARRIED_OUT = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+OWN = (  # algorithms of the engine: names, what they do, file
+    ("all_reduce direct, two_phase", "through slots, whole or by slices", "all_reduce.py"),
+    ("all_reduce pulled", "slices read from private memory by the kernel", "all_reduce.py"),
+    ("all_reduce registered", "in place, on tensors of `group.empty`", "all_reduce.py"),
+    ("all_reduce hierarchical", "lanes over hosts, pipelined", "hierarchical.py"),
+    ("broadcast, all_gather, all_to_all, gather, scatter staged", "through slots", "move.py"),
+    ("the same, pulled", "read from private memory by the kernel", "move.py"),
+    ("reduce_scatter, reduce, scan staged, pulled", "likewise, with sums", "reduce_scatter.py"),
+    ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),
+    ("send, recv", "a line per pair, small messages inside of it", "message.py"),
 )
 
 
@@ -170,6 +187,10 @@ def page(name: str) -> str:
         "",
         *_wins(name),
         "",
+        "## On tensors",
+        "",
+        *_on_tensors(name),
+        "",
         f"The file: [{subject.module}.py]({source}).",
     ]
     return "\n".join(lines).rstrip() + "\n"
@@ -216,6 +237,57 @@ def _rounds(name: str, operation: str) -> list[str]:
     ]
 
 
+def _on_tensors(name: str) -> list[str]:
+    comm = "../../src/braid/comm"
+    if name == "hierarchical":
+        return [
+            "Groups of several hosts choose their own form of this by themselves, with shared memory in place of the rows and chunks on "
+            f"their way in all phases ([hierarchical.py]({comm}/hierarchical.py)); see [which algorithm when](chosen.md)."
+        ]
+    calls = [
+        f'`group.{operation}(..., algorithm="{name}")`'
+        for operation in SUBJECTS[name].formulas
+        if name in names_for(operation) and operation in CARRIED_OUT
+    ]
+    return [
+        f"{', '.join(calls)} carries it out on any group ([program_steps.py]({comm}/program_steps.py)). No group chooses it by itself: "
+        "what they choose keeps chunks on their way, see [which algorithm when](chosen.md)."
+    ]
+
+
+def chosen() -> str:
+    """The page about what groups choose by themselves."""
+    near = Selection(DEFAULT_COSTS, NUM_RANKS, may_pull=True)
+    hosting = Hosting.of([0, 0, 1, 1])
+    far = Selection(DEFAULT_FAR_COSTS, NUM_RANKS, may_pull=False, hosting=hosting)
+    lines = [
+        "# Which algorithm when",
+        "",
+        "A group measures its primitives when the job starts and computes from them which of its own algorithms is fastest for which size; "
+        "`print(group.engine.explain())` shows the table of your machines. Without measurement, on a two-core machine, and on two such "
+        "hosts with two ranks each over 10 Gbit/s, it is this one:",
+        "",
+        "```",
+        near.explain(),
+        "```",
+        "",
+        "```",
+        far.explain(),
+        "```",
+        "",
+        "| algorithm | what it does | file |",
+        "|---|---|---|",
+    ]
+    for names, what, file in OWN:
+        lines.append(f"| {names} | {what} | [{file}](../../src/braid/comm/{file}) |")
+    lines += [
+        "",
+        "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/selection.py); "
+        '`algorithm="..."` takes one by name.',
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _wins(name: str) -> list[str]:
     operations = [operation for known, operation in ALGORITHMS if known == name]
     networks = {"one switch, 64 ranks": SWITCH, "the cluster, 256 ranks": CLUSTER}
@@ -245,6 +317,7 @@ def main() -> None:
         (PAGES / f"{name}.md").write_text(page(name), encoding="utf-8")
         (PAGES / f"{name}.svg").write_text(picture(name), encoding="utf-8")
     (PAGES / "README.md").write_text(contents(), encoding="utf-8")
+    (PAGES / "chosen.md").write_text(chosen(), encoding="utf-8")
 
 
 def contents() -> str:
@@ -258,6 +331,7 @@ def contents() -> str:
     for name, subject in SUBJECTS.items():
         operations = ", ".join(op for known, op in ALGORITHMS if known == name)
         lines.append(f"* [{subject.title}]({name}.md): {operations}")
+    lines += ["", "[Which algorithm when](chosen.md): what groups choose by themselves."]
     return "\n".join(lines) + "\n"
 
 

@@ -32,7 +32,7 @@ class _Default:
 _DEFAULT = _Default()
 
 
-def init(*, timeout_s: float = 600.0) -> Group:
+def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
     CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA tensors go to NCCL where every rank can have a GPU of its own (choose it
@@ -42,6 +42,7 @@ def init(*, timeout_s: float = 600.0) -> Group:
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
+        sum_order: `rank` to sum in the order of ranks over several hosts, too, as one process does; see `Group.world`.
 
     Raises:
         RendezvousError: Some ranks did not come; they are named.
@@ -49,7 +50,7 @@ def init(*, timeout_s: float = 600.0) -> Group:
     """
     if _DEFAULT.membership is None:
         member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
-        group = Group.world(member.context, member.transport)
+        group = Group.world(member.context, member.transport, sum_order=sum_order)
         _tune(group, member.transport.hosts, timeout_s)
         if _have_own_gpus(group, member.transport.hosts):
             group.attach(

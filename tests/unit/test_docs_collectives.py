@@ -24,6 +24,10 @@ def test_page_and_picture_are_current(name):
     assert written == [pages.page(name), pages.picture(name)]
 
 
+def test_what_groups_choose_is_told_as_they_choose_it():
+    assert (pages.PAGES / "chosen.md").read_text() == pages.chosen()
+
+
 def test_every_algorithm_has_a_page():
     assert (pages.PAGES / "README.md").read_text() == pages.contents()
     told = {(name, op) for name, subject in pages.SUBJECTS.items() for op in subject.formulas}
