@@ -241,8 +241,10 @@ def _on_tensors(name: str) -> list[str]:
     comm = "../../src/braid/comm"
     if name == "hierarchical":
         return [
-            "Groups of several hosts choose their own form of this by themselves, with shared memory in place of the rows and chunks on "
-            f"their way in all phases ([hierarchical.py]({comm}/hierarchical.py)); see [which algorithm when](chosen.md)."
+            (
+                "Groups of several hosts choose their own form of this by themselves, with shared memory in place of the rows and chunks on "
+                f"their way in all phases ([hierarchical.py]({comm}/hierarchical.py)); see [which algorithm when](chosen.md)."
+            )
         ]
     calls = [
         f'`group.{operation}(..., algorithm="{name}")`'
@@ -250,8 +252,10 @@ def _on_tensors(name: str) -> list[str]:
         if name in names_for(operation) and operation in CARRIED_OUT
     ]
     return [
-        f"{', '.join(calls)} carries it out on any group ([program_steps.py]({comm}/program_steps.py)). No group chooses it by itself: "
-        "what they choose keeps chunks on their way, see [which algorithm when](chosen.md)."
+        (
+            f"On any group it is carried out by {', '.join(calls)} ([program_steps.py]({comm}/program_steps.py)). No group chooses it by itself: "
+            "what they choose keeps chunks on their way, see [which algorithm when](chosen.md)."
+        )
     ]
 
 
@@ -263,9 +267,11 @@ def chosen() -> str:
     lines = [
         "# Which algorithm when",
         "",
-        "A group measures its primitives when the job starts and computes from them which of its own algorithms is fastest for which size; "
-        "`print(group.engine.explain())` shows the table of your machines. Without measurement, on a two-core machine, and on two such "
-        "hosts with two ranks each over 10 Gbit/s, it is this one:",
+        (
+            "A group measures its primitives when the job starts and computes from them which of its own algorithms is fastest for which size; "
+            "`print(group.engine.explain())` shows the table of your machines. Without measurement, on a two-core machine, and on two such "
+            "hosts with two ranks each over 10 Gbit/s, it is this one:"
+        ),
         "",
         "```",
         near.explain(),
@@ -282,8 +288,10 @@ def chosen() -> str:
         lines.append(f"| {names} | {what} | [{file}](../../src/braid/comm/{file}) |")
     lines += [
         "",
-        "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/selection.py); "
-        '`algorithm="..."` takes one by name.',
+        (
+            "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/selection.py); "
+            '`algorithm="..."` takes one by name.'
+        ),
     ]
     return "\n".join(lines) + "\n"
 
