@@ -164,7 +164,9 @@ class HostsTransport(MemoryTransport):
             may_pull=near.may_pull,
             on_close=near.close,
             arena=arena(rank, root, memory, self._announce),
-            waiter=LinkWaiter(bells, health, clock, links, crowded=crowded),
+            waiter=LinkWaiter(
+                bells, health, clock, links, crowded=crowded, near=len(near.ranks) > 1
+            ),
         )
         self.hosts = hosts
         self._near = near.ranks

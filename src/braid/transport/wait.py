@@ -33,7 +33,7 @@ from braid.clock import Clock
 from braid.transport.health import Health
 from braid.transport.memory import SLEEPERS, Root
 
-__all__ = ["Doorbells", "Sleep", "Steps", "Wait", "WaitAny", "Waiter", "silent_pipe"]
+__all__ = ["Doorbells", "Sleep", "Steps", "Wait", "WaitAny", "Waiter", "silent_pipe", "yield_core"]
 
 NUM_SLOTS = 4  # threads of one rank that may sleep at the same time
 NUM_SPINS = 100
@@ -41,7 +41,7 @@ YIELD_NS = 1_000_000
 SLEEP_MS = 50
 SLOTLESS_SLEEP_MS = 2  # of a thread that found no doorbell free: nobody can ring it
 
-_sched_yield = ctypes.CDLL(None).sched_yield
+yield_core = ctypes.CDLL(None).sched_yield
 
 
 class Wait(NamedTuple):
@@ -177,7 +177,7 @@ class Waiter:
         start = now = self._now_ns()
         while now - start < YIELD_NS:
             for _ in range(16):
-                _sched_yield()
+                yield_core()
                 if ready():
                     return self._now_ns() - start
             now = self._now_ns()
