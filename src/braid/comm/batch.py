@@ -12,6 +12,7 @@ share memory.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -61,12 +62,15 @@ class Works:
     def add_done_callback(self, call: Callable[[Works], None]) -> None:
         """Have `call(self)` called once when all have ended."""
         left = [len(self._works)]
+        counting = threading.Lock()  # works end in several threads
         if not left[0]:
             call(self)
 
         def ended(_work: Work) -> None:
-            left[0] -= 1
-            if not left[0]:
+            with counting:
+                left[0] -= 1
+                last = not left[0]
+            if last:
                 call(self)
 
         for work in self._works:

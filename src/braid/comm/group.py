@@ -29,6 +29,7 @@ from braid.comm.messaging import Messaging
 from braid.comm.moving import Moving
 from braid.comm.objects import Objects
 from braid.comm.port import Port
+from braid.comm.program_steps import PROGRAMS, check_equal_parts
 from braid.comm.progress import Progress
 from braid.comm.rebuilding import meet_survivors
 from braid.comm.reducing import Reducing
@@ -299,7 +300,8 @@ class Group(Reducing, Moving, Messaging):
         """Go on with those that are left after a loss; every survivor calls it, and this process is not started anew.
 
         What is under way in this group ends with StaleError, and so does whatever is asked of it later, its requests included; what was
-        sent but not received is gone. Groups that were made of it are rebuilt by themselves.
+        sent but not received is gone. Groups that were made of it must each be rebuilt, too. Some survivors may have finished a step that
+        ended with an error on others: agree on the last complete one before going on.
 
         Args:
             survivors: Their global ranks, the same on all of them; agreed upon through the store when None.
@@ -408,6 +410,8 @@ class Group(Reducing, Moving, Messaging):
         text, digest = self._describer.describe(key)
         if key.algorithm is not None:
             self._check_algorithm(key.algorithm, self._engine_for(order))
+            if key.algorithm in PROGRAMS:
+                check_equal_parts(key.kind, key.algorithm, order.widths)
         if key.wire is not None and not self._engine_for(order).capabilities.wires:
             msg = f"expected wire=None for tensors that a backend of torch moves, found {key.wire!r}: convert the tensor first"
             raise ConfigError(msg)

@@ -37,7 +37,7 @@ import torch
 from braid.comm.channel import Channel, pieces
 from braid.comm.formats import ErrorFeedback, WireFormat
 from braid.comm.hosting import Hosting
-from braid.comm.reduction import combine, finish
+from braid.comm.reduction import combine, early_factor, finish
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
@@ -49,7 +49,6 @@ MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cach
 LEAST_BYTES = 64 << 10
 CHUNKS = 8  # into which a tensor is cut, if that makes chunks of a size in between
 HEADER_BYTES = LINE_BYTES  # before a row in a wire format: its length
-_WIDENED = (torch.float16, torch.bfloat16)
 
 Residuals = dict[tuple[str, int, int], ErrorFeedback]  # by phase, row and chunk
 
@@ -121,8 +120,8 @@ class _Run:
         self.chunks = pieces(x, nbytes)
         self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
         self.dtype = x.dtype
-        # 16-bit numbers are divided before they are summed over hosts, so that an average never overflows on the way
-        self.early = op == "avg" and x.dtype in _WIDENED and ch.size > num_hosts
+        several = ch.size > num_hosts
+        self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
         self.values: dict[tuple[str, int], int] = {}
         self.lengths: list[int] = []  # of the rows that are about to be sent
         # where things lie in the slot of a chunk, on every member alike, whatever the number of its mates
@@ -222,8 +221,8 @@ class _Run:
         """Sum `sources` into a row that will be sent."""
         numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
         if self.form is None:
-            scale = 1 / self.ch.size if self.early and key[0] == "near" else None
-            combine(sources, self._view(self.ch.rank, j, at, numel), op, scale)
+            factor = self.early if key[0] == "near" else None
+            combine(sources, self._view(self.ch.rank, j, at, numel), op, factor)
             self.lengths.append(numel * self.dtype.itemsize)
             return
         total = sources[0]
@@ -263,8 +262,10 @@ class _Run:
             finish(out, self.op, self.ch.size, self.scale)
             return
         sources = [self._view(t, j, at, out.numel()) for t in self.twins]
-        if self.early or self.op != "avg" or len(sources) == self.ch.size:
-            combine(sources, out, "sum" if self.early else self.op, self.scale)
+        if self.early is not None:
+            combine(sources, out, "sum", None)
+        elif self.op != "avg" or len(sources) == self.ch.size:
+            combine(sources, out, self.op, self.scale)
         else:
             combine(sources, out, "sum", None)
             finish(out, self.op, self.ch.size, self.scale)

@@ -18,7 +18,7 @@ import torch
 from braid.comm.carrying_out import Move, Stage, settle, stages
 from braid.comm.channel import Channel
 from braid.comm.engine import Call
-from braid.comm.reduction import finish
+from braid.comm.reduction import early_factor, finish
 from braid.comm.window import LINE_BYTES, Window
 from braid.errors import ConfigError
 from braid.schedule import Program
@@ -33,12 +33,15 @@ __all__ = [
     "Part",
     "Programs",
     "by_program",
+    "check_equal_parts",
     "names_for",
     "program_steps",
 ]
 
 PIECE_BYTES = 4 << 20
+MAX_PARTS = 256  # that are kept for the next call of the same size
 PROGRAMS = tuple(dict.fromkeys(name for name, _ in ALGORITHMS if name != "hierarchical"))
+OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 WHOLE = ("all_reduce", "broadcast", "reduce")  # no rank's part is its own: they can be cut anywhere
 
 
@@ -75,6 +78,8 @@ class Programs:
         key = (name, operation, root, numel)
         found = self._parts.get(key)
         if found is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
             written = self.program(name, operation, root)
             every = [stages(written, rank, numel) for rank in range(self._size)]
             turns = max(len(list(batches(written, rank))) for rank in range(self._size))
@@ -95,7 +100,23 @@ class Programs:
 
 def names_for(operation: str) -> tuple[str, ...]:
     """Programs that carry out `operation` on any group."""
+    if operation not in OPERATIONS:
+        return ()
     return tuple(n for n, what in ALGORITHMS if what == operation and n in PROGRAMS)
+
+
+def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
+    """Refuse parts of different sizes, whose places in one buffer not all members know.
+
+    Raises:
+        ConfigError: They differ, or may.
+    """
+    if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
+        msg = (
+            f"expected parts of one size, in one tensor, for {kind} with algorithm {algorithm!r}, found parts of "
+            f"{list(widths)} elements: leave algorithm out"
+        )
+        raise ConfigError(msg)
 
 
 def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None) -> Steps:
@@ -116,16 +137,12 @@ def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None)
         parts = torch.split(buffer[given.numel() :], [out.numel() for out in outs])
     else:  # what others have is left as it is
         buffer = given.clone()
-    yield from program_steps(
-        ch,
-        programs,
-        call.algorithm or "",
-        kind,
-        buffer,
-        op=call.op,
-        scale=scale,
-        root=max(0, call.peer),
-    )
+    op, factor = call.op, early_factor(buffer.dtype, call.op, scale, ch.size)
+    if factor is not None:
+        buffer.mul_(factor)
+        op, scale = "sum", None
+    root, name = max(0, call.peer), call.algorithm or ""
+    yield from program_steps(ch, programs, name, kind, buffer, op=op, scale=scale, root=root)
     if kind == "reduce" and me == call.peer:
         outs[0].copy_(buffer)
     elif kind == "reduce_scatter":

@@ -83,7 +83,8 @@ class Reducing(Calls):
             out: Where the result goes, if `x` is to stay as it is.
             async_op: Return at once; the progress thread carries it out.
             wire: Format in which float32 numbers cross the network between hosts, such as bf16, int8 or topk:0.01 (see
-                `braid.comm.formats`); inside of a host, where nothing is sent, it changes nothing.
+                `braid.comm.formats`); inside of a host, where nothing is sent, it changes nothing. Sums are then taken inside of each
+                host first, whatever the group's order.
             algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
 

@@ -14,7 +14,7 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["OPS", "check_op", "combine", "finish", "identity"]
+__all__ = ["OPS", "check_op", "combine", "early_factor", "finish", "identity"]
 
 Combine = Callable[..., torch.Tensor]
 
@@ -98,6 +98,17 @@ def combine(
         for source in sources[2:]:
             apply(out, source, out=out)
     finish(out, op, len(sources), scale)
+
+
+def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
+    """Factor for every rank's numbers before they are summed in several stages, each rounded; None for none.
+
+    16-bit numbers that are rounded on the way are made as small as the result first, so that no sum of them overflows.
+    """
+    if dtype not in _WIDENED or op not in {"sum", "avg"} or (op == "sum" and scale is None):
+        return None
+    factor = 1.0 if scale is None else scale
+    return factor / count if op == "avg" else factor
 
 
 def finish(x: torch.Tensor, op: str, count: int, scale: float | None) -> None:

@@ -30,7 +30,7 @@ import torch
 
 from braid.comm.channel import Channel
 from braid.comm.hosting import Hosting
-from braid.comm.reduction import combine, finish
+from braid.comm.reduction import combine, early_factor, finish
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
@@ -175,7 +175,7 @@ def reduce_scatter(
     parts = [x[offsets[r] : offsets[r + 1]] for r in range(n)]
     summers = [me if me in host else hosting.relay(me, host[0]) for host in hosting.hosts]
     far = [m for m in summers if m != me]
-    step = "sum" if op == "avg" else op
+    step, factor = "sum" if op == "avg" else op, early_factor(x.dtype, op, scale, n)
     yield from slots.window.open()
     shown: list[int] = []
     summed: list[int] = []
@@ -199,7 +199,7 @@ def reduce_scatter(
                 sources = [
                     part if m == me else slots.row(m, j, owner, part.numel()) for m in own_host
                 ]
-                combine(sources, slots.row(me, j, row, part.numel()), step, None)
+                combine(sources, slots.row(me, j, row, part.numel()), step, factor)
                 rows[owner] = (row, part.numel())
             rows.pop(me)
             summed.append(slots.post(served, j, rows))
@@ -212,7 +212,8 @@ def reduce_scatter(
                 row = n if summer == me else n + 1 + hosting.served(summer).index(me)
                 sources.append(slots.row(summer, j, row, part.numel()))
             combine(sources, part, step, None)
-            finish(part, op, n, scale)
+            if factor is None:
+                finish(part, op, n, scale)
             ended.append(slots.post(far, j))
     yield from slots.window.close()
 

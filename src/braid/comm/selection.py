@@ -9,7 +9,8 @@ copy that stays in the cache is several times as fast as one that does not:
 
 All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
 as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
-number of ranks. All choices give the same bits: it is a matter of speed only.
+number of ranks. Inside of a host all choices give the same bits: it is a matter of speed only. Over hosts `hierarchical` takes sums
+in another order, unless the group keeps that of ranks.
 
 Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from braid.errors import ConfigError
 from braid.rendezvous.environment import JobEnvironment
 from braid.transport import Network
 from braid.wire import Address, Secret
@@ -43,6 +44,12 @@ def network_of_program(
         master_addr=environ.get("MASTER_ADDR", ""),
         store_address=environ.get("BRAID_STORE", ""),
     )
-    fd = environ.get("BRAID_SECRET_FD", "")
-    secret = Secret.from_fd(os.dup(int(fd))) if fd.isdigit() else None
-    return network_of(told, secret)
+    return network_of(told, _inherited(environ.get("BRAID_SECRET_FD", "")))
+
+
+def _inherited(fd: str) -> Secret | None:
+    """The launcher's secret; a process that some rank has started has the variable, but not the descriptor."""
+    try:
+        return Secret.from_fd(os.dup(int(fd)))
+    except (ValueError, OSError, ConfigError):
+        return None

@@ -67,10 +67,19 @@ def relays_move_everything_once(group: Group) -> None:
 @needs("wires")
 def averages_over_hosts_do_not_overflow_on_the_way(group: Group) -> None:
     """The sum of float16 numbers near the largest is infinite on every host, and over them."""
-    if "hierarchical" in group.engine.capabilities.algorithms:
-        x = torch.full((1000,), 32_768.0 * 1.9375, dtype=torch.float16)
-        found = group.all_reduce(x.clone(), "avg", algorithm="hierarchical")
-        assert torch.allclose(found, x, rtol=2**-8)
+    n = group.size
+    for numel in (8, 400_000):
+        x = torch.full((numel * n,), 32_768.0 * 1.9375, dtype=torch.float16)
+        for name in (None, "hierarchical", "ring"):
+            if name not in {None, *group.engine.capabilities.algorithms}:
+                continue
+            found = group.all_reduce(x.clone(), "avg", algorithm=name)
+            assert torch.allclose(found, x, rtol=2**-8)
+            found = group.reduce_scatter(x, "avg", algorithm=name)
+            assert torch.allclose(found, x[:numel], rtol=2**-8)
+        y = x.clone()
+        group.persistent("all_reduce", y).start(scale=1 / n).wait()
+        assert torch.allclose(y, x, rtol=2**-8)
 
 
 @needs("wires")

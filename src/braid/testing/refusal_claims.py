@@ -25,6 +25,11 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(x, "max", wire="bf16"), "max"),
         (lambda: group.all_reduce(x, wire="bf16", algorithm="direct"), "direct"),
         (lambda: group.persistent("broadcast", x, wire="bf16"), "bf16"),
+        (lambda: group.gather(x, algorithm="tree"), "tree"),
+        (
+            lambda: group.all_to_all([x] * group.size, out=[x] * group.size, algorithm="pairwise"),
+            "[4",
+        ),
         (lambda: group.all_reduce([1.0]), "list"),  # type: ignore[call-overload]
         (lambda: group.all_reduce(torch.ones(2, device="meta")), "meta"),
         (lambda: group.all_reduce(torch.ones(2).to_sparse()), "sparse"),

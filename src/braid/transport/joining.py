@@ -78,6 +78,7 @@ def connect(
     crowded = here > (cores or 1)
     near = [r for r in range(world_size) if hosts[r] == hosts[rank]]
     with contextlib.ExitStack() as undo:
+        undo.callback(health.close)
         shared = _alone(rank) if apart else share(meeting, near, pass_descriptors=pass_descriptors)
         undo.callback(_close, shared)
         if len(near) == world_size and not apart:
@@ -86,10 +87,12 @@ def connect(
             mirrors = MirroredMemory(r for r in range(world_size) if hosts[r] != hosts[rank])
             undo.callback(mirrors.close)
             links: dict[int, Link] = {}
-            for peer, call in call_all(meeting, hosts, secret, network).items():
+            calls = call_all(meeting, hosts, secret, network)
+            for call in calls.values():
+                undo.callback(call.connection.close)
+            for peer, call in calls.items():
                 abroad = call.host if call.host != socket.gethostname() else ""
                 links[peer] = Link(peer, call.connection, shared.root, mirrors, host=abroad)
-                undo.callback(call.connection.close)
                 health.expect_end(peer, call.pid)
             transport = _with_far(meeting, shared, hosts, mirrors, links, crowded=crowded)
         undo.pop_all()

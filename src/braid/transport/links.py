@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from braid.clock import Clock
-from braid.errors import BraidError, PeerLostError
+from braid.errors import PeerLostError
 from braid.transport.health import Health
 from braid.transport.memory import CLOSED, NAMES_START, STATE, Root
 from braid.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes, pack_writes
@@ -253,8 +253,8 @@ class Links:
             return bool(act())
         except PeerLostError as exc:
             self._end(link, silence(exc))
-        except BraidError as exc:
-            self._end(link, f"sent what makes no sense: {exc}")
+        except Exception as exc:  # noqa: BLE001 - whatever a peer sends ends its connection, and nothing else
+            self._end(link, f"sent what makes no sense: {type(exc).__name__}: {exc}")
         return True
 
     def _end(self, link: Link, how: str = "") -> None:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 
 from braid.errors import CommError, InternalError, PeerLostError
-from braid.transport.memory import ROOT_BYTES, MemoryFile, PeerMemory, Root
+from braid.transport.memory import MAX_EXTENTS, ROOT_BYTES, MemoryFile, PeerMemory, Root
 
 __all__ = ["ROOT_EXTENT", "MirroredMemory", "Writes", "pack_writes", "unpack_writes"]
 
@@ -199,7 +199,7 @@ class MirroredMemory(PeerMemory):
         memory: mmap.mmap
         if extent == ROOT_EXTENT:
             memory = self._roots[rank].file.map
-        elif self._roots[rank].extent(extent).nbytes:
+        elif extent < MAX_EXTENTS and self._roots[rank].extent(extent).nbytes:
             memory = self.extent(rank, extent)
         else:
             msg = f"expected rank {rank} to write to memory that it has announced, found extent {extent}"
