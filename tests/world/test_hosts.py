@@ -130,6 +130,45 @@ def test_hosts_without_a_secret_in_common_are_refused_and_told_what_to_do():
         assert words in str(errors[0])
 
 
+def test_ranks_that_trust_in_different_ways_are_told_so_on_all():
+    options = [
+        {"host": str(r), "network": Network(towards="127.0.0.1", insecure=r == 0)} for r in range(2)
+    ]
+    (text,) = {str(error) for error in _join_all(options)}
+    assert text.splitlines()[1:3] == ["  rank 0 trusts the store", "  rank 1 has no secret"]
+
+
+def test_a_rank_that_cannot_listen_is_named_on_all():
+    options = [
+        {
+            "host": str(r),
+            "secret": Secret(bytes(32)),
+            "network": Network("203.0.113.7" if r else ""),
+        }
+        for r in range(3)
+    ]
+    errors = _join_all(options)
+    assert [type(error) for error in errors] == [ConfigError] * 3
+    (text,) = {str(error) for error in errors}
+    assert text.splitlines()[0].startswith("expected that every rank can listen")
+    assert [line.partition(":")[0] for line in text.splitlines()[1:]] == ["  rank 1", "  rank 2"]
+
+
+def test_a_host_that_takes_its_own_name_for_loopback_is_told_on_all():
+    address = own_address_towards("192.0.2.1")
+    options = [
+        {
+            "host": str(r),
+            "secret": Secret(bytes(32)),
+            "network": Network(address if r else "127.0.1.1"),
+        }
+        for r in range(2)
+    ]
+    errors = _join_all(options)
+    assert [type(error) for error in errors] == [ConfigError] * 2
+    assert "name one for ranks [0] with BRAID_LISTEN" in str(errors[0])
+
+
 def test_a_host_with_another_secret_is_refused():
     options = [{"host": str(r), "secret": Secret.generate(), "timeout_s": 1.0} for r in range(2)]
     zero, one = _join_all(options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 
 import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.rebuilding import meet_survivors
+from braid.comm.rebuilding import meet_survivors, together
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.testing.claims import same
 from braid.testing.pool import RankDiedError
@@ -168,7 +169,7 @@ def test_a_rank_that_others_have_given_up_goes_no_further():
 def test_the_first_decision_stands_even_if_it_names_one_who_died_since():
     def main(group: Group) -> str:
         if group.rank == 2:
-            group.context.store.set("rebuild/x/2", b"w2")
+            group.context.store.set("rebuild/x/2", b"|w2")
             group.context.store.wait(["over/0", "over/1"], 20.0)
             return ""
         group.context.store.wait(["rebuild/x/2"], 20.0)
@@ -176,7 +177,7 @@ def test_the_first_decision_stands_even_if_it_names_one_who_died_since():
             group.context.store.wait(["rebuild/x/decision"], 20.0)
             group.context.health.report(Loss(2, "died"))
         else:
-            group.context.store.set("rebuild/x/1", b"w1")
+            group.context.store.set("rebuild/x/1", b"|w1")
         words = meet_survivors(
             group.context, group.ranks, None, name="x", word=f"w{group.rank}", timeout_s=20.0
         )
@@ -198,3 +199,49 @@ def test_who_neither_comes_nor_dies_is_named():
 
     for rank, text in enumerate(run_threads(3, main)):
         assert "ranks [1] have neither come nor died" in text or rank == 1
+
+
+def test_of_two_that_have_lost_each_other_the_later_one_is_left_out():
+    assert together([0, 1, 2], [[1], [0], []], []) == [0, 2]
+    assert together([0, 1, 2, 3], [[], [2], [1], [1]], []) == [0, 1]
+    assert together([0, 2], [[], []], [2]) == [0]
+
+
+def test_a_second_attempt_goes_on_with_what_was_said_in_the_first():
+    def main(group: Group) -> list[float]:
+        store = group.context.store
+        if group.rank == 0:
+            with pytest.raises(CommTimeout):
+                group.rebuild(timeout_s=0.1)
+            store.set("first attempt is over", b"")
+        else:
+            store.wait(["first attempt is over"], 20.0)
+        new = group.rebuild(timeout_s=20.0)
+        return new.all_reduce(torch.ones(3)).tolist()
+
+    assert run_threads(2, main) == [[2.0, 2.0, 2.0]] * 2
+
+
+def _cut_off(group: Group) -> tuple:
+    """The connection between ranks 0 and 4 breaks, though both live; hosts of two ranks."""
+    try:
+        group.barrier()
+        if group.rank == 0:
+            link = group.engine.transport._links.by_rank[4]
+            link._connection._socket.shutdown(socket.SHUT_RDWR)
+        while True:
+            group.all_reduce(torch.ones(10_000), timeout_s=20.0)
+    except CommError as error:
+        kind = type(error).__name__
+    new = group.rebuild(timeout_s=20.0) if group.rank != 4 else None
+    if new is None:
+        with pytest.raises(StaleError):
+            group.rebuild(timeout_s=20.0)
+        return kind, None
+    _works(new)
+    return kind, new.ranks
+
+
+def test_ranks_that_cannot_reach_each_other_tell_the_rest_and_do_not_stay_together(hosts):
+    found = hosts(5, _cut_off)
+    assert found == [("PeerLostError", (0, 1, 2, 3))] * 4 + [("PeerLostError", None)]

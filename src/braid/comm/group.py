@@ -89,6 +89,7 @@ class Group(Reducing, Moving, Messaging):
         self._deadline_s = FIRST_DEADLINE_S
         self._lineage = lineage
         self._successor: Group | None = None
+        self._word = ""  # what this rank brings when the group is rebuilt
         self._num_requests = 0
         self._closed = ""
         self._given_back = False
@@ -322,9 +323,10 @@ class Group(Reducing, Moving, Messaging):
             raise StaleError(msg)
         name = f"{self._lineage}/{self.epoch}"
         self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
-        mine = ",".join(str(engine.token()) for engine in self._engines())
+        # kept for another attempt: others may go on with what this rank has said in the first one
+        self._word = self._word or ",".join(str(engine.token()) for engine in self._engines())
         words = meet_survivors(
-            self.context, self.ranks, survivors, name=name, word=mine, timeout_s=timeout_s
+            self.context, self.ranks, survivors, name=name, word=self._word, timeout_s=timeout_s
         )
         tokens = [[int(token) for token in word.split(",")] for word in words.values()]
         order = [self.ranks.index(rank) for rank in words]

@@ -236,6 +236,7 @@ class MemoryEngine:
 
     def stop(self, reason: str) -> None:
         """Tell the members that this rank takes no further part."""
+        self.port.given_up = reason
         self.port.stop(ABANDONED, reason=reason)
 
     def close(self) -> None:

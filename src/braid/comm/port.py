@@ -65,11 +65,13 @@ class Port:
         self.transport = transport
         self.retired = [] if retired is None else retired
         self.ranks = ranks
+        self.shares = transport.shares_with(ranks)
         self.rank = group_rank
         self.size = len(ranks)
         # for traces: equal on all members, another for every group, since no two first pages lie in one place
         self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.stopped = ""  # why this rank takes no further part
+        self.given_up = ""  # why the program has given the group up, whatever stopped it before
         self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
@@ -178,14 +180,14 @@ class Port:
         return self.transport.names_of(self.ranks[member]).lookup(digest)
 
     def close(self) -> None:
-        """Tell the members; free staging slots and own pages as soon as none of them can be reading there.
+        """Tell the members; free staging slots and own pages as soon as none of them can be reading there, nor a socket.
 
         Page 0 stays: it is where members look whether this one has closed the group.
         """
         self.stop(CLOSED)
         self.retired.append(self)
         for port in tuple(self.retired):
-            if port.unread():
+            if port.unread() and not port.transport.backlog(port.ranks):
                 self.retired.remove(port)
                 port.reclaim()
 

@@ -3,9 +3,11 @@
 Problem: survivors notice a death at different times, and a second rank may die while they talk. If each went on with those it
 believes in, there would be two groups that wait for each other.
 
-Idea: who comes leaves a word in the store. Whoever sees that all have come whom it does not know to be lost proposes them; the first proposal
-is the decision, for everybody (`Store.compare_set`). A decision may name a rank that died a moment ago: the new group finds that
-out as any group does, and is rebuilt. A rank that is not in it goes no further: the others have gone on without it.
+Idea: who comes leaves a word in the store, once, and with it whom it has lost. Whoever sees that all have come whom it does not know to be
+lost proposes as many of them as have not lost each other; the first proposal is the decision, for everybody (`Store.compare_set`). Of
+two ranks that both live but cannot reach each other any more the later one is left out. A decision may name a rank that died a
+moment ago: the new group finds that out as any group does, and is rebuilt. A rank that is not in it goes no further: the others
+have gone on without it.
 
 Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication capability" (2013), sec. 4, with
 the store in place of an agreement over messages.
@@ -14,12 +16,12 @@ the store in place of an agreement over messages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.transport import RankContext
 
-__all__ = ["meet_survivors"]
+__all__ = ["meet_survivors", "together"]
 
 LOOK_S = 0.05  # between two looks at who has died meanwhile
 
@@ -61,7 +63,9 @@ def meet_survivors(
         ranks = [rank for rank in ranks if rank in set(survivors)]
     else:
         topic = f"rebuild/{name}"
-    context.store.set(f"{topic}/{context.rank}", word.encode())
+    lost = ",".join(str(r) for r in ranks if r in context.health.lost)
+    # a rank that tries again finds its first word, which others may have read
+    context.store.compare_set(f"{topic}/{context.rank}", b"", f"{lost}|{word}".encode())
     deadline_ns = context.clock.now_ns() + round(timeout_s * 1e9)
     while True:
         decided = _decision(context, ranks, topic, agreed=survivors is not None)
@@ -80,8 +84,8 @@ def meet_survivors(
             f"as {decided}: they took this process for lost; end it"
         )
         raise StaleError(msg)
-    words = context.store.multi_get([f"{topic}/{rank}" for rank in decided])
-    return {rank: word.decode() for rank, word in zip(decided, words, strict=True)}
+    words = _words(context, topic, decided)
+    return {rank: word for rank, (_, word) in zip(decided, words, strict=True)}
 
 
 def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
@@ -100,6 +104,34 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
             with contextlib.suppress(CommTimeout):
                 store.wait([f"{topic}/{awaited[0]}"], LOOK_S)
             return []
-        came = [r for r in ranks if r not in missing and (agreed or r not in health.lost)]
+        came = [r for r in ranks if r not in missing]
+        if not agreed:
+            came = together(came, [lost for lost, _ in _words(context, topic, came)], health.lost)
         store.compare_set(key, b"", ",".join(map(str, came)).encode())
     return [int(text) for text in store.get(key).decode().split(",")]
+
+
+def together(
+    came: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
+) -> list[int]:
+    """Ranks that have not lost each other, in their order: each joins those before it unless one of them has lost it, or it one of them.
+
+    Args:
+        came: Global ranks.
+        lost: Whom each of them has lost.
+        known: To be lost, to whoever asks.
+    """
+    losses = dict(zip(came, lost, strict=True))
+    left: list[int] = []
+    for rank in came:
+        apart = any(rank in losses[other] or other in losses[rank] for other in left)
+        if not apart and rank not in known:
+            left.append(rank)
+    return left
+
+
+def _words(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
+    """Whom each of `ranks` has lost, and what it says besides."""
+    texts = context.store.multi_get([f"{topic}/{rank}" for rank in ranks])
+    pairs = [text.decode().partition("|") for text in texts]
+    return [([int(r) for r in lost.split(",") if r], word) for lost, _, word in pairs]

@@ -19,8 +19,15 @@ import torch
 from braid.comm.arguments import check_seconds
 from braid.comm.channel import Channel, Disagreement
 from braid.comm.mismatch import asked, mismatch_table, timeout_text
-from braid.comm.port import ABANDONED, CLOSED, DISAGREED, Port
-from braid.errors import CommError, CommTimeout, MismatchError, PeerLostError, StaleError
+from braid.comm.port import ABANDONED, CLOSED, DISAGREED, Port, State
+from braid.errors import (
+    BraidError,
+    CommError,
+    CommTimeout,
+    MismatchError,
+    PeerLostError,
+    StaleError,
+)
 from braid.events import Recorder, Span
 from braid.transport import Steps, Wait, WaitAny
 
@@ -146,10 +153,7 @@ class Operation:
 
     def _begin(self) -> None:
         if self.port.stopped:
-            if not self._late and self.port.state(self.port.rank).code == DISAGREED:
-                raise MismatchError(self.port.stopped)  # found while this one waited for its turn
-            msg = f"expected a group in use for {self.text}, found that it ended earlier: {self.port.stopped}"
-            raise StaleError(msg)
+            raise self._stopped(" earlier")
         channel = self.channel
         channel.digest = self._digest
         channel.site = self._site
@@ -174,11 +178,8 @@ class Operation:
         if wait is None or self.done:
             return
         port = self.port
-        if port.stopped:
-            if port.state(port.rank).code == DISAGREED:  # found by another operation of this rank
-                raise MismatchError(port.stopped)
-            msg = f"expected a group in use for {self.text}, found that it ended: {port.stopped}"
-            raise StaleError(msg)
+        if port.stopped:  # by another operation of this rank
+            raise self._stopped()
         health = port.transport.health
         waits = wait.waits if isinstance(wait, WaitAny) else (wait,)
         needed = [w.peer for w in waits if not port.gone(w.peer)] or [waits[0].peer]
@@ -187,11 +188,8 @@ class Operation:
             state = port.state(member)
             if state.code == DISAGREED:
                 raise MismatchError(port.text_of(member, state.reason))
-            if state.code == ABANDONED:
-                reason = port.text_of(member, state.reason)
-                msg = f"stopped because rank {port.ranks[member]} abandoned the group: {reason}"
-                # whose deadline comes first is chance: all that wait for a missing rank raise the same
-                raise CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
+            if state.code == ABANDONED and not (self._told_of_loss() and self._may_know_more()):
+                raise self._abandoned(member, state)
             # its state first: what it published before it closed the group still counts
             if state.code == CLOSED and needed == [member] and not port.reached(wait):
                 rank = port.ranks[member]
@@ -209,8 +207,38 @@ class Operation:
             awaited = [w.peer for w in waits]
             raise CommTimeout(timeout_text(port, self.channel, self.text, self._timeout_s, awaited))
 
+    def _stopped(self, when: str = "") -> BraidError:
+        """What to raise in a group that this rank has stopped."""
+        port = self.port
+        state = port.state(port.rank)
+        if state.code == DISAGREED and not self._late:  # found while this one was under way
+            return MismatchError(port.stopped)
+        if state.value and not port.given_up:
+            return PeerLostError(port.stopped, rank=state.value - 1)
+        reason = port.given_up or port.stopped
+        msg = f"expected a group in use for {self.text}, found that it ended{when}: {reason}"
+        return StaleError(msg)
+
+    def _told_of_loss(self) -> bool:
+        """Whether some member has stopped the group because it has lost a rank: news here, too, in a moment."""
+        states = [self.port.state(member) for member in self.channel.others]
+        return any(state.code == ABANDONED and state.value for state in states)
+
+    def _abandoned(self, member: int, state: State) -> BraidError:
+        """What to raise when a member has stopped the group."""
+        for other in self.channel.others:  # who tells of a loss says more
+            said = self.port.state(other)
+            if said.code == ABANDONED and said.value:
+                member, state = other, said
+        reason = self.port.text_of(member, state.reason)
+        if state.value:  # it tells whom it has lost
+            return PeerLostError(reason, rank=state.value - 1)
+        msg = f"stopped because rank {self.port.ranks[member]} abandoned the group: {reason}"
+        # whose deadline comes first is chance: all that wait for a missing rank raise the same
+        return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
+
     def _may_know_more(self) -> bool:
-        """Whether to wait a moment before a rank that has left is blamed: it may have left because another one died."""
+        """Whether to wait a moment before a rank that has left, or tells of a loss, is believed: another may have died first."""
         now_ns = self.port.transport.clock.now_ns()
         if not self._left_ns:
             self._left_ns = now_ns
@@ -226,7 +254,12 @@ class Operation:
             self.error = self._explain(exc)
             if isinstance(self.error, MismatchError):
                 self.port.stop(DISAGREED, reason=str(self.error))
-            elif not isinstance(exc, PeerLostError):  # which every rank sees for itself
+            elif isinstance(exc, PeerLostError):
+                loss = self.port.transport.health.lost.get(exc.rank)
+                left = loss is not None and loss.left
+                if not (self.port.shares or left):  # inside of a host every rank sees it for itself
+                    self.port.stop(ABANDONED, value=exc.rank + 1, reason=f"{exc}")
+            else:
                 where = "" if self.text in str(exc) else f" in {self.text}"
                 self.port.stop(ABANDONED, reason=f"{type(exc).__name__}{where}: {exc}")
             self._finish()

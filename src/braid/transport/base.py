@@ -96,6 +96,10 @@ class MemoryTransport:
         """Whether this rank and `ranks` can read each other's tensors in the arena where they lie."""
         return True
 
+    def backlog(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - nothing waits to be sent
+        """Whether something published for `ranks` still waits in this rank's memory to be sent."""
+        return False
+
     def audience(self, ranks: Sequence[int]) -> Audience:
         """Some peers, to be handed to `publish`."""
         return [(rank, self._peers.root(rank).words) for rank in ranks]

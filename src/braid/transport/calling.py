@@ -17,7 +17,7 @@ import secrets
 import socket
 from typing import NamedTuple
 
-from braid.errors import CommTimeout, ConfigError, RendezvousError
+from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.transport.meeting import LOOK_S, Meeting
 from braid.transport.reach import knock, matrix, own_address_towards
 from braid.wire import Address, Identity, Listener, Secret, SocketConnection
@@ -28,6 +28,7 @@ __all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
 ROLE = "memory"
 ANSWER_S = 30.0  # of a rank that has said where it listens
 LOST_AFTER_S = 30.0  # of silence of a host
+OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way there is the way out
 
 
 class Network(NamedTuple):
@@ -50,11 +51,13 @@ class Call(NamedTuple):
     Attributes:
         pid: Process id of the peer, on its host.
         host: Name of its host.
+        abroad: Whether there is a network on the way.
         connection: After the handshake.
     """
 
     pid: int
     host: str
+    abroad: bool
     connection: SocketConnection
 
 
@@ -88,14 +91,30 @@ def call_all(
     """
     me = meeting.rank
     far = [r for r, host in enumerate(hosts) if host != hosts[me]]
-    found = secret or _shared_secret(meeting, network)
+    found = _agree_on_secret(meeting, secret, network)
     who = Identity("job", ROLE, me)
-    listen = network.listen or _own_address(network)
-    address = str(Address(host=listen, port=0))
-    abroad = not Address.parse(address).is_loopback
-    with Listener(address, found, who, listen_anywhere=abroad, clock=meeting.clock) as listener:
+    with contextlib.ExitStack() as stack:
+        try:
+            listen = network.listen or _own_address(network)
+            wanted = Address(host=listen, port=0)
+            listener = stack.enter_context(
+                Listener(
+                    str(wanted),
+                    found,
+                    who,
+                    listen_anywhere=not wanted.is_loopback,
+                    clock=meeting.clock,
+                )
+            )
+        except BraidError as exc:
+            _say_all(meeting, "shm/address", f"!{exc}", "can listen")  # raises, on all ranks
+            raise
         own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
-        said = [_Said.parse(text) for text in meeting.all_say("shm/address", own)]
+        words = _say_all(meeting, "shm/address", own, "can listen")
+        if me == 0:  # all have read it
+            meeting.store.delete_key("shm/secret")
+        said = [_Said.parse(word) for word in words]
+        abroad = _require_one_network(meeting, said)
         if abroad:
             _require_reach(meeting, hosts, said)
         calls: dict[int, SocketConnection] = {}
@@ -115,32 +134,54 @@ def call_all(
     if abroad:
         for connection in calls.values():
             connection.end_if_silent(LOST_AFTER_S)
-    return {r: Call(said[r].pid, said[r].host, calls[r]) for r in far}
+    return {r: Call(said[r].pid, said[r].host, abroad, calls[r]) for r in far}
+
+
+def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
+    """Tell all ranks a word and hear theirs; raise on all of them if one begins with `!`: that rank cannot go on, and why."""
+    words = meeting.all_say(topic, word)
+    wrong = [f"  rank {r}: {text[1:]}" for r, text in enumerate(words) if text.startswith("!")]
+    if wrong:
+        meeting.part()
+        table = "\n".join(wrong)
+        msg = f"expected that every rank {claim} for ranks of other hosts, found\n{table}"
+        raise ConfigError(msg)
+    return words
 
 
 def _own_address(network: Network) -> str:
     if not network.towards:
         return "127.0.0.1"
     try:
-        return own_address_towards(network.towards)
+        found = own_address_towards(network.towards)
+        named = not Address(host=network.towards).is_loopback
+        if named and Address(host=found).is_loopback:  # this host's own name, as /etc/hosts has it
+            found = own_address_towards(OUTWARDS)
     except OSError as exc:
         msg = (
             f"expected a way from {socket.gethostname()} to {network.towards}, found {exc}: name the address on which this "
             "rank listens with BRAID_LISTEN, or see whether MASTER_ADDR is right"
         )
         raise ConfigError(msg) from exc
+    return found
 
 
-def _shared_secret(meeting: Meeting, network: Network) -> Secret:
-    """One that all who meet there read."""
-    if network.towards and not network.insecure:
-        msg = (
-            "expected a secret for connections between hosts, found none: start the job with `braid run`, or put 32 random "
-            "bytes into a file that only you can read (chmod 600) and name it in BRAID_SECRET_FILE on all hosts, or, on a "
-            "network that you trust, set BRAID_INSECURE_NETWORK=1"
-        )
+def _agree_on_secret(meeting: Meeting, secret: Secret | None, network: Network) -> Secret:
+    """The job's; or one that all who meet in the store read, if that is all right with everybody."""
+    trusts = not network.towards or network.insecure
+    kinds = meeting.all_say("shm/trust", "own" if secret else "store" if trusts else "none")
+    if "none" in kinds or len(set(kinds)) > 1:
         meeting.part()
+        words = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
+        table = "\n".join(f"  rank {r} {words[kind]}" for r, kind in enumerate(kinds))
+        msg = (
+            f"expected a secret for connections between hosts, the same way on all ranks, found\n{table}\n"
+            "start the job with `braid run`, or put 32 random bytes into a file that only you can read (chmod 600) and name it "
+            "in BRAID_SECRET_FILE on all hosts, or, on a network that you trust, set BRAID_INSECURE_NETWORK=1 on all"
+        )
         raise ConfigError(msg)
+    if secret is not None:
+        return secret
     key = "shm/secret"
     if meeting.rank == 0:
         meeting.store.set(key, secrets.token_hex(32).encode())
@@ -148,9 +189,27 @@ def _shared_secret(meeting: Meeting, network: Network) -> Secret:
     return Secret(bytes.fromhex(meeting.store.get(key).decode()))
 
 
+def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
+    """Whether ranks listen on a network; raise, on all ranks, if others only on their own host's loopback address."""
+    inside = [r for r, one in enumerate(said) if Address.parse(one.address).is_loopback]
+    if inside and len(inside) < len(said):
+        meeting.part()
+        table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(said))
+        msg = (
+            f"expected addresses that other hosts can reach, found\n{table}\nname one for ranks {inside} with BRAID_LISTEN, or "
+            "see why MASTER_ADDR means the host itself there (/etc/hosts)"
+        )
+        raise ConfigError(msg)
+    return not inside
+
+
 def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) -> None:
     """Raise, on all ranks, if some host cannot reach another."""
-    far = {r: said[r].address for r in range(len(hosts)) if hosts[r] != hosts[meeting.rank]}
+    mine = hosts[meeting.rank]
+    first = (
+        hosts.index(mine) == meeting.rank
+    )  # one of a host knocks: nobody answers before the meeting is over
+    far = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
     failed = {str(rank): why for rank, why in knock(far, meeting.clock).items()}
     words = meeting.all_say("shm/reach", json.dumps(failed))
     found: dict[tuple[int, int], str] = {}
@@ -163,7 +222,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
         f"expected all {len(names)} hosts to reach each other, found\n{matrix(names, found)}\n"
-        "open the ports between them, or name an address on a network that all share with BRAID_LISTEN (or "
+        "open the ports between them in both directions, or name an address on a network that all share with BRAID_LISTEN (or "
         "`braid run --network-interface`)"
     )
     meeting.part()

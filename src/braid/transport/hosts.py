@@ -178,6 +178,11 @@ class HostsTransport(MemoryTransport):
         """Whether all `ranks` are near, and anything is shared at all."""
         return self._shares and self._near.issuperset(ranks)
 
+    def backlog(self, ranks: Sequence[int]) -> bool:
+        """Whether something published for `ranks` still waits in this rank's memory to be sent."""
+        links = self._links.by_rank
+        return any(r in links and links[r].open and links[r].backlog for r in ranks)
+
     def audience(self, ranks: Sequence[int]) -> Audience:
         """Some peers, to be handed to `publish`."""
         near = [(r, self._peers.root(r).words) for r in ranks if r in self._near]

@@ -91,8 +91,14 @@ def connect(
             for call in calls.values():
                 undo.callback(call.connection.close)
             for peer, call in calls.items():
-                abroad = call.host if call.host != socket.gethostname() else ""
-                links[peer] = Link(peer, call.connection, shared.root, mirrors, host=abroad)
+                links[peer] = Link(
+                    peer,
+                    call.connection,
+                    shared.root,
+                    mirrors,
+                    host=call.host if call.host != socket.gethostname() else "",
+                    abroad=call.abroad,
+                )
                 health.expect_end(peer, call.pid)
             transport = _with_far(meeting, shared, hosts, mirrors, links, crowded=crowded)
         undo.pop_all()

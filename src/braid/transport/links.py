@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from braid.clock import Clock
-from braid.errors import PeerLostError
+from braid.errors import BraidError, PeerLostError
 from braid.transport.health import Health
 from braid.transport.memory import CLOSED, NAMES_START, STATE, Root
 from braid.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes, pack_writes
@@ -43,6 +43,7 @@ class Link:
     Attributes:
         rank: Global rank of the peer.
         host: Name of its host; empty if it is this one.
+        abroad: Whether there is a network on the way, which may break, too.
         fd: Descriptor of the socket.
         backlog: Bytes that the socket has not taken yet.
         open: Whether anything can come of it.
@@ -53,6 +54,7 @@ class Link:
         root: Own root, whose name table the peer is sent as far as it has not got it.
         memory: Where to put what comes.
         host: Name of the peer's host; empty if it is this one.
+        abroad: See above.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Link:
         memory: MirroredMemory,
         *,
         host: str = "",
+        abroad: bool = False,
     ) -> None:
         self.rank = rank
+        self.abroad = abroad
         self.host = host
         self.fd = connection.fileno()
         self.backlog = 0
@@ -254,7 +258,8 @@ class Links:
         except PeerLostError as exc:
             self._end(link, silence(exc))
         except Exception as exc:  # noqa: BLE001 - whatever a peer sends ends its connection, and nothing else
-            self._end(link, f"sent what makes no sense: {type(exc).__name__}: {exc}")
+            kind = "" if isinstance(exc, BraidError) else f"{type(exc).__name__}: "
+            self._end(link, f"sent what makes no sense: {kind}{exc}")
         return True
 
     def _end(self, link: Link, how: str = "") -> None:
@@ -262,7 +267,8 @@ class Links:
         link.close()
         where = f"on {link.host} " if link.host else ""
         if how or state != CLOSED:
-            self._health.ended(link.rank, where + (how or "died"))
+            usual = "died, or the connection to it broke" if link.abroad else "died"
+            self._health.ended(link.rank, where + (how or usual))
         else:
             self._health.ended(link.rank, f"{where}has closed its connections", left=True)
         self._memory.ended(link.rank)

@@ -108,8 +108,19 @@ class Meeting:
     def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
         """Tell all ranks, or `ranks`, a word and hear theirs; each topic once."""
         self.store.set(f"{topic}/{self.rank}", word.encode())
-        keys = [f"{topic}/{r}" for r in (range(self.world_size) if ranks is None else ranks)]
-        self.wait(keys)
+        members = list(range(self.world_size) if ranks is None else ranks)
+        keys = [f"{topic}/{r}" for r in members]
+        try:
+            self.wait(keys)
+        except CommTimeout as exc:
+            missing = [
+                r for r, key in zip(members, keys, strict=True) if not self.store.check([key])
+            ]
+            msg = (
+                f"expected word of ranks {members} on {topic.rpartition('/')[2]} within {self.timeout_s:g} s, found all but "
+                f"{missing} (this is rank {self.rank}): see their errors"
+            )
+            raise RendezvousError(msg) from exc
         return [value.decode() for value in self.store.multi_get(keys)]
 
     def part(self) -> None:

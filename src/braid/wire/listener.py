@@ -86,6 +86,7 @@ class Listener:
         self._limits = limits
         self._clock = clock or MonotonicClock()
         self._half_open: dict[int, _HalfOpen] = {}
+        self._silent: set[int] = set()  # of those, clients that have sent nothing yet
         self._accepted: deque[SocketConnection] = deque()
         self._refusals: deque[str] = deque(maxlen=_KEPT_REFUSALS)
         self._pause_until_ns: int | None = None
@@ -210,6 +211,7 @@ class Listener:
             deadline_ns = self._clock.now_ns() + round(HANDSHAKE_LIMIT_S * 1e9)
             half = _HalfOpen(sock, handshake, deadline_ns, where)
             self._half_open[sock.fileno()] = half
+            self._silent.add(sock.fileno())
             self._selector.register(sock, selectors.EVENT_READ)
             self._read(half)  # often its first frame is already here
 
@@ -234,8 +236,14 @@ class Listener:
             while half.handshake.needs:
                 data = half.sock.recv(half.handshake.needs)
                 if not data:
-                    self._drop(half, "it closed the connection during the handshake")
+                    silent = (
+                        half.sock.fileno() in self._silent
+                    )  # it only looked whether it can get here
+                    self._drop(
+                        half, None if silent else "it closed the connection during the handshake"
+                    )
                     return
+                self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
                     if isinstance(instruction, Send):
                         # One small frame on a fresh socket: the kernel takes it whole or it is broken.
