@@ -32,7 +32,9 @@ USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
-RUN_FLAGS = frozenset({"-m", "--module", "--no-python", "-h", "--help"})  # options without a value
+RUN_FLAGS = frozenset(
+    {"-m", "--module", "--no-python", "--insecure-network", "-h", "--help"}
+)  # options without a value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,13 +99,20 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
+Text = Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)]
+Count = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
+
+
 def run(
     command: Annotated[
         tyro.conf.Positional[tuple[str, ...]],
         tyro.conf.arg(metavar="SCRIPT [ARGS ...]", help_behavior_hint=TOLD),
     ] = (),
     *,
-    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 1,
+    n: Annotated[
+        int | None,
+        tyro.conf.arg(name="num-ranks", aliases=["-n"], metavar="INT", help_behavior_hint=TOLD),
+    ] = None,
     module: Annotated[bool, tyro.conf.arg(aliases=["-m"])] = False,
     no_python: bool = False,
     log_dir: Directory = None,
@@ -116,14 +125,27 @@ def run(
     hang_report: float = 10.0,
     grace: float = 5.0,
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
+    hosts: Annotated[
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+    ] = "",
+    hostfile: Text = "",
+    rsh: Text = "",
+    remote_python: Text = "",
+    env: Text = "",
+    nnodes: Count = None,
+    node_rank: Count = None,
+    rdzv: Text = "",
+    rdzv_timeout: float = 300.0,
+    insecure_network: bool = False,
+    network_interface: Text = "",
 ) -> int:
-    """Run a program on N ranks of this host, and say who is guilty if it fails.
+    """Run a program on N ranks, of this host or of several, and say who is guilty if it fails.
 
     Programs written for torchrun run unchanged. Standard input is empty.
 
     Args:
         command: What to run. Everything after it belongs to it.
-        n: Number of ranks.
+        n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of this one.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         log_dir: Directory for logs, events and the record of the run (default: ./runs/<date>_<hex>).
@@ -134,8 +156,20 @@ def run(
         hang_report: How long ranks may wait for one that does not come before it is reported, in seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
         resume: Checkpoint to resume from; auto for the last complete one.
+        hosts: Run on these hosts, with so many ranks each; braid must be installed there.
+        hostfile: A file that names them, in lines such as `a slots=2`.
+        rsh: Command that reaches {host} (default: ssh without questions).
+        remote_python: Interpreter on the hosts (default: the path of this one).
+        env: Names of environment variables that ranks on hosts shall have from here, with commas.
+        nnodes: You start `braid run` on so many hosts yourself, with the same command.
+        node_rank: Number of this one; 0 shows what all of them do.
+        rdzv: Where they meet: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env:// (default).
+        rdzv_timeout: How long nodes may take to come, in seconds.
+        insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
+        network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas.
     """
-    from braid.launch import JobSpec, Supervisor, TerminalConsole
+    from braid.commands.several_hosts import choose_where
+    from braid.launch import JobSpec, Nodes, Supervisor, TerminalConsole
 
     if module and no_python:
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
@@ -143,10 +177,24 @@ def run(
     if port != "auto" and not port.isdecimal():
         msg = f"expected --port auto or a number, found {port!r}"
         raise ConfigError(msg)
+    where, told = choose_where(
+        num_ranks=n,
+        hosts=hosts,
+        hostfile=hostfile,
+        rsh=rsh,
+        remote_python=remote_python,
+        env=env,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv=rdzv,
+        rdzv_timeout=rdzv_timeout,
+        insecure_network=insecure_network,
+        network_interface=network_interface,
+    )
     job = JobSpec(
         command=command,
         kind="module" if module else "program" if no_python else "script",
-        num_ranks=n,
+        num_ranks=1 if n is None else n,
         log_dir=log_dir,
         port=None if port == "auto" else int(port),
         timeout_s=timeout,
@@ -155,13 +203,20 @@ def run(
         hang_report_s=hang_report,
         grace_s=grace,
         resume=resume,
+        where=told,
     )
-    with TerminalConsole(sys.stdout, sys.stderr, prefixed=n > 1) as console:
-        outcome = Supervisor(console, owns_process=True).run(job)
+    prefixed = where is not None or job.num_ranks > 1
+    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
+        supervisor = Supervisor(console, owns_process=True)
+        if isinstance(where, Nodes):
+            exit_code, text = supervisor.meet(job, where)
+        else:
+            outcome = supervisor.run(job, where)
+            exit_code, text = outcome.exit_code, "" if outcome.ok else str(outcome)
     drop_unwritten()  # the logs have it all; the exit code is that of the job
-    if not outcome.ok:
-        print(outcome, file=sys.stderr, flush=True)
-    return outcome.exit_code
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    return exit_code
 
 
 def train(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from braid.diagnose import last_operation_end, last_step, parse_stack, testimony
+from braid.errors import CommError
 from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
 from braid.launch.open_spans import OpenSpans
 
@@ -78,6 +80,32 @@ class BlackBox:
         stacks = parse_stack(self.stacks())
         where = next((stack.where for stack in stacks if stack.current), "")
         return f"at {where}" if where else ""
+
+    def pieces(self) -> list[tuple[int, bytes]]:
+        """All of the ring that is used, as places and bytes, for a box on another host."""
+        names = HEADER_BYTES + self.ring.capacity * RECORD.size
+        used = HEADER_BYTES + min(self.ring.written, self.ring.capacity) * RECORD.size
+        named = names + 8 + int.from_bytes(self._map[names : names + 8], "little")
+        return [(0, self._map[:used]), (names, self._map[names:named])]
+
+    def load(self, pieces: Iterable[tuple[int, bytes]], stacks: bytes) -> None:
+        """Become a copy of another box of the same capacity; the clock's offset stays.
+
+        Raises:
+            CommError: The pieces do not fit.
+        """
+        offset_ns, capacity = self.ring.clock_offset_ns, self.ring.capacity
+        for at, data in pieces:
+            if not 0 <= at <= at + len(data) <= len(self._map):
+                msg = f"expected pieces of a ring of {len(self._map)} bytes, found {len(data)} at {at}"
+                raise CommError(msg)
+            self._map[at : at + len(data)] = bytes(data)
+        if self.ring.header[1] != capacity:
+            msg = f"expected a ring of {capacity} records, found {self.ring.header[1]}"
+            raise CommError(msg)
+        self.ring.clock_offset_ns = offset_ns
+        os.ftruncate(self.stacks_fd, 0)
+        os.pwrite(self.stacks_fd, stacks, 0)
 
     def write_to(self, log_dir: Path) -> None:
         """Keep what there is: `events/rank{r}.ring` and `stacks/rank{r}.txt`.

@@ -20,15 +20,24 @@ import psutil
 
 from braid.diagnose import RankEnd, StopReport, error_block, render_block
 from braid.errors import ConfigError
+from braid.rendezvous import JobEnvironment
 
-__all__ = ["JobSpec", "Outcome", "check_command", "choose_threads", "command_line"]
+__all__ = [
+    "JobSpec",
+    "Outcome",
+    "check_command",
+    "choose_threads",
+    "command_line",
+    "inherited",
+]
 
 MAX_RANKS = 4096  # of one host; more is a slip of the finger
+OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # what only a run around this one was told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """One run on this host.
+    """One run.
 
     Attributes:
         command: The script, module or program, followed by its own arguments.
@@ -43,6 +52,7 @@ class JobSpec:
         grace_s: After a failure, how long the other ranks may end by themselves.
         interrupt_limit_s: After Ctrl-C or SIGTERM, how long all ranks may save and end.
         resume: Checkpoint that ranks shall resume from; `auto` for the last complete one.
+        where: Options that say on which hosts and how many ranks; `-n` alone when empty.
         resume_command: What the user types to go on from a checkpoint; `braid run` with this job when empty.
         environ: Environment that ranks inherit.
     """
@@ -59,6 +69,7 @@ class JobSpec:
     grace_s: float = 5.0
     interrupt_limit_s: float = 30.0
     resume: str = ""
+    where: tuple[str, ...] = ()
     resume_command: str = ""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
 
@@ -142,6 +153,23 @@ def choose_threads(job: JobSpec) -> tuple[str, str]:
     usable = len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else MAX_RANKS
     cores = min(usable, psutil.cpu_count(logical=False) or usable)
     return str(max(1, cores // job.num_ranks)), f"cores / ranks = {cores} / {job.num_ranks}"
+
+
+def inherited(environ: Mapping[str, str], told: JobEnvironment, threads: str) -> dict[str, str]:
+    """The environment of a rank.
+
+    Args:
+        environ: That of whoever starts it.
+        told: What it is told.
+        threads: Its OMP_NUM_THREADS.
+    """
+    return {
+        **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
+        **told.to_environ(),
+        "OMP_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "BRAID_LAUNCHER_PID": str(os.getpid()),
+    }
 
 
 def _check_script(script: Path) -> None:

@@ -22,20 +22,22 @@ __all__ = ["PortReservation"]
 
 
 class PortReservation:
-    """Holds a loopback port.
+    """Holds a port.
 
     Args:
         port: The port, or None for any free one.
+        address: Of this host; loopback unless other hosts shall reach it.
 
     Raises:
         ConfigError: The port is in use; the message names the process that uses it, when it can be known.
     """
 
-    def __init__(self, port: int | None) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    def __init__(self, port: int | None, address: str = "127.0.0.1") -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(("127.0.0.1", port or 0))
+            self._socket.bind((address, port or 0))
         except OSError as exc:
             self._socket.close()
             found = exc.strerror

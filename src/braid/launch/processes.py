@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from braid.diagnose import MemoryKill
 from braid.errors import ConfigError
 
 __all__ = ["Change", "SignalInbox", "changes_of", "end_descendants", "send_signal", "subreaper"]
@@ -37,12 +38,16 @@ class Change(NamedTuple):
     """A change of a child.
 
     Attributes:
-        what: exited, killed, stopped or continued.
+        what: exited, killed, stopped or continued; lost, when its host is.
         status: Exit code, or number of the signal.
+        t_ns: When, on the launcher's clock; 0 for now.
+        memory_kill: Set when the kernel is known to have killed it for memory.
     """
 
     what: str
     status: int
+    t_ns: int = 0
+    memory_kill: MemoryKill | None = None
 
 
 _CHANGES = {

@@ -34,6 +34,7 @@ class JobEnvironment:
         local_rank: Rank among those of this host.
         local_world_size: Number of ranks on this host.
         node_rank: Number of this host.
+        num_nodes: Number of hosts; 1 when not told.
         run_id: Name of the run, the same on all ranks.
         master_addr: Host of rank 0, for `torch.distributed`; empty when not told.
         master_port: Port for `torch.distributed` on `master_addr`; 0 when not told.
@@ -58,6 +59,7 @@ class JobEnvironment:
     local_rank: int = 0
     local_world_size: int = 1
     node_rank: int = 0
+    num_nodes: int = 1
     run_id: str = "single"
     master_addr: str = ""
     master_port: int = 0
@@ -132,6 +134,7 @@ class JobEnvironment:
         local_rank = reader.optional("LOCAL_RANK", rank)
         local_world_size = reader.optional("LOCAL_WORLD_SIZE", world_size)
         node_rank = reader.optional("NODE_RANK", reader.optional("GROUP_RANK", 0))
+        num_nodes = reader.optional("GROUP_WORLD_SIZE", 1)
         master_port = reader.optional("MASTER_PORT", 0)
         portable = reader.switch("BRAID_PORTABLE")
         insecure_network = reader.switch("BRAID_INSECURE_NETWORK")
@@ -142,6 +145,7 @@ class JobEnvironment:
             local_rank=local_rank,
             local_world_size=local_world_size,
             node_rank=node_rank,
+            num_nodes=num_nodes,
             **fds,
             run_id=run_id,
             master_addr=environ.get("MASTER_ADDR", ""),
@@ -171,7 +175,7 @@ class JobEnvironment:
             "LOCAL_WORLD_SIZE": self.local_world_size,
             "NODE_RANK": self.node_rank,
             "GROUP_RANK": self.node_rank,
-            "GROUP_WORLD_SIZE": max(1, self.world_size // self.local_world_size),
+            "GROUP_WORLD_SIZE": self.num_nodes,
             "ROLE_RANK": self.rank,
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": self.world_size,

@@ -1,0 +1,133 @@
+"""A rank on another host: its agent is its parent, and what the agent says is all that is known of its process."""
+
+from __future__ import annotations
+
+from signal import SIGKILL
+
+from braid.diagnose import ParsedError, RankEnd, RankView, clause
+from braid.launch.agent_messages import Changed, Remains, Send
+from braid.launch.crew import Seat
+from braid.launch.hang_state import OpenWait
+from braid.launch.host_agent import HostAgent
+from braid.launch.processes import Change
+from braid.launch.rank import Rank
+from braid.launch.rank_look import RankLook
+from braid.launch.supervisor_state import RankFacts
+
+__all__ = ["RemoteRank"]
+
+
+class RemoteRank(Rank):
+    """A rank that an agent has been told to start.
+
+    Args:
+        seat: Everything that is ready for it; its box becomes a copy of the one on its host.
+        agent: The agent of its host.
+    """
+
+    def __init__(self, seat: Seat, agent: HostAgent) -> None:
+        super().__init__(
+            seat.told.rank,
+            box=seat.box,
+            output=seat.output,
+            selector=seat.selector,
+            on_message=seat.on_message,
+            clock=seat.clock,
+            host=agent.name,
+        )
+        self._agent = agent
+        self._pid = 0
+        self._lost = ""
+        self._waits: list[OpenWait] = []
+        self._view: RankView | None = None
+        self.wants_stacks = False
+        seat.box.ring.clock_offset_ns = agent.offset_ns
+
+    @property
+    def pid(self) -> int:
+        """Process id on its host; 0 while unknown."""
+        return self._pid
+
+    def started(self, pid: int) -> None:
+        """Its agent has started it."""
+        self._pid = pid
+
+    def wrote(self, stream: int, chunk: bytes) -> None:
+        """It has written to stdout (1) or stderr (2)."""
+        self.output.feed(stream, chunk, self._clock.now_ns())
+
+    def left(self, remains: Remains, buffers: list[memoryview]) -> None:
+        """Its agent has sent what its black box holds."""
+        pieces = list(zip(remains.offsets, map(bytes, buffers), strict=False))
+        self.box.load(pieces, bytes(buffers[-1]))
+
+    def waiting(self, waits: list[OpenWait]) -> None:
+        """It is inside of these, on its own clock."""
+        self._waits = waits
+
+    def seen(self, view: RankView) -> None:
+        """Its agent has looked at it."""
+        self._view = view
+
+    def changed(self, said: Changed) -> Change:
+        """A change of its process, on the launcher's clock."""
+        t_ns = min(said.t_ns + self._agent.offset_ns, self._clock.now_ns())
+        return Change(said.what, said.status, t_ns, said.memory_kill)
+
+    def lost(self, why: str) -> Change:
+        """Its host is gone, and it with it."""
+        self._lost = why
+        return Change("lost", 0, self._clock.now_ns())
+
+    def signal(self, signum: int) -> None:
+        """Have it sent a signal, unless it has ended."""
+        if self.alive:
+            self._agent.send(Send(self.rank, signum))
+
+    def drain(self) -> None:
+        """Nothing to do: what it wrote came before the news of its end."""
+
+    def error(self) -> ParsedError | None:
+        """What it said of its failure; that its host is gone, when it said nothing."""
+        if self._lost and self.said is None:
+            return ParsedError(type="HostLost", message=self._lost)
+        return super().error()
+
+    def ended(self, change: Change, facts: RankFacts) -> RankEnd:
+        """Note how it ended."""
+        self._waits = []
+        return super().ended(change, facts)
+
+    def waits(self) -> list[OpenWait]:
+        """Collectives that it was inside of, a second ago at most."""
+        return [self._here(wait) for wait in self._waits]
+
+    def ask(self) -> None:
+        """Have it asked for its stack, with all others of its host."""
+        self._view = None
+        self.wants_stacks = True
+
+    def view(self) -> RankView:
+        """What its agent saw; what it has left, when it has ended."""
+        ended = clause(self.end) if self.end is not None else ""
+        view = self._view
+        if view is None or not self.alive:
+            look = RankLook(self.rank, self.pid, self.box, self._clock)
+            view = look.view(alive=False)
+        shift_ns = self._agent.offset_ns
+        spans = tuple(span._replace(t_ns=span.t_ns + shift_ns) for span in view.spans)
+        return view._replace(spans=spans, ended=ended)
+
+    def lasted_ns(self, wait: OpenWait) -> int | None:  # noqa: ARG002 - see below
+        """Not known: its record is on its host."""
+        return None
+
+    def close(self) -> None:
+        """End it if it lives, and close everything. Idempotent."""
+        self.signal(SIGKILL)
+        self._hang_up()
+        self.output.close(self._clock.now_ns())
+        self.box.close()
+
+    def _here(self, wait: OpenWait) -> OpenWait:
+        return wait._replace(t_ns=wait.t_ns + self._agent.offset_ns)

@@ -1,0 +1,194 @@
+"""Claims of gathering hosts: who reaches whom at which address, and what is said when a job cannot start."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.launch.agent_messages import Here, Prepared, Ready
+from braid.launch.muster_state import Greet, Look, MakeReady, MusterLimits, MusterPhase, MusterState
+from braid.launch.reach import LAUNCHER, Attempt, Endpoint, decide, eligible, matrix_text
+
+S = 1_000_000_000
+NAMES = {LAUNCHER: "launcher", 0: "a", 1: "b"}
+
+
+def eth(node, ip, *, interface="eth0", prefix=24):
+    return Endpoint(node, interface, ip, prefix, 40_000)
+
+
+LO = [Endpoint(node, "lo", "127.0.0.1", 8, 40_000 + node) for node in NAMES]
+DOCKER = [eth(node, "172.17.0.1", interface="docker0", prefix=16) for node in NAMES]
+LAN = [eth(node, f"10.0.0.{node + 2}") for node in NAMES]
+
+
+def all_reach(endpoints, *, but=(), reason="timed out"):
+    """Attempts of all to reach all; `but` are (source, address) that fail."""
+    return [
+        Attempt(source, e.node, e.ip, reason if (source, e.ip) in but else "")
+        for source in NAMES
+        for e in endpoints
+        if e.node != source
+    ]
+
+
+def test_loopback_counts_only_where_all_are_one_machine():
+    apart = eligible([*LO, *LAN], (), one_machine=False)
+    together = eligible([*LAN, *LO], (), one_machine=True)
+    assert (apart, together) == (LAN, [*LO, *LAN])
+
+
+@pytest.mark.parametrize("wanted", ["eth0", "10.0.0.0/8"])
+def test_interfaces_can_be_chosen_by_name_and_by_network(wanted):
+    assert eligible([*DOCKER, *LAN], [wanted], one_machine=False) == LAN
+
+
+def test_an_address_that_every_host_has_of_its_own_is_not_taken_for_a_shared_one():
+    found = all_reach(LAN) + all_reach(DOCKER, but={(s, "172.17.0.1") for s in NAMES}, reason="another host answers at this address")  # fmt: skip
+    reach = decide(NAMES, [*DOCKER, *LAN], found)
+    assert reach == ({-1: "10.0.0.1", 0: "10.0.0.2", 1: "10.0.0.3"}, dict.fromkeys(NAMES, "eth0"), "")  # fmt: skip
+
+
+def test_hosts_in_different_networks_listen_where_all_others_reach_them():
+    endpoints = [eth(-1, "10.0.1.1"), eth(0, "10.0.2.1"), eth(1, "10.0.3.1")]
+    reach = decide(NAMES, endpoints, all_reach(endpoints))
+    assert reach.addresses == {-1: "10.0.1.1", 0: "10.0.2.1", 1: "10.0.3.1"}
+
+
+def test_a_network_that_only_some_share_is_passed_over():
+    fast = [eth(node, f"10.9.0.{node + 1}", interface="ib0") for node in (0, 1)]
+    blocked = {(LAUNCHER, e.ip) for e in fast}
+    reach = decide(NAMES, [*fast, *LAN], all_reach([*fast, *LAN], but=blocked, reason="no route"))
+    assert set(reach.interfaces.values()) == {"eth0"}
+
+
+def test_hosts_that_cannot_see_each_other_are_shown_as_a_table():
+    found = all_reach(LAN, but={(0, "10.0.0.3")}, reason="refused")
+    problem = decide(NAMES, LAN, found).problem
+    assert problem.splitlines()[0] == (
+        "expected hosts that can reach each other, found that b cannot be reached from a"
+    )
+    assert [line.split() for line in matrix_text(NAMES, LAN, found).splitlines()[2:]] == [
+        ["launcher", "-", "ok", "ok"],
+        ["a", "ok", "-", "refused"],
+        ["b", "ok", "ok", "-"],
+    ]
+
+
+def test_the_most_telling_reason_is_shown():
+    ways = [*LAN, *DOCKER]
+    found = [Attempt(0, 1, "172.17.0.1", "another host answers at this address"), Attempt(0, 1, "10.0.0.3", "timed out")]  # fmt: skip
+    assert "another host answers" in matrix_text(NAMES, ways, found)
+
+
+def test_a_host_that_each_sees_elsewhere_has_no_address():
+    found = [
+        *all_reach(LAN, but={(0, "10.0.0.3")}),
+        Attempt(0, 1, "10.9.0.1"),
+        Attempt(LAUNCHER, 1, "10.9.0.1", "no route"),
+    ]
+    problem = decide(NAMES, [*LAN, eth(1, "10.9.0.1", interface="ib0")], found).problem
+    assert "b has no address that all others can reach: it is found at" in problem
+
+
+def state(num_nodes=2, names=None, **limits):
+    return MusterState(
+        {0: "a", 1: "b"} if names is None else names,
+        num_nodes,
+        here=Here("m", (LAN[0],)),
+        version="1",
+        limits=MusterLimits(30 * S, **limits),
+        now_ns=0,
+    )
+
+
+def ready(version="1"):
+    return Ready(version, "h", 7)
+
+
+def gathered():
+    """A state in which all have said where they are, and what it told them then."""
+    muster = state()
+    told = [i for node in (0, 1) for i in muster.ready(node, ready(), 0)]
+    told += muster.here(0, Here("m0", (LAN[1],)), 0)
+    told += muster.here(1, Here("m1", (LAN[2],)), 0)
+    return muster, told
+
+
+def test_hosts_are_greeted_then_look_then_make_ready():
+    muster, told = gathered()
+    assert told == [
+        Greet(0),
+        Greet(1),
+        *(Look(node, tuple(e for e in LAN if e.node != node)) for node in (-1, 0, 1)),
+    ]
+    reached = all_reach(LAN)
+    told = []
+    for node in NAMES:
+        told += muster.tried(node, tuple(a for a in reached if a.source == node), S)
+    assert told == [MakeReady(0, "10.0.0.2"), MakeReady(1, "10.0.0.3")]
+    for node in (0, 1):
+        muster.prepared(node, Prepared())
+    assert muster.phase is MusterPhase.READY
+
+
+def test_all_problems_are_said_at_once_and_by_name():
+    muster = state(3, {0: "a", 1: "b", 2: "c"})
+    muster.lost(0, "has no agent, `ssh a` ended with exit code 255", 0)
+    muster.ready(2, ready(), 0)
+    assert muster.phase is MusterPhase.GATHERING  # the third may have something to say as well
+    muster.ready(1, ready("2"), 0)
+    muster.here(2, Here("m2", (LAN[2],)), 0)
+    assert muster.problem == (
+        "the job cannot start on all of its hosts:\n"
+        "host a has no agent, `ssh a` ended with exit code 255\n"
+        "host b has braid 2, expected 1: install the same braid\n"
+        "nothing is wrong with c"
+    )
+
+
+def test_who_does_not_come_is_named():
+    muster = state(3, {})
+    muster.ready(0, ready(), 0)
+    muster.here(0, Here("m", (LAN[1],)), 0)
+    muster.ready(2, ready(), 0)
+    muster.tick(30 * S - 1)
+    assert (muster.phase, muster.missing) == (MusterPhase.GATHERING, [1])
+    muster.tick(30 * S)
+    assert muster.problem.splitlines()[1:] == [
+        "node 1 did not come within 30 s",
+        "host h did not answer within 30 s",
+        "nothing is wrong with h",
+    ]
+
+
+def test_an_agent_that_does_not_say_what_it_reached_has_reached_nobody():
+    muster, _ = gathered()
+    reached = all_reach(LAN)
+    for node in (LAUNCHER, 0):
+        muster.tried(node, tuple(a for a in reached if a.source == node), S)
+    muster.tick(9 * S)
+    assert "launcher cannot be reached from b; a cannot be reached from b" in muster.problem
+
+
+def test_a_host_without_the_chosen_interface_is_named_with_what_it_has():
+    muster = MusterState({0: "a"}, 1, here=Here("m", (LAN[0],)), version="1", wanted=["eth0"], limits=MusterLimits(S), now_ns=0)  # fmt: skip
+    muster.ready(0, ready(), 0)
+    muster.here(0, Here("m0", (DOCKER[1],)), 0)
+    assert "host a has no address on eth0, found docker0 172.17.0.1" in muster.problem
+
+
+def test_what_a_host_cannot_run_is_said_for_all_hosts():
+    muster, _ = gathered()
+    for node in NAMES:
+        muster.tried(node, tuple(a for a in all_reach(LAN) if a.source == node), S)
+    muster.prepared(1, Prepared(problem="cannot run this: no script"))
+    muster.prepared(0, Prepared())
+    assert "host b cannot run this: no script\nnothing is wrong with a" in muster.problem
+
+
+def test_a_node_that_left_may_come_again():
+    muster = state(names={})
+    muster.ready(1, ready(), 0)
+    muster.here(1, Here("m1", (LAN[2],)), 0)
+    muster.forget(1)
+    assert (muster.missing, muster.ready(1, ready(), 0)) == ([0, 1], [Greet(1)])
