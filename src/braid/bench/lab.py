@@ -34,7 +34,7 @@ __all__ = ["Lab", "abandoned", "cabling", "what_is_missing"]
 
 HOSTS = string.ascii_lowercase
 BUCKET_S = 1e-3
-LEAST_BUCKET_BYTES = 32 << 10
+LEAST_BUCKET_BYTES = 16 << 10
 QUEUE = "20ms"  # what waits longer at a link is dropped
 LIMIT_S = 30.0
 

@@ -180,7 +180,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
         budget_s=bench.budget_s,
     )
     shown = console or RichConsole(stderr=True)
-    cases = []
+    cases: list[Case] = []
     for place in places(bench):
         case, rows = place, place.rows
         with shown.status(f"{case}: starting ranks") as status, reached(bench, case) as where:

@@ -111,6 +111,7 @@ def bench_net(
     ] = "",
     rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
     link_gbit: float = 0.0,
+    model: bool = False,
     out: str = "runs/bench-net",
 ) -> int:
     """Measure all-reduce between hosts against Gloo, in turns in one run; as root, on network namespaces of this machine.
@@ -126,10 +127,20 @@ def bench_net(
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed there.
         rsh: Command that reaches {host} (default: ssh without questions).
         link_gbit: What their links carry, Gbit/s, for the share of it that is shown.
-        out: Directory for net.json.
+        model: Hold the cost model against measured algorithms instead, on 4 namespaces at the first rate and on 2 ranks in shared memory.
+        out: Directory for net.json, or model.json.
     """
     from pathlib import Path
 
+    if model:
+        from braid.bench.model import ModelRun, print_model, run_model
+
+        if hosts:
+            msg = "--model measures on namespaces of this machine, where nothing else is on the links: leave --hosts out"
+            raise ConfigError(msg)
+        wanted = ModelRun(gbit=rates_gbit[0], turns=turns, out=Path(out))
+        print_model(run_model(wanted), wanted.out)
+        return 0
     from braid.bench import net
 
     bench = net.NetBench(
