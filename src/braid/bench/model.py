@@ -56,6 +56,7 @@ ALGORITHMS = (
 SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
 MESSAGE_BYTES = tuple(1 << power for power in range(10, 23, 2))
 NEAR_SIZES_BYTES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+HUNDRED_MS = 0.1
 MOST_ERROR = {"network": 0.15, "memory": 0.25}
 
 
@@ -210,7 +211,7 @@ def model_table(report: ModelReport) -> Table:
         grid.add_row(place, "", *map(size_text, sizes))
         for pair in dict.fromkeys((one.taken.operation, one.taken.algorithm) for one in held):
             cells = {
-                one.taken.nbytes: f"{one.predicted_s * 1e3:.2f} / {one.taken.seconds * 1e3:.2f} {one.error:+.0%}"
+                one.taken.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.taken.seconds)} {one.error:+.0%}"
                 for one in held
                 if (one.taken.operation, one.taken.algorithm) == pair
             }
@@ -242,3 +243,8 @@ def print_model(report: ModelReport, out: Path) -> None:
     for line in verdicts(report):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"figures  {out / 'model.json'}")
+
+
+def _ms(seconds: float) -> str:
+    """Three digits."""
+    return f"{seconds * 1e3:.0f}" if seconds >= HUNDRED_MS else f"{seconds * 1e3:.3g}"

@@ -281,7 +281,8 @@ def net_table(report: NetReport) -> Table:
     )
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     grid.add_column("network", no_wrap=True)
-    wires = [name for case in report.cases for name in case.rows[0].ratio if name != "braid"]
+    rows = [row for case in report.cases for row in case.rows]
+    wires = [name for row in rows for name in row.ratio if name != "braid"]
     heads = ["bytes", "Gloo", "%", "braid", "x", "%"]
     names = list(dict.fromkeys(wires))
     for head in [*heads, *(f"{name} x" for name in names)]:
