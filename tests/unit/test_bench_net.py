@@ -30,7 +30,7 @@ def case(hosts, ranks, gbit, *rows):
 
 
 def report(*cases):
-    return net.NetReport(braid="0", torch="2", machine="2 cores", cases=list(cases))
+    return net.NetReport(braid="0", torch="2", machine="2 cores", load=0.5, cases=list(cases))
 
 
 def shown(table):
@@ -192,7 +192,7 @@ def test_errors_of_the_model_are_medians_and_held_against_what_was_promised():
         return model.Held(taken=taken, predicted_s=predicted_s)
 
     found = model.ModelReport(
-        braid="0", torch="2", machine="2 cores", network="4 hosts", memory="2 ranks",
+        braid="0", torch="2", machine="2 cores", load=0.5, network="4 hosts", memory="2 ranks",
         far=[held(1.1), held(0.9), held(9.0)], near=[held(0.5)],
     )  # fmt: skip
     assert model.verdicts(found) == [

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from braid._version import __version__
 from braid.bench.lab import Lab
-from braid.bench.machine import machine
+from braid.bench.machine import load_per_core, machine
 from braid.bench.model_worker import Found, Near, Plan, Taken
 from braid.bench.net import GBIT, KIB, MIB, size_text
 from braid.bench.probe import as_cluster
@@ -79,6 +79,7 @@ class ModelReport(msgspec.Struct, kw_only=True):
         braid: Version.
         torch: Version.
         machine: Cores and processor.
+        load: Of a core just before, by other processes.
         network: What the ranks were joined by, in words.
         far: Over the network.
         memory: Which ranks shared memory, in words.
@@ -88,6 +89,7 @@ class ModelReport(msgspec.Struct, kw_only=True):
     braid: str
     torch: str
     machine: str
+    load: float
     network: str
     far: list[Held]
     memory: str
@@ -119,6 +121,7 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
         ConfigError: No namespaces can be made here, or a rank failed.
     """
     wanted.out.mkdir(parents=True, exist_ok=True)
+    load = load_per_core()
     shown = console or RichConsole(stderr=True)
     network = f"{wanted.num_hosts} hosts x 1 at {wanted.gbit:g} Gbit/s"
     memory = f"{wanted.ranks} ranks in shared memory"
@@ -146,6 +149,7 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
         braid=__version__,
         torch=importlib.metadata.version("torch"),
         machine=machine(),
+        load=load,
         network=network,
         far=predict(found),
         memory=memory,
@@ -200,7 +204,7 @@ def error(held: Sequence[Held]) -> float:
 
 def model_table(report: ModelReport) -> Table:
     """One row per place and algorithm; per size what was predicted, what was measured, and the error."""
-    title = f"predicted / measured ms and error, {report.machine}, torch {report.torch}"
+    title = f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}"
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "algorithm"):
         grid.add_column(name, no_wrap=True)

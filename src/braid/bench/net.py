@@ -23,7 +23,7 @@ from rich.table import Table
 
 from braid._version import __version__
 from braid.bench.lab import Lab
-from braid.bench.machine import machine
+from braid.bench.machine import load_per_core, machine
 from braid.bench.net_worker import BASE, Plan, Row
 from braid.bench.several import Where, run_ranks
 from braid.errors import ConfigError
@@ -77,11 +77,12 @@ class Case(msgspec.Struct, kw_only=True):
 
 
 class NetReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured."""
+    """Figures and where they were measured; `load` is that of a core just before, by other processes."""
 
     braid: str
     torch: str
     machine: str
+    load: float
     cases: list[Case]
 
 
@@ -173,6 +174,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
         ConfigError: No namespaces can be made here, a host cannot be reached, or a rank failed.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
+    load = load_per_core()
     plan = Plan(
         sizes_bytes=bench.sizes_bytes,
         wires=bench.wires,
@@ -197,6 +199,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
         braid=__version__,
         torch=importlib.metadata.version("torch"),
         machine=machine(),
+        load=load,
         cases=cases,
     )
     (bench.out / "net.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
@@ -276,7 +279,7 @@ def _worst(
 def net_table(report: NetReport) -> Table:
     """One row per case and size."""
     title = (
-        f"all-reduce of float32, {report.machine}, torch {report.torch}; us, x: Gloo's time over this one's, "
+        f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}; us, x: Gloo's time over this one's, "
         "%: payload over time and rate"
     )
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
