@@ -1,6 +1,6 @@
 """What collectives cost; see README.md."""
 
-from braid.cost.carrying import Phase, hierarchical_s, message_s, pipelined_s, program_s
+from braid.cost.carrying import Phase, hierarchical_s, pipelined_s, program_s
 from braid.cost.compare import Comparison, compare
 from braid.cost.forms import FORMS, Cost, form
 from braid.cost.rounds import Estimate, simulate_rounds
@@ -14,7 +14,6 @@ __all__ = [
     "compare",
     "form",
     "hierarchical_s",
-    "message_s",
     "pipelined_s",
     "program_s",
     "simulate_rounds",

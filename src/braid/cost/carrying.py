@@ -29,7 +29,7 @@ from braid.schedule import Program, simulate
 from braid.schedule.collective import collective_costs
 from braid.topology import Cluster, Level
 
-__all__ = ["Phase", "hierarchical_s", "message_s", "pipelined_s", "program_s"]
+__all__ = ["Phase", "hierarchical_s", "pipelined_s", "program_s"]
 
 
 class Phase(NamedTuple):
@@ -134,11 +134,7 @@ def hierarchical_s(
     return sync_s + pipelined_s(phases, max(1, -(-nbytes // max(1, chunk))), depth)
 
 
-def message_s(level: Level, nbytes: float, at_once: int = 1) -> float:
-    """Seconds of a message that turns around at `level`, of `at_once` that share its link."""
-    return level.latency_s + _shared_s(level, nbytes, at_once)
-
-
 def _shared_s(level: Level, nbytes: float, at_once: int) -> float:
+    """Seconds of work of a message that shares its link with others like it."""
     most = float(level.most(np.array([nbytes]))[0])
     return nbytes * max(1 / most, at_once / level.bytes_per_s)
