@@ -55,9 +55,9 @@ def test_lanes_of_two_hosts_send_every_byte_once():
     host = Level(name="host", size=2, latency_s=0.0, bytes_per_s=1e12)
     network = Level(name="network", size=2, latency_s=A, bytes_per_s=1 / B)
     found = hierarchical_s(
-        8000, Cluster([host, network]), sync_s=1.0, chunk_bytes=1000, depth=2, copy_s_per_byte=0.0, sum_s_per_byte=0.0
+        8000, Cluster([host, network]), sync_s=A, chunk_bytes=1000, depth=2, copy_s_per_byte=0.0, sum_s_per_byte=0.0
     )  # fmt: skip
-    assert found == pytest.approx(1.0 + A + 8000 * B)
+    assert found == pytest.approx(2 * A + 8000 * B)  # all begin, then the first chunk is on its way
 
 
 def test_lanes_share_the_card_of_their_host_and_are_limited_one_by_one():

@@ -113,7 +113,7 @@ def hierarchical_s(
     Args:
         nbytes: l, bytes of the tensor.
         cluster: The last level is the network between hosts; one below it, if there is one, is a host's memory.
-        sync_s: Seconds of the step in which all ranks begin.
+        sync_s: Seconds of a step of all ranks.
         chunk_bytes: Of one chunk.
         depth: Chunks on the wire besides the one that is summed.
         copy_s_per_byte: Of a copy in memory.
@@ -130,7 +130,8 @@ def hierarchical_s(
     copied = chunk + chunk * (mates - 1) / mates if mates > 1 else 0.0
     added = lane * (mates - 1) + lane * (hosts - 1) / (1 if hosts == 2 else hosts)
     phases = [Phase("memory", copied * copy_s_per_byte + added * sum_s_per_byte, 2 * near_s)]
-    phases += [Phase("card", _shared_s(network, sent, mates), network.latency_s)] * exchanges
+    # who exchanges waits for all twins, not for one: that is a step, not a message
+    phases += [Phase("card", _shared_s(network, sent, mates), sync_s)] * exchanges
     return sync_s + pipelined_s(phases, max(1, -(-nbytes // max(1, chunk))), depth)
 
 
