@@ -7,7 +7,12 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["machine"]
+__all__ = ["load_per_core", "machine"]
+
+
+def load_per_core() -> float:
+    """Processes that want a core, for each, over the last minute: figures taken above some tenths tell of others, too."""
+    return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
 
 
 def machine() -> str:

@@ -1,7 +1,8 @@
-"""`braid probe`: this machine as a cluster of one level, with latency and bandwidth by size of the message.
+"""`braid probe`: ranks of this host, or of several, as a cluster: latency and bandwidth by size of the message, level by level.
 
 What is measured is a message between ranks as `Group.send` and `Group.recv` carry it; the file is what `braid schedule simulate --cluster` and
-`compare` read. Collectives inside a host do not send messages, so for them the selector's own costs count (`Group.engine.explain`).
+`compare` read. Levels are NUMA nodes where there are several, the host, and the network. Collectives inside a host do not
+send messages, so for them the selector's own costs count (`Group.engine.explain`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from pathlib import Path
 import msgspec
 from rich.console import Console as RichConsole
 
-from braid.bench.probe_worker import Plan, Probed
+from braid.bench.probe_worker import Measured, Plan, Probed
+from braid.bench.several import Where, run_ranks
 from braid.errors import ConfigError
 from braid.launch import JobSpec, QuietConsole, Supervisor
-from braid.topology import Cluster, Level
+from braid.topology import LEVEL_NAMES, Cluster, Level
 
-__all__ = ["Probe", "as_cluster", "probe"]
+__all__ = ["Probe", "as_cluster", "level_of", "probe", "run_probe"]
 
 SIZES = tuple(
     1 << power for power in range(16, 27, 2)
 )  # 64 KiB, below which latency is most of it, to 64 MiB
+FAR_SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 
+NETWORK = LEVEL_NAMES[-1]
 LEAST_LATENCIES = (
     1.5  # that a message takes, for its bandwidth to be told from the noise of latency
+)
+HALF_DUPLEX = (
+    1.6  # times as long as one way alone that both ways together take, from which they share a link
 )
 
 
@@ -33,27 +40,44 @@ class Probe:
     """What to measure.
 
     Attributes:
-        ranks: Of this host.
-        sizes: Bytes of messages, multiples of 4.
-        rounds: Of each size, at least.
+        ranks: Of this host, when no others are named.
+        sizes: Bytes of messages, multiples of 4; when None, 64 KiB to 64 MiB in a host, 1 KiB to 16 MiB over several.
+        rounds: Turns through all of them.
+        where: Hosts that are reached; None for this one.
+        pin: Whether ranks stay on the processors of one NUMA node.
         log_dir: Directory for the run's logs.
     """
 
     ranks: int = 2
-    sizes: tuple[int, ...] = SIZES
+    sizes: tuple[int, ...] | None = None
     rounds: int = 15
+    where: Where | None = None
+    pin: bool = True
     log_dir: Path = Path("runs/probe")
 
     def __post_init__(self) -> None:
         problems = []
-        if self.ranks < 2:
+        if self.ranks < 2 and self.where is None:
             problems.append(f"the number of ranks is {self.ranks}, expected 2 or more")
         if self.rounds < 1:
             problems.append(f"rounds is {self.rounds}, expected 1 or more")
-        if not self.sizes or any(n < 4 or n % 4 for n in self.sizes):
+        if self.sizes is not None and (not self.sizes or any(n < 4 or n % 4 for n in self.sizes)):
             problems.append(f"sizes are {self.sizes}, expected multiples of 4 bytes")
         if problems:
             raise ConfigError("; ".join(problems))
+
+
+class _Ear(QuietConsole):
+    """Keeps the JSON object that rank 0 prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard = ""
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        super().line(rank, stream, text, end)
+        if rank == 0 and text.startswith(b"{"):
+            self.heard = text.decode()
 
 
 def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:
@@ -64,43 +88,73 @@ def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:
         console: Where it is shown that something happens; standard error when None.
 
     Raises:
-        ConfigError: A rank failed; the message is the launcher's error block.
+        ConfigError: A rank failed, or a host cannot be reached; the message is the launcher's error block.
     """
+    return as_cluster(run_probe(wanted, console=console))
+
+
+def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
+    """The figures themselves; see `probe`."""
     wanted.log_dir.mkdir(parents=True, exist_ok=True)
-    figures = wanted.log_dir / "figures.json"
-    plan = Plan(sizes=wanted.sizes, rounds=wanted.rounds, out=str(figures.resolve()))
-    job = JobSpec(
-        command=("braid.bench.probe_worker", msgspec.json.encode(plan).decode()),
-        kind="module",
-        num_ranks=wanted.ranks,
-        threads=1,
-        log_dir=str(wanted.log_dir / "run"),
-    )
+    sizes = wanted.sizes or (SIZES if wanted.where is None else FAR_SIZES)
+    plan = msgspec.json.encode(Plan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin))
     shown = console or RichConsole(stderr=True)
-    with shown.status(f"sending messages between {wanted.ranks} ranks"):
-        outcome = Supervisor(QuietConsole()).run(job)
-    if not outcome.ok:
-        raise ConfigError(str(outcome))
-    found = msgspec.json.decode(figures.read_bytes(), type=Probed)
-    figures.unlink()
-    return as_cluster(wanted.ranks, found)
+    log_dir = wanted.log_dir / "run"
+    heard = ""
+    if wanted.where is not None:
+        with shown.status(f"sending messages between ranks on {wanted.where.hosts}"):
+            told: list[str] = []
+            run_ranks(
+                wanted.where,
+                "braid.bench.probe_worker",
+                plan,
+                hear=told.append,
+                log_dir=log_dir,
+            )
+        heard = told[-1] if told else ""
+    else:
+        job = JobSpec(
+            command=("braid.bench.probe_worker", plan.decode()),
+            kind="module",
+            num_ranks=wanted.ranks,
+            threads=1,
+            log_dir=str(log_dir),
+            hang_report_s=0.0,
+        )
+        ear = _Ear()
+        with shown.status(f"sending messages between {wanted.ranks} ranks"):
+            outcome = Supervisor(ear).run(job)
+        if not outcome.ok:
+            raise ConfigError(str(outcome))
+        heard = ear.heard
+    return msgspec.json.decode(heard, type=Probed)
 
 
-def as_cluster(ranks: int, found: Probed) -> Cluster:
-    """Cluster of one host: what is not latency is bandwidth; messages that are hardly more than latency tell nothing of it.
+def as_cluster(found: Probed) -> Cluster:
+    """The cluster of what was measured."""
+    return Cluster([level_of(level) for level in found.levels])
 
-    Args:
-        ranks: Of the host.
-        found: What was measured.
+
+def level_of(found: Measured) -> Level:
+    """What is not latency is bandwidth; messages that are hardly more than latency tell nothing of it.
+
+    No message is quicker than an empty one, so latency is the least that any took. A network's link has one rate, that of the
+    longest message: shorter ones may come out faster, from buffers on the way, but many of them together do not. Memory is as
+    fast as at its best size.
     """
-    latency_s, times = found.latency_s, sorted(found.seconds.items())
+    times = sorted(found.seconds.items())
+    latency_s = min(found.latency_s, *found.seconds.values())
     told = [(n, s) for n, s in times if s >= LEAST_LATENCIES * latency_s] or times[-1:]
     rates = [(float(n), n / max(s - latency_s, s / 100)) for n, s in told]
-    host = Level(
-        name="host",
-        size=ranks,
+    bytes_per_s = max(rate for _, rate in rates)
+    if found.name == NETWORK:
+        bytes_per_s = rates[-1][1]
+        rates = [(n, min(rate, bytes_per_s)) for n, rate in rates]
+    return Level(
+        name=found.name,
+        size=found.size,
         latency_s=latency_s,
-        bytes_per_s=max(rate for _, rate in rates),
+        bytes_per_s=bytes_per_s,
+        full_duplex=found.both_ways_s < HALF_DUPLEX * times[-1][1],
         by_size=tuple(rates),
     )
-    return Cluster([host])

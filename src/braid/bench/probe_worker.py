@@ -1,7 +1,8 @@
-"""One rank of `braid probe`: how long messages between the ranks of this host take, by size.
+"""One rank of `braid probe`: how long messages between ranks take, by size, for each level of the cluster.
 
-Every rank sends to the next and receives from the one before it, all at the same time: what each link gives while the others are busy, too, is
-what the rounds of collectives find.
+Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all pairs at the same time, there and back: half of that
+is one message while nothing comes the other way. The largest goes both ways at once, too, which tells whether the two ways of a
+link are in each other's way.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import psutil
 import torch
 
+from braid.bench.turns import in_turns
 from braid.comm import Group
-from braid.context import init, shutdown
+from braid.context import init, membership, shutdown
+from braid.errors import ConfigError
+from braid.topology import Rings, cpus_of, node_of, rings
 
-__all__ = ["Plan", "Probed", "main"]
+__all__ = ["Measured", "Plan", "Probed", "main", "measured", "message_runs", "stand"]
 
-MOST_ROUNDS = 300  # of small messages, whose times vary most
-SAME_WORK_BYTES = 1 << 27
+NODES = Path("/sys/devices/system/node")
 SMALL_BYTES = 4  # of the message whose time is all latency
 
 
@@ -30,55 +35,150 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sizes: Bytes of messages.
-        rounds: Of each size, at least; small ones are repeated more often.
-        out: File for the figures, written by rank 0.
+        rounds: Turns through all of them.
+        pin: Whether ranks stay on the processors of one NUMA node.
     """
 
     sizes: tuple[int, ...]
     rounds: int
-    out: str
+    pin: bool = True
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One level.
+
+    Attributes:
+        name: Of its unit.
+        size: Children of each unit.
+        latency_s: Of the smallest message.
+        seconds: Of a message, by its bytes.
+        both_ways_s: Of the largest one, while another goes the other way.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    seconds: dict[int, float]
+    both_ways_s: float
 
 
 class Probed(msgspec.Struct, kw_only=True):
-    """What was measured.
+    """What was measured: levels from the ranks upwards, and the medians of a barrier of all ranks."""
 
-    Attributes:
-        latency_s: Median seconds of the smallest message; of the slowest rank.
-        seconds: Median seconds of a message, by its bytes; of the slowest rank.
-    """
-
-    latency_s: float
-    seconds: dict[int, float]
+    levels: list[Measured]
+    barrier_s: float
 
 
 def main(plan: Plan) -> None:
-    """Measure; rank 0 writes the file."""
+    """Measure; rank 0 prints the figures."""
     torch.set_num_threads(1)
     group = init()
-    sizes = (SMALL_BYTES, *plan.sizes)
-    found = []
-    for size in sizes:
-        sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
-        _exchange(group, sent, received)  # slots are made when they are first needed
-        rounds = max(plan.rounds, min(MOST_ROUNDS, SAME_WORK_BYTES // size))
-        found.append(statistics.median(_exchange(group, sent, received) for _ in range(rounds)))
-    medians = torch.tensor(found, dtype=torch.float64)
-    latency_s, *slowest = group.all_reduce(medians, "max").tolist()
+    levels = stand(group, pin=plan.pin)
+    runs = message_runs(group, levels, plan.sizes)
+    times = in_turns(group, runs, plan.rounds)
     if group.rank == 0:
-        probed = Probed(latency_s=latency_s, seconds=dict(zip(plan.sizes, slowest, strict=True)))
-        Path(plan.out).write_bytes(msgspec.json.encode(probed))
+        print(msgspec.json.encode(measured(levels, plan.sizes, times)).decode(), flush=True)
     shutdown()
 
 
-def _exchange(group: Group, sent: torch.Tensor, received: torch.Tensor) -> float:
-    """Seconds of a message to the next rank while one comes from the rank before."""
-    group.barrier()
-    start = time.perf_counter()
+def stand(group: Group, *, pin: bool) -> list[Rings]:
+    """Take a place on this host, and say what the levels between all ranks are.
+
+    Args:
+        group: All ranks.
+        pin: Whether to stay on the processors of one NUMA node.
+    """
+    hosts = membership().transport.hosts
+    mine = [rank for rank in range(group.size) if hosts[rank] == hosts[group.rank]]
+    nodes = _nodes() if pin else []
+    node = node_of(mine.index(group.rank), len(mine), len(nodes))
+    if len(nodes) > 1:
+        try:
+            psutil.Process().cpu_affinity(list(nodes[node]))
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+        ) as exc:  # a container that has other processors
+            msg = f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node {node}: {exc}; say --no-pin"
+            raise ConfigError(msg) from exc
+    own = torch.tensor([hosts[group.rank], node])
+    places = group.all_gather(own).view(-1, 2).tolist()
+    return rings([(host, node) for host, node in places])
+
+
+def _nodes() -> list[tuple[int, ...]]:
+    """Processors of each NUMA node that has some which this process may use."""
+    allowed = set(os.sched_getaffinity(0))
+    found = [
+        tuple(cpu for cpu in cpus_of(file.read_text()) if cpu in allowed)
+        for file in sorted(NODES.glob("node[0-9]*/cpulist"))
+    ]
+    return [cpus for cpus in found if cpus]
+
+
+def message_runs(
+    group: Group, levels: list[Rings], sizes: tuple[int, ...]
+) -> dict[str, Callable[[], object]]:
+    """What to time: messages of each level and size, one way, and a barrier.
+
+    Args:
+        group: All ranks.
+        levels: Who sends to whom.
+        sizes: Bytes.
+    """
+    runs: dict[str, Callable[[], object]] = {"barrier": group.barrier}
+    for level in levels:
+        ring = next((ring for ring in level.rings if group.rank in ring), ())
+        for size in (SMALL_BYTES, *sizes):
+            tensors = torch.zeros(size // 4), torch.zeros(size // 4)
+            runs[f"{level.name} {size}"] = partial(_there_and_back, group, ring, *tensors)
+            if size == sizes[-1]:
+                runs[f"{level.name} both ways"] = partial(_both_ways, group, ring, *tensors)
+    return runs
+
+
+def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[float]]) -> Probed:
+    """Medians, by level."""
+    medians = {name: statistics.median(every) for name, every in times.items()}
+    found = [
+        Measured(
+            name=level.name,
+            size=level.size,
+            latency_s=medians[f"{level.name} {SMALL_BYTES}"] / 2,
+            seconds={size: medians[f"{level.name} {size}"] / 2 for size in sizes},
+            both_ways_s=medians[f"{level.name} both ways"],
+        )
+        for level in levels
+    ]
+    return Probed(levels=found, barrier_s=medians["barrier"])
+
+
+def _there_and_back(
+    group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
+) -> None:
+    """A message from every even place of a ring to the next, and one of the same size back."""
+    at = ring.index(group.rank) if group.rank in ring else -1
+    if at % 2 and at > 0:
+        group.recv(received, ring[at - 1])
+        group.send(sent, ring[at - 1])
+    elif 0 <= at < len(ring) - 1:
+        group.send(sent, ring[at + 1])
+        group.recv(received, ring[at + 1])
+
+
+def _both_ways(
+    group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
+) -> None:
+    """The same messages, both at the same time."""
+    at = ring.index(group.rank) if group.rank in ring else -1
+    if at < 0 or (at == len(ring) - 1 and not at % 2):
+        return
+    peer = ring[at - 1] if at % 2 else ring[at + 1]
     with group.coalesce() as batch:
-        batch.recv(received, (group.rank - 1) % group.size)
-        batch.send(sent, (group.rank + 1) % group.size)
+        batch.recv(received, peer)
+        batch.send(sent, peer)
     batch.work.wait()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

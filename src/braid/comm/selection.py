@@ -119,17 +119,17 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
     ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
-    ("all_gather", "staged"): lambda n, l, m: (_chunks(l / n), l / n + m, 0, 0),  # noqa: E741
-    ("all_gather", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
-    ("reduce_scatter", "staged"): lambda _n, l, m: (_chunks(l), m, m, 0),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, m: (_offered(l / n), 2 * l / n + m, 0, 0),  # noqa: E741
+    ("all_gather", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
+    ("reduce_scatter", "staged"): lambda _n, l, m: (_offered(l), m, m, 0),  # noqa: E741
     ("reduce_scatter", "pulled"): lambda _n, _l, m: (2, 0, m, m),
     ("broadcast", "hierarchical"): lambda _n, l, _: (1, 2 * l, 0, 0),  # noqa: E741
     ("all_gather", "hierarchical"): lambda _n, l, m: (1, 2 * m, 0, 0),  # noqa: ARG005, E741
     ("reduce_scatter", "hierarchical"): lambda _n, l, m: (1, l, m, 0),  # noqa: E741
     ("reduce", "staged"): lambda n, l, m: (2 * _chunks(l), l + l / n + m, m, 0),  # noqa: E741
     ("reduce", "pulled"): lambda n, l, m: (2, l / n + m, m, m),  # noqa: E741
-    ("all_to_all", "staged"): lambda _n, l, m: (_chunks(l), 2 * m, 0, 0),  # noqa: E741
-    ("all_to_all", "pulled"): lambda _n, _l, m: (2, 0, 0, m),
+    ("all_to_all", "staged"): lambda n, l, m: (_offered(l), 2 * m + l / n, 0, 0),  # noqa: E741
+    ("all_to_all", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
     ("gather", "staged"): lambda n, l, m: (1 + _chunks(l / n), l / n + m, 0, 0),  # noqa: E741
     ("gather", "pulled"): lambda _n, _l, m: (3, 0, 0, m),
     ("scatter", "staged"): lambda n, l, m: (1 + _chunks(l), m + l / n, 0, 0),  # noqa: E741
@@ -398,6 +398,12 @@ def _at(rates: Piecewise, nbytes: int) -> float:
 
 def _chunks(nbytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
     return max(1, -(-int(nbytes) // chunk_bytes))
+
+
+def _offered(nbytes: float) -> int:
+    """Steps where one is taken first to learn what is registered, unless a single chunk holds it all."""
+    chunks = _chunks(nbytes)
+    return chunks + (chunks > 1)
 
 
 def _size(nbytes: int) -> str:

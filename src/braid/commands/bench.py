@@ -9,7 +9,7 @@ import tyro
 from braid.commands import TOLD
 from braid.errors import ConfigError
 
-__all__ = ["bench_comm", "bench_ddp"]
+__all__ = ["bench_comm", "bench_ddp", "bench_net"]
 
 
 def bench_comm(
@@ -87,4 +87,74 @@ def bench_ddp(
     batch = {"mlp": batch_mlp, "gpt": batch_gpt}
     bench = ddp.DdpBench(ranks=n, models=models, batch=batch, rounds=rounds, out=Path(out))
     ddp.print_ddp(ddp.run_ddp(bench), bench.out)
+    return 0
+
+
+def bench_net(
+    *,
+    rates_gbit: Annotated[tuple[float, ...], tyro.conf.arg(metavar="GBIT [GBIT ...]")] = (
+        1.0,
+        10.0,
+    ),
+    num_hosts: int = 2,
+    ranks_per_host: tuple[int, ...] = (1, 2),
+    sizes_kib: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096, 16384, 65536),
+    wires: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = (
+        "bf16",
+        "int8",
+        "topk:0.01",
+    ),
+    turns: int = 7,
+    budget: float = 1.0,
+    hosts: Annotated[
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+    ] = "",
+    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
+    link_gbit: float = 0.0,
+    model: bool = False,
+    out: str = "runs/bench-net",
+) -> int:
+    """Measure all-reduce between hosts against Gloo, in turns in one run; as root, on network namespaces of this machine.
+
+    Args:
+        rates_gbit: Rates of the links between namespaces, Gbit/s.
+        num_hosts: Number of namespaces.
+        ranks_per_host: Ranks of each host; every number is measured at every rate.
+        sizes_kib: KiB of the tensors.
+        wires: Formats in which numbers cross the network, besides their own.
+        turns: Repetitions of each library, at least; what is shown are medians over them.
+        budget: Seconds of one library and size, about.
+        hosts: Measure between these hosts instead, with so many ranks each; braid must be installed there.
+        rsh: Command that reaches {host} (default: ssh without questions).
+        link_gbit: What their links carry, Gbit/s, for the share of it that is shown.
+        model: Hold the cost model against measured algorithms instead, on 4 namespaces at the first rate and on 2 ranks in shared memory.
+        out: Directory for net.json, or model.json.
+    """
+    from pathlib import Path
+
+    if model:
+        from braid.bench.model import ModelRun, print_model, run_model
+
+        if hosts:
+            msg = "--model measures on namespaces of this machine, where nothing else is on the links: leave --hosts out"
+            raise ConfigError(msg)
+        wanted = ModelRun(gbit=rates_gbit[0], turns=turns, out=Path(out))
+        print_model(run_model(wanted), wanted.out)
+        return 0
+    from braid.bench import net
+
+    bench = net.NetBench(
+        rates_gbit=rates_gbit,
+        num_hosts=num_hosts,
+        ranks_per_host=ranks_per_host,
+        sizes_bytes=tuple(size << 10 for size in sizes_kib),
+        wires=wires,
+        turns=turns,
+        budget_s=budget,
+        hosts=hosts,
+        rsh=rsh,
+        link_gbit=link_gbit,
+        out=Path(out),
+    )
+    net.print_net(net.run_net(bench), bench.out)
     return 0

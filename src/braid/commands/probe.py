@@ -6,6 +6,7 @@ from typing import Annotated
 
 import tyro
 
+from braid.commands import TOLD
 from braid.errors import ConfigError
 
 __all__ = ["probe"]
@@ -14,34 +15,61 @@ __all__ = ["probe"]
 def probe(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    hosts: Annotated[
+        str, tyro.conf.arg(aliases=["-H"], metavar="a:2,b:2", help_behavior_hint=TOLD)
+    ] = "",
+    rsh: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
+    remote_python: Annotated[str, tyro.conf.arg(metavar="TEXT", help_behavior_hint=TOLD)] = "",
     out: str = "cluster.toml",
     rounds: int = 15,
+    no_pin: bool = False,
+    gpus: bool = False,
     log_dir: str = "runs/probe",
 ) -> int:
-    """Measure latency and bandwidth between the ranks of this host, and write them as a cluster.
+    """Measure latency and bandwidth between the ranks of this host or of several, and write them as a cluster.
 
     Args:
-        n: Number of ranks, all sending at the same time.
+        n: Number of ranks of this host, all sending at the same time.
+        hosts: Measure between these hosts instead, with so many ranks each; braid must be installed there.
+        rsh: Command that reaches {host} (default: ssh without questions).
+        remote_python: Interpreter on the hosts (default: the path of this one).
         out: File that `braid schedule simulate --cluster` and `compare` read.
-        rounds: Of each size, at least; medians count.
+        rounds: Turns through all sizes, at least; medians count.
+        no_pin: Let ranks run on any processor, rather than on those of one NUMA node each.
+        gpus: Measure copies between this host's GPUs instead, which are then the ranks of the cluster.
         log_dir: Directory for the logs of the ranks.
     """
     from pathlib import Path
 
     from braid.bench.probe import Probe
     from braid.bench.probe import probe as measure
+    from braid.bench.several import Where
     from braid.topology import to_toml
 
-    found = measure(Probe(ranks=n, rounds=rounds, log_dir=Path(log_dir)))
+    if gpus:
+        from braid.bench.probe_gpus import probe_gpus
+
+        found = probe_gpus(rounds)
+    else:
+        where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
+        if rsh and not hosts:
+            msg = "--rsh needs hosts: name them with -H"
+            raise ConfigError(msg)
+        wanted = Probe(ranks=n, rounds=rounds, where=where, pin=not no_pin, log_dir=Path(log_dir))
+        found = measure(wanted)
     text = to_toml(found)
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as exc:
         msg = f"expected a place to write to, found {out}: {exc}; the cluster is\n{text}"
         raise ConfigError(msg) from exc
-    (host,) = found.levels
-    print(f"latency {host.latency_s * 1e6:.1f} us; bytes per second of a message by its size:")
-    for nbytes, rate in host.by_size:
-        print(f"  {nbytes / 1024:>8,.0f} KiB  {rate / 1e9:6.2f} GB/s")
+    for level in found.levels:
+        ways = "each way" if level.full_duplex else "both ways together"
+        print(
+            f"{level.name} of {level.size}: latency {level.latency_s * 1e6:.1f} us; "
+            f"bytes per second of a message by its size, {ways}:"
+        )
+        for nbytes, rate in level.by_size:
+            print(f"  {nbytes / 1024:>8,.0f} KiB  {rate / 1e9:6.3f} GB/s")
     print(f"cluster  {out}")
     return 0

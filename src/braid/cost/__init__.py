@@ -1,7 +1,20 @@
 """What collectives cost; see README.md."""
 
+from braid.cost.carrying import Phase, hierarchical_s, pipelined_s, program_s
 from braid.cost.compare import Comparison, compare
 from braid.cost.forms import FORMS, Cost, form
 from braid.cost.rounds import Estimate, simulate_rounds
 
-__all__ = ["FORMS", "Comparison", "Cost", "Estimate", "compare", "form", "simulate_rounds"]
+__all__ = [
+    "FORMS",
+    "Comparison",
+    "Cost",
+    "Estimate",
+    "Phase",
+    "compare",
+    "form",
+    "hierarchical_s",
+    "pipelined_s",
+    "program_s",
+    "simulate_rounds",
+]

@@ -2,5 +2,20 @@
 
 from braid.topology.cluster import Cluster, Level, flat
 from braid.topology.cluster_file import from_toml, to_toml
+from braid.topology.gpu_links import gpu_levels, parse_links
+from braid.topology.places import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 
-__all__ = ["Cluster", "Level", "flat", "from_toml", "to_toml"]
+__all__ = [
+    "LEVEL_NAMES",
+    "Cluster",
+    "Level",
+    "Rings",
+    "cpus_of",
+    "flat",
+    "from_toml",
+    "gpu_levels",
+    "node_of",
+    "parse_links",
+    "rings",
+    "to_toml",
+]

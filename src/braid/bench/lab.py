@@ -1,0 +1,171 @@
+"""Hosts with a network between them, on one machine: network namespaces at a bridge, with links of a chosen rate.
+
+Problem: what a collective costs over a network can only be said where there is one, and two machines with nothing else on their
+cables are rare. Loopback has no rate and no latency worth the name.
+
+Idea: the kernel has it all. Each namespace is a host with an interface of its own; a veth pair is its cable; a bridge is the switch; and
+a token bucket at either end of each cable lets through what a link of this rate would, frame headers included:
+
+    host a   eth0 ==[tbf]==> port a  |        |  port b ==[tbf]==> eth0   host b
+             eth0 <==[tbf]== port a  | bridge |  port b <==[tbf]== eth0
+
+The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it late, and a smaller one would not give the rate.
+So what is sent after a pause is faster than the link for one millisecond, which flatters messages of some ten kilobytes, all libraries alike.
+Latency is that of the kernel, without a cable's and a switch's.
+
+Source: tc-tbf(8), ip-netns(8).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import string
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+import psutil
+
+from braid.errors import ConfigError
+
+__all__ = ["Lab", "abandoned", "cabling", "what_is_missing"]
+
+HOSTS = string.ascii_lowercase
+BUCKET_S = 1e-3
+LEAST_BUCKET_BYTES = 16 << 10
+QUEUE = "20ms"  # what waits longer at a link is dropped
+LIMIT_S = 30.0
+
+Words = tuple[str, ...]
+
+
+class Lab:
+    """Hosts a, b, ... with addresses 10.77.0.1, .2, ... at links of one rate; a context manager.
+
+    Args:
+        num_hosts: How many, up to 26.
+        bits_per_s: Rate of each host's link, each way; of no limit when 0.
+
+    Raises:
+        ConfigError: Namespaces cannot be made here, with the reason (on entering).
+    """
+
+    def __init__(self, num_hosts: int, bits_per_s: float) -> None:
+        if not 1 <= num_hosts <= len(HOSTS) or bits_per_s < 0:
+            msg = f"expected 1 to {len(HOSTS)} hosts and a rate, found {num_hosts} hosts at {bits_per_s:g} bit/s"
+            raise ConfigError(msg)
+        self.hosts = tuple(HOSTS[:num_hosts])
+        self._bits_per_s = bits_per_s
+        self._tag = f"bn{os.getpid()}"
+        self._undo = ExitStack()
+
+    @property
+    def rsh(self) -> str:
+        """For `braid run --rsh`."""
+        return f"ip netns exec {self._tag}{{host}}"
+
+    @property
+    def inside(self) -> Words:
+        """What to put before a command that shall run on the first host."""
+        return ("ip", "netns", "exec", f"{self._tag}{self.hosts[0]}")
+
+    def __enter__(self) -> Lab:
+        missing = what_is_missing()
+        if missing:
+            raise ConfigError(missing)
+        for command in abandoned(_output("ip", "netns", "list"), psutil.pid_exists):
+            _attempt(command)
+        with ExitStack() as undo:
+            for make, unmake in cabling(self._tag, self.hosts, self._bits_per_s):
+                if unmake:  # before: who is interrupted in between has made it, perhaps
+                    undo.callback(_attempt, unmake)
+                _do(make)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._undo.close()
+
+
+def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Words, Words]]:
+    """Commands that make a lab, each with the one that undoes it; the later ones go with the earlier.
+
+    Args:
+        tag: What names begin with, at most 13 characters.
+        hosts: A letter each.
+        bits_per_s: Rate of each link; of no limit when 0.
+    """
+    found: list[tuple[Words, Words]] = []
+
+    def add(text: str, undo: str = "") -> None:
+        found.append((tuple(text.split()), tuple(undo.split())))
+
+    add(f"ip link add {tag} type bridge", f"ip link del {tag}")
+    add(f"ip link set {tag} up")
+    for number, host in enumerate(hosts, 1):
+        name, port = tag + host, f"{tag}p{host}"
+        add(f"ip netns add {name}", f"ip netns del {name}")
+        # a namespace goes some time after its name, a cable at once
+        add(f"ip link add {port} type veth peer name eth0 netns {name}", f"ip link del {port}")
+        add(f"ip link set {port} master {tag} up")
+        add(f"ip -n {name} addr add 10.77.0.{number}/24 dev eth0")
+        add(f"ip -n {name} link set eth0 up")
+        add(f"ip -n {name} link set lo up")
+        if bits_per_s:
+            bucket = max(LEAST_BUCKET_BYTES, round(bits_per_s / 8 * BUCKET_S))
+            limit = f"tbf rate {round(bits_per_s)}bit burst {bucket}b latency {QUEUE}"
+            add(f"tc -n {name} qdisc add dev eth0 root {limit}")
+            add(f"tc qdisc add dev {port} root {limit}")
+    return found
+
+
+def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
+    """Commands that remove labs whose process has been killed.
+
+    Args:
+        listed: What `ip netns list` shows.
+        exists: Whether there is a process of this number.
+    """
+    commands: dict[Words, None] = {}
+    for name, pid, host in re.findall(r"^(bn(\d+)([a-z]))\b", listed, re.MULTILINE):
+        if not exists(int(pid)):
+            commands["ip", "netns", "del", name] = None
+            commands["ip", "link", "del", f"bn{pid}p{host}"] = None
+            commands["ip", "link", "del", f"bn{pid}"] = None
+    return list(commands)
+
+
+def what_is_missing() -> str:
+    """Why no lab can be made on this machine; empty if one can."""
+    if os.geteuid() != 0:
+        return (
+            f"expected to be root, who may make network namespaces, found user {os.geteuid()}: "
+            "use sudo, or name real hosts with --hosts"
+        )
+    absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if absent:
+        return (
+            f"expected the commands ip and tc, found no {' and no '.join(absent)}: "
+            "install iproute2, or name real hosts with --hosts"
+        )
+    return ""
+
+
+def _do(words: Words) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    if done.returncode:
+        msg = (
+            f"cannot make network namespaces here: `{' '.join(words)}` says {done.stderr.strip()!r}"
+        )
+        raise ConfigError(msg)
+
+
+def _attempt(words: Words) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(words, capture_output=True, check=False, timeout=LIMIT_S)
+
+
+def _output(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,329 @@
+"""`braid bench net`: all-reduce between hosts against Gloo, and against what the link would carry; table, JSON, targets.
+
+Measured on namespaces of this machine (`lab`), or on hosts that are there; always in one interleaved run (`net_worker`).
+
+What is counted as the share of a link: the bytes that an all-reduce must send over the card of each host, 2 (h-1)/h l with h hosts and
+l bytes of the tensor, over time and rate. Headers are not counted, so of Ethernet with 1500 bytes a packet nobody gets more than 1448 / 1514 =
+95.6 %. Shares above that are those of a bucket that was full (`lab`), and are shown for what they are: only large tensors tell.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from rich import box
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from braid._version import __version__
+from braid.bench.lab import Lab
+from braid.bench.machine import load_per_core, machine
+from braid.bench.net_worker import BASE, Plan, Row
+from braid.bench.several import Where, run_ranks
+from braid.errors import ConfigError
+from braid.launch import parse_hosts
+
+__all__ = [
+    "Case",
+    "NetBench",
+    "NetReport",
+    "Target",
+    "net_table",
+    "places",
+    "print_net",
+    "run_net",
+    "size_text",
+    "targets",
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZES_BYTES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+WIRES = ("bf16", "int8", "topk:0.01")
+SMALL_BYTES, LARGE_BYTES = 64 * KIB, 4 * MIB
+GBIT = 1e9
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """Figures of one network.
+
+    Attributes:
+        hosts: Ranks by host, such as a:2,b:2.
+        num_hosts: Number of hosts.
+        ranks_per_host: Ranks of the host that has most.
+        gbit_per_s: Rate of each host's link; 0 if that is not known.
+        rows: One per size.
+    """
+
+    hosts: str
+    num_hosts: int
+    ranks_per_host: int
+    gbit_per_s: float
+    rows: list[Row]
+
+    def share(self, row: Row, name: str) -> float:
+        """Of the link, in payload over time."""
+        sent = 2 * (self.num_hosts - 1) / self.num_hosts * row.nbytes
+        return sent * 8 / row.seconds[name] / (self.gbit_per_s * GBIT)
+
+    def __str__(self) -> str:
+        rate = f" at {self.gbit_per_s:g} Gbit/s" if self.gbit_per_s else ""
+        return f"{self.num_hosts} hosts x {self.ranks_per_host}{rate}"
+
+
+class NetReport(msgspec.Struct, kw_only=True):
+    """Figures and where they were measured; `load` is that of a core just before, by other processes."""
+
+    braid: str
+    torch: str
+    machine: str
+    load: float
+    cases: list[Case]
+
+
+class Target(NamedTuple):
+    """Something that was promised.
+
+    Attributes:
+        what: In words.
+        floor: Least figure.
+        found: The worst one measured.
+        at: Where that was.
+        unit: Behind the figures.
+    """
+
+    what: str
+    floor: float
+    found: float
+    at: str
+    unit: str = "x Gloo"
+
+    @property
+    def held(self) -> bool:
+        """Whether it holds everywhere."""
+        return self.found >= self.floor
+
+    def __str__(self) -> str:
+        word = "held  " if self.held else "missed"
+        return f"{word}  {self.what}: at least {_figure(self.floor, self.unit)}, found {_figure(self.found, self.unit)} at {self.at}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetBench:
+    """What to measure.
+
+    Attributes:
+        rates_gbit: Rates of links between namespaces, Gbit/s each.
+        num_hosts: Number of namespaces.
+        ranks_per_host: Ranks of each, one case per number and rate.
+        sizes_bytes: Of the tensors, multiples of 4.
+        wires: Formats in which numbers cross the network, besides their own.
+        turns: Repetitions of each library, at least.
+        budget_s: Seconds of one library and size, about.
+        hosts: Hosts that are there, such as a:2,b:2, rather than namespaces.
+        rsh: Command that reaches them; ssh when empty.
+        link_gbit: What their links carry, Gbit/s; 0 if that is not known.
+        out: Directory for `net.json` and the run's logs.
+    """
+
+    rates_gbit: tuple[float, ...] = (1.0, 10.0)
+    num_hosts: int = 2
+    ranks_per_host: tuple[int, ...] = (1, 2)
+    sizes_bytes: tuple[int, ...] = SIZES_BYTES
+    wires: tuple[str, ...] = WIRES
+    turns: int = 7
+    budget_s: float = 1.0
+    hosts: str = ""
+    rsh: str = ""
+    link_gbit: float = 0.0
+    out: Path = Path("runs/bench-net")
+
+    def __post_init__(self) -> None:
+        least = [("the number of hosts", self.num_hosts, 2), ("the number of turns", self.turns, 1)]
+        least += [("the number of ranks of a host", n, 1) for n in self.ranks_per_host]
+        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
+        problems += [
+            f"a rate is {rate:g} Gbit/s, expected more than 0"
+            for rate in self.rates_gbit
+            if not 0 < rate < float("inf")
+        ]
+        problems += [
+            f"a size is {n} bytes, expected a multiple of 4"
+            for n in self.sizes_bytes
+            if n < 4 or n % 4
+        ]
+        if self.rsh and not self.hosts:
+            problems.append("--rsh needs hosts: name them with --hosts")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport:
+    """Measure all cases, one after the other.
+
+    Args:
+        bench: What to measure.
+        console: Where it is shown that something happens; standard error when None.
+
+    Raises:
+        ConfigError: No namespaces can be made here, a host cannot be reached, or a rank failed.
+    """
+    bench.out.mkdir(parents=True, exist_ok=True)
+    load = load_per_core()
+    plan = Plan(
+        sizes_bytes=bench.sizes_bytes,
+        wires=bench.wires,
+        turns=bench.turns,
+        budget_s=bench.budget_s,
+    )
+    shown = console or RichConsole(stderr=True)
+    cases: list[Case] = []
+    for place in places(bench):
+        case, rows = place, place.rows
+        with shown.status(f"{case}: starting ranks") as status, reached(bench, case) as where:
+
+            def hear(text: str, case: Case = case, rows: list[Row] = rows) -> None:
+                rows.append(msgspec.json.decode(text, type=Row))
+                status.update(f"{case}: {size_text(rows[-1].nbytes)} done")
+
+            log_dir = bench.out / f"run-{len(cases)}"
+            encoded = msgspec.json.encode(plan)
+            run_ranks(where, "braid.bench.net_worker", encoded, hear=hear, log_dir=log_dir)
+        cases.append(case)
+    report = NetReport(
+        braid=__version__,
+        torch=importlib.metadata.version("torch"),
+        machine=machine(),
+        load=load,
+        cases=cases,
+    )
+    (bench.out / "net.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    return report
+
+
+def places(bench: NetBench) -> list[Case]:
+    """The cases, without figures."""
+    if bench.hosts:
+        found = parse_hosts(bench.hosts)
+        most = max(host.slots for host in found)
+        rate = bench.link_gbit
+        return [
+            Case(
+                hosts=bench.hosts,
+                num_hosts=len(found),
+                ranks_per_host=most,
+                gbit_per_s=rate,
+                rows=[],
+            )
+        ]
+    return [
+        Case(hosts="", num_hosts=bench.num_hosts, ranks_per_host=ranks, gbit_per_s=rate, rows=[])
+        for ranks in bench.ranks_per_host
+        for rate in bench.rates_gbit
+    ]
+
+
+@contextmanager
+def reached(bench: NetBench, case: Case) -> Iterator[Where]:
+    """The hosts of a case; namespaces are made for it, and removed after."""
+    if case.hosts:
+        yield Where(hosts=case.hosts, rsh=bench.rsh)
+        return
+    with Lab(case.num_hosts, case.gbit_per_s * GBIT) as lab:
+        case.hosts = ",".join(f"{host}:{case.ranks_per_host}" for host in lab.hosts)
+        yield Where(hosts=case.hosts, rsh=lab.rsh, inside=lab.inside)
+
+
+def targets(report: NetReport) -> list[Target]:
+    """What was promised of the cases that were measured, each with its worst figure."""
+    found = []
+    for case in report.cases:
+        shape = (case.num_hosts, case.ranks_per_host, case.gbit_per_s)
+        small = [row for row in case.rows if row.nbytes <= SMALL_BYTES]
+        large = [row for row in case.rows if row.nbytes >= LARGE_BYTES]
+        middle = [row for row in case.rows if row.nbytes <= MIB]
+        from_mib = [row for row in case.rows if row.nbytes >= MIB]
+        above = [row for row in case.rows if row.nbytes > MIB]
+        if shape[:2] == (2, 1):
+            found += _worst(case, small, f"up to {size_text(SMALL_BYTES)}", 2.0)
+        if shape == (2, 1, 1.0) and large:
+            row = min(large, key=lambda row: case.share(row, "braid"))
+            what = f"{case}, payload, from {size_text(LARGE_BYTES)}"
+            share = case.share(row, "braid")
+            found.append(Target(what, 0.95, share, size_text(row.nbytes), "of the link"))
+        if shape == (2, 1, 10.0):
+            found += _worst(case, large, f"from {size_text(LARGE_BYTES)}", 0.95)
+        if shape == (2, 2, 1.0):
+            found += _worst(case, middle, f"up to {size_text(MIB)}", 1.4)
+            found += _worst(case, above, f"above {size_text(MIB)}", 1.2)
+            found += _worst(case, from_mib, f"from {size_text(MIB)}", 2.2, name="bf16")
+    return found
+
+
+def _worst(
+    case: Case, rows: list[Row], sizes: str, floor: float, *, name: str = "braid"
+) -> list[Target]:
+    rows = [row for row in rows if name in row.ratio]
+    if not rows:
+        return []
+    row = min(rows, key=lambda row: row.ratio[name])
+    what = f"{case}, {'all digits' if name == 'braid' else name}, {sizes}"
+    return [Target(what, floor, row.ratio[name], size_text(row.nbytes))]
+
+
+def net_table(report: NetReport) -> Table:
+    """One row per case and size."""
+    title = (
+        f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}; us, x: Gloo's time over this one's, "
+        "%: payload over time and rate"
+    )
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    grid.add_column("network", no_wrap=True)
+    rows = [row for case in report.cases for row in case.rows]
+    wires = [name for row in rows for name in row.ratio if name != "braid"]
+    heads = ["bytes", "Gloo", "%", "braid", "x", "%"]
+    names = list(dict.fromkeys(wires))
+    for head in [*heads, *(f"{name} x" for name in names)]:
+        grid.add_column(head, justify="right", no_wrap=True)
+    for case in report.cases:
+        for number, row in enumerate(case.rows):
+            cells = [str(case) if not number else "", size_text(row.nbytes)]
+            for name in (BASE, "braid", *names):
+                known = name in row.seconds
+                if name not in names:
+                    cells.append(f"{row.seconds[name] * 1e6:,.0f}" if known else "")
+                if name != BASE:
+                    cells.append(f"{row.ratio[name]:.2f}" if known else "")
+                if name in {BASE, "braid"}:
+                    told = case.gbit_per_s and row.nbytes >= LARGE_BYTES
+                    cells.append(f"{case.share(row, name):.1%}"[:-1] if told else "")
+            grid.add_row(*cells)
+    return grid
+
+
+def print_net(report: NetReport, out: Path) -> None:
+    """Show the table and the targets, and say where the figures are."""
+    console = RichConsole()
+    if not console.is_terminal:
+        console = RichConsole(width=120)
+    console.print(net_table(report))
+    for target in targets(report):
+        console.print(str(target), highlight=False, soft_wrap=True)
+    console.print(f"figures  {out / 'net.json'}")
+
+
+def size_text(nbytes: float) -> str:
+    """Such as 64 KiB."""
+    for unit, scale in (("MiB", MIB), ("KiB", KIB)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:g} {unit}"
+    return f"{nbytes:g} B"
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.1%} {unit}" if unit == "of the link" else f"{value:.2f} {unit}"

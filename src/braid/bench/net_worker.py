@@ -1,0 +1,132 @@
+"""One rank of `braid bench net`: all-reduce by Gloo, by braid and in fewer bytes, taken in turns.
+
+Every repetition begins behind a barrier, lasts until the slowest rank is ready, and is followed by one of the next library, so that
+whatever else the machine and its network do meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+from torch import distributed as dist
+
+from braid.comm import Group
+from braid.context import init, shutdown
+
+__all__ = ["Plan", "Row", "main"]
+
+MOST_TURNS = 200
+BASE = "gloo"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        sizes_bytes: Of the tensor, multiples of 4.
+        wires: Formats in which numbers cross the network, besides their own.
+        turns: Repetitions of each library, at least.
+        budget_s: Seconds of one library and size, about.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    wires: tuple[str, ...]
+    turns: int
+    budget_s: float
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """All-reduce of float32 at one size.
+
+    Attributes:
+        nbytes: Of the tensor.
+        seconds: Median of the slowest rank, by library or wire format.
+        ratio: Gloo's time over this one's, median of the turns.
+        spread: First and third quartile of these ratios.
+    """
+
+    nbytes: int
+    seconds: dict[str, float]
+    ratio: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+
+
+def main(plan: Plan) -> None:
+    """Measure; rank 0 prints a line per size."""
+    torch.set_num_threads(1)
+    group = init()
+    dist.init_process_group(BASE)
+    generator = torch.Generator().manual_seed(group.rank)
+    for nbytes in plan.sizes_bytes:
+        # not ones: what a sparse format sends depends on the numbers
+        numbers = torch.randn(nbytes // 4, generator=generator)
+        x = torch.empty_like(numbers)
+        runs: dict[str, Callable[[], object]] = {
+            BASE: lambda x=x: dist.all_reduce(x),  # type: ignore[misc]  # mypy does not infer lambdas with defaults
+            "braid": lambda x=x: group.all_reduce(x),  # type: ignore[misc]
+        }
+        for wire in plan.wires:
+            runs[wire] = lambda x=x, wire=wire: group.all_reduce(x, wire=wire)  # type: ignore[misc]
+        row = row_of(nbytes, _measure(group, x, numbers, runs, plan))
+        if group.rank == 0:
+            print(msgspec.json.encode(row).decode(), flush=True)
+    group.barrier()
+    dist.destroy_process_group()
+    shutdown()
+
+
+def row_of(nbytes: int, times: dict[str, list[float]]) -> Row:
+    """Medians over turns; ratios are taken within each."""
+    ratios = {
+        name: [base / own for base, own in zip(times[BASE], every, strict=True)]
+        for name, every in times.items()
+        if name != BASE
+    }
+    return Row(
+        nbytes=nbytes,
+        seconds={name: statistics.median(every) for name, every in times.items()},
+        ratio={name: statistics.median(every) for name, every in ratios.items()},
+        spread={name: _quartiles(every) for name, every in ratios.items()},
+    )
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _measure(
+    group: Group,
+    x: torch.Tensor,
+    numbers: torch.Tensor,
+    runs: dict[str, Callable[[], object]],
+    plan: Plan,
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, by library and turn."""
+
+    def once(run: Callable[[], object]) -> float:
+        x.copy_(numbers)
+        group.barrier()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    first = [once(run) for run in runs.values()]  # buffers are made when they are first needed
+    again = [once(run) for run in runs.values()]
+    dearest = torch.tensor([max(map(min, zip(first, again, strict=True)))], dtype=torch.float64)
+    group.all_reduce(dearest, "max")
+    turns = int(min(MOST_TURNS, max(plan.turns, plan.budget_s / max(dearest.item(), 1e-6))))
+    own = [[once(run) for run in runs.values()] for _ in range(turns)]
+    slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max").T.tolist()
+    return dict(zip(runs, slowest, strict=True))
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=Plan))

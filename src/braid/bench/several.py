@@ -1,0 +1,109 @@
+"""Ranks of a bench on several hosts: `braid run -H`, of which the first rank's figures come back as lines.
+
+The first rank may be on another host than the user, so figures travel as the output of a job does, not as a file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from braid.errors import ConfigError
+
+__all__ = ["Where", "figures_in", "run_ranks"]
+
+END_S = 15.0  # that a job has to end after Ctrl-C, its hosts included
+FIRST = "[rank 0] {"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """On which hosts ranks run.
+
+    Attributes:
+        hosts: As `braid run -H` takes them, such as a:2,b:2.
+        rsh: Command that reaches one; ssh when empty.
+        remote_python: Interpreter there; the same path as here when empty.
+        inside: What is put before the launcher's own command.
+    """
+
+    hosts: str
+    rsh: str = ""
+    remote_python: str = ""
+    inside: tuple[str, ...] = ()
+
+    def command(self, module: str, plan: bytes, log_dir: Path) -> list[str]:
+        """The launcher's command."""
+        options = {
+            "-H": self.hosts,
+            "--rsh": self.rsh,
+            "--remote-python": self.remote_python,
+            "--threads": "1",
+            "--hang-report": "0",
+            "--log-dir": str(log_dir.resolve()),
+        }
+        told = [word for name, value in options.items() if value for word in (name, value)]
+        launcher = [*self.inside, sys.executable, "-m", "braid", "run", *told]
+        return [*launcher, "-m", module, plan.decode()]
+
+
+def run_ranks(
+    where: Where, module: str, plan: bytes, *, hear: Callable[[str], None], log_dir: Path
+) -> None:
+    """Run a module on all ranks, to its end.
+
+    Args:
+        where: On which hosts.
+        module: Name.
+        plan: Its argument.
+        hear: Called with each JSON object that the first rank prints.
+        log_dir: Directory for the run's logs.
+
+    Raises:
+        ConfigError: A rank failed, or a host could not be reached; the message is the launcher's.
+    """
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            where.command(module, plan, log_dir),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env={**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if text := figures_in(line):
+                    hear(text)
+        finally:
+            code = _end(process)
+        said.seek(0)
+        if code:
+            msg = (
+                f"the ranks on {where.hosts} did not end well (exit {code}):\n{said.read().strip()}"
+            )
+            raise ConfigError(msg)
+
+
+def figures_in(line: str) -> str:
+    """The JSON object in a line of a job; empty where it is none, or another rank's."""
+    return line[len(FIRST) - 1 :].strip() if line.startswith(FIRST) else ""
+
+
+def _end(process: subprocess.Popen[str]) -> int:
+    """Let it end by itself if its output has; else interrupt it, so that it ends its ranks on all hosts."""
+    with process:
+        if sys.exc_info()[0] is not None and process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(END_S)
+        process.kill()
+        return process.wait()

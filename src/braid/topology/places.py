@@ -1,0 +1,124 @@
+"""Where ranks stand, and between whom messages of each level are measured.
+
+A place is a path from the top: (host, NUMA node). Messages of a level are those between its children; one rank of each child stands for
+it, the first, so that what is measured is one message on each link:
+
+    places         (0,0) (0,0) (0,1) (0,1)  (1,0) (1,0) (1,1) (1,1)
+    rank             0     1     2     3      4     5     6     7
+    node   rings   [ 0     1 ] [ 2     3 ]  [ 4     5 ] [ 6     7 ]
+    host   rings   [ 0           2       ]  [ 4           6       ]
+    network        [ 0                        4                   ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+
+__all__ = ["LEVEL_NAMES", "Rings", "cpus_of", "levels", "node_of", "rings"]
+
+LEVEL_NAMES = ("node", "host", "network")
+Place = tuple[int, int]
+
+
+class Rings(NamedTuple):
+    """A level, and who sends to whom for it.
+
+    Attributes:
+        name: Of its unit.
+        size: Children of each unit.
+        rings: Ranks, each of which sends to the next of its ring.
+    """
+
+    name: str
+    size: int
+    rings: tuple[tuple[int, ...], ...]
+
+
+def rings(places: Sequence[Place]) -> list[Rings]:
+    """Levels of ranks at these places, from the ranks upwards; without those that would have one child.
+
+    Args:
+        places: (host, NUMA node) of each rank; ranks of a unit follow each other.
+
+    Raises:
+        ConfigError: Units of one level have different numbers of children, or ranks of a unit do not follow each other.
+    """
+    split = len(set(places)) > len({host for host, _ in places})  # somebody has several nodes
+    if split:
+        return levels(places, LEVEL_NAMES)
+    return levels([(host,) for host, _ in places], LEVEL_NAMES[1:])
+
+
+def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings]:
+    """Levels of a tree, given the way from its top to each rank; without those that would have one child.
+
+    Args:
+        paths: Number of the unit at every level but the highest, from the top.
+        names: Of the levels, from the ranks upwards; one more than a path is long.
+
+    Raises:
+        ConfigError: See `rings`.
+    """
+    if len(paths) < 2:
+        msg = f"expected 2 ranks or more, found {len(paths)}: nobody sends a message to itself"
+        raise ConfigError(msg)
+    found = []
+    children: list[tuple[tuple[int, ...], int]] = [  # path and first rank
+        ((*path, rank), rank) for rank, path in enumerate(paths)
+    ]
+    for name in names:
+        units: dict[tuple[int, ...], list[int]] = {}
+        for path, rank in children:
+            units.setdefault(path[:-1], []).append(rank)
+        counts = [len(ranks) for ranks in units.values()]
+        if len(set(counts)) > 1:
+            msg = (
+                f"expected as many children in every {name} of a cluster, found "
+                f"{', '.join(map(str, counts))}: use as many of each"
+            )
+            raise ConfigError(msg)
+        if _torn(children):
+            msg = (
+                f"expected the ranks of one {name} to follow each other, found places {list(paths)}"
+            )
+            raise ConfigError(msg)
+        if counts[0] > 1:
+            found.append(Rings(name, counts[0], tuple(map(tuple, units.values()))))
+        children = [(path, ranks[0]) for path, ranks in units.items()]
+    return found
+
+
+def _torn(children: Sequence[tuple[tuple[int, ...], int]]) -> bool:
+    """Whether a unit comes back after another one."""
+    units = [path[:-1] for path, _ in children]
+    changes = sum(a != b for a, b in pairwise(units))
+    return changes + 1 > len(set(units))
+
+
+def cpus_of(listed: str) -> tuple[int, ...]:
+    """Processors of a list as /sys/devices/system/node/node0/cpulist has it: `0-3,8-11`, or nothing.
+
+    Raises:
+        ConfigError: It is no such list.
+    """
+    found: list[int] = []
+    for part in filter(None, listed.strip().split(",")):
+        low, dash, high = part.partition("-")
+        if not (low.isdecimal() and low.isascii()) or (
+            dash and not (high.isdecimal() and high.isascii())
+        ):
+            msg = f"expected processors such as 0-3,8-11, found {listed.strip()!r}"
+            raise ConfigError(msg)
+        found += range(int(low), int(high or low) + 1)
+    return tuple(found)
+
+
+def node_of(local_rank: int, local_size: int, num_nodes: int) -> int:
+    """NUMA node for a rank of a host: as many on each, neighbours together; all on the first if that does not come out even."""
+    if num_nodes < 1 or local_size % num_nodes:
+        return 0
+    return local_rank * num_nodes // local_size
