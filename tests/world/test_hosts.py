@@ -61,6 +61,25 @@ def test_groups_inside_of_a_host_share_memory_and_all_others_do_not(hosts):
     assert hosts(4, _groups_inside) == [[(False, False), inside, alone]] * 4
 
 
+def _used_after_each(group: Group) -> list[int]:
+    """Memory for what is on its way is that of what is under way, not of all requests."""
+    tensors = [torch.full((300_001,), float(group.rank)) for _ in range(6)]
+    requests = [group.persistent("all_reduce", x) for x in tensors]
+    total = float(sum(range(group.size)))
+    used = []
+    for x, request in zip(tensors, requests, strict=True):
+        request.start().wait()
+        same(x, torch.full_like(x, total))
+        group.barrier()  # all have ended it, so its window may be lent again
+        used.append(group.engine.transport.arena.statistics()["used_bytes"])
+    return used
+
+
+def test_requests_that_follow_each_other_share_their_windows(hosts):
+    for used in hosts(4, _used_after_each):
+        assert used[-1] - used[1] < 1 << 20
+
+
 def _in_order(group: Group) -> bool:
     transport, context = group.engine.transport, group.context
     context.store.set(f"again/{group.rank}", b"")

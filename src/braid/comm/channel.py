@@ -33,6 +33,7 @@ from braid.transport import Block, Steps, Wait
 
 if TYPE_CHECKING:  # a port makes its channels
     from braid.comm.port import Port
+    from braid.comm.windows import Windows
 
 __all__ = ["CHUNK_BYTES", "LINE_WORDS", "Aim", "Channel", "Disagreement", "Entry", "pieces"]
 
@@ -106,7 +107,6 @@ class Channel:
         "_audience",
         "_lines",
         "_nbytes",
-        "_outgrown",
         "_own",
         "_parts",
         "_place",
@@ -115,7 +115,6 @@ class Channel:
         "_slots",
         "_transport",
         "_views",
-        "_window",
         "_word",
         "digest",
         "index",
@@ -148,8 +147,6 @@ class Channel:
         self._lines[port.rank] = self._own
         self._audience = self._transport.audience(readers)
         self._slots: list[Block | None] = [None, None]
-        self._window: Block | None = None
-        self._outgrown: Block | None = None
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._word = 0
@@ -227,18 +224,10 @@ class Channel:
             word = PRIVATE | x.data_ptr()
         return word
 
-    def reserve(self, nbytes: int) -> Block:
-        """Memory of this channel for a window, the same one at every call; grows as needed."""
-        if (
-            self._outgrown is not None
-        ):  # the operation that outgrew it has ended since, and so has every reader
-            self._arena.free(self._outgrown)
-            self._outgrown = None
-        block = self._window
-        if block is None or block.nbytes < nbytes:
-            self._outgrown = block
-            block = self._window = self._arena.allocate(1 << (nbytes - 1).bit_length())
-        return block
+    @property
+    def windows(self) -> Windows:
+        """Memory that the group lends to operations."""
+        return self._port.windows
 
     def point(self, word: int) -> None:
         """Let the next step name a place of the own arena."""
@@ -373,10 +362,6 @@ class Channel:
             if block is not None:
                 self._arena.free(block)
         self._slots = [None, None]
-        for block in (self._window, self._outgrown):
-            if block is not None:
-                self._arena.free(block)
-        self._window = self._outgrown = None
 
     def _find(self, peer: int) -> memoryview | None:
         line = self._lines[peer] = self._port.line_of(peer, self.index)

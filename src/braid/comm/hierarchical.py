@@ -84,6 +84,7 @@ def hierarchical(
         if run.gathers:
             yield from run.gather_far(turn - 1 - 2 * DEPTH)
         yield from run.copy_out(turn - run.last_turn)
+    run.window.leave()
 
 
 class _Run:

@@ -13,6 +13,7 @@ import threading
 from typing import NamedTuple
 
 from braid.comm.channel import LINE_WORDS, Channel
+from braid.comm.windows import Windows
 from braid.errors import StaleError
 from braid.transport import Block, MemoryTransport, Steps, Wait, WaitAny
 from braid.types import text_digest
@@ -72,6 +73,7 @@ class Port:
         self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.stopped = ""  # why this rank takes no further part
         self.given_up = ""  # why the program has given the group up, whatever stopped it before
+        self.windows = Windows(transport.arena)
         self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
@@ -205,6 +207,7 @@ class Port:
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
+        self.windows.close()
         for block in self._blocks:
             self.transport.arena.free(block)
         self._blocks.clear()

@@ -32,7 +32,7 @@ class Window:
 
     def __init__(self, ch: Channel, nbytes: int) -> None:
         self._ch = ch
-        self._block = ch.reserve(nbytes)
+        self._block = ch.windows.borrow(nbytes)
         self._bases: list[int] = []
         self._first = 0
         self._audiences: dict[tuple[int, ...], Any] = {}
@@ -47,9 +47,17 @@ class Window:
         self._bases[ch.rank] = self._block.word
 
     def close(self) -> Steps:
-        """Let nobody go on before all have come so far: who is done early would else begin something that others compare with this."""
-        self._ch.point(self._block.word)  # who is late may read it in this step's line
-        yield from self._ch.exchange()
+        """End, and wait for all: who is done early would else begin something that others compare with this."""
+        self.leave()
+        yield from self._ch.settle()
+
+    def leave(self) -> None:
+        """Take the last step; nobody waits for it, but when all have taken it the window may be used for something else."""
+        ch = self._ch
+        ch.point(self._block.word)  # who is late may read it in this step's line
+        value = ch.post()
+        others = tuple(ch.others)
+        ch.windows.give_back(self._block, lambda: all(ch.has_come(m, value) for m in others))
 
     def value_of(self, number: int) -> int:
         """Value of the step number `number` after `open`."""
