@@ -207,9 +207,8 @@ class StreamVan(StateVan):
         try:
             while not self._stopping:
                 self._tidy()
-                ready = self._selector.select(self._pause_s())
-                # A stopped process goes on with its time-outs over: what came meanwhile counts before silence does.
-                for key, events in ready or self._selector.select(0):
+                looked_ns = self._clock.now_ns()
+                for key, events in self._selector.select(self._pause_s()):
                     if key.fileobj is self._wake_reader:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_reader.recv(4096)
@@ -221,7 +220,7 @@ class StreamVan(StateVan):
                     restless, self._restless = self._restless, set()
                 for link in restless:
                     self._attend(link, 0)
-                self._pass_time()
+                self._pass_time(looked_ns)
         finally:
             with self._guard:  # whatever happened, nobody waits for a thread that is gone
                 self._ended = self._ended or f"the thread of the van of {self.node} has failed"
@@ -240,8 +239,11 @@ class StreamVan(StateVan):
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0, min(known) - self._clock.now_ns()) / 1e9 if known else None
 
-    def _pass_time(self) -> None:
-        now_ns = self._clock.now_ns()
+    def _pass_time(self, now_ns: int) -> None:
+        """Do what was due before the last look at the streams.
+
+        Not what is due by now: a process that was stopped would take others for silent that it has not listened to.
+        """
         if self._listener is not None:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= now_ns:
