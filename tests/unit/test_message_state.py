@@ -330,6 +330,7 @@ def test_silent_peers_are_lost_at_the_limit_and_not_before():
     assert found == [(1, "Beat"), (2, "Beat"), (3, "Beat"), (4, "Beat"), (5, None)]
     assert (lost.sender, lost.incarnation) == ("worker:1", 11)
     assert "nothing was heard of it for 5.0 s" in lost.message.reason
+    assert (lost.message.silent, lost.message.orderly) == (True, False)
 
 
 def test_heartbeats_keep_both_ends():
@@ -415,6 +416,36 @@ def test_two_links_of_one_life_count_as_one_peer_and_keep_the_order():
     assert pair.b.next_delivery(0).message == Note("5")
     pair.a.link_lost(2, "cut")
     assert (pair.a.peers, pair.a.next_delivery(0).message) == ((), PeerLost("cut"))
+
+
+def test_a_known_peer_is_sent_to_before_it_has_spoken():
+    here = VanState("launcher", SCHEMA, VanConfig(), incarnation=10)
+    there = VanState("agent", SCHEMA, VanConfig(max_message_bytes=100), incarnation=11)
+    here.link_up(1, "agent:0", 0, known=True)
+    assert here.peers == ("agent:0",)
+    assert here.submit("agent:0", outgoing(1, text="first"))
+    there.link_up(1, "launcher", 0, known=True)
+    for source, target in ((here, there), (there, here)):
+        while frame := source.next_frame(1, 0):
+            hand_over(frame, target, 1, 0)
+            source.frame_sent(1, 0)
+    found = there.next_delivery(0)
+    assert (found.sender, found.incarnation, found.message) == ("launcher", 10, Note("first"))
+    with pytest.raises(ConfigError, match="agent:0 accepts 100"):  # now it is known
+        here.submit("agent:0", outgoing(2, buffers=[bytes(200)]))
+
+
+@pytest.mark.parametrize("how", ["cut", "silence"])
+def test_the_loss_of_a_known_peer_is_told_though_it_never_spoke(how):
+    state = VanState("launcher", SCHEMA, VanConfig(heartbeat_s=1, lost_after_s=5), incarnation=1)
+    state.link_up(1, "agent:0", 0, known=True)
+    if how == "cut":
+        state.link_lost(1, "cut")
+    else:
+        state.tick(5 * SECOND)
+    lost = state.next_delivery(0)
+    assert (lost.sender, lost.incarnation, lost.message.silent) == ("agent:0", 0, how == "silence")
+    assert (state.peers, Close(1) in state.instructions) == ((), True)
 
 
 def test_links_without_greeting_are_given_up():

@@ -15,7 +15,7 @@ import threading
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
-from braid.message import LocalNetwork, PeerLost, SocketVan, VanConfig
+from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, SocketVan, VanConfig
 from braid.message.heads import Beat, Hello, Open, pack, unpack
 from braid.testing.message_conformance import (
     CONFORMANCE_CONFIG,
@@ -58,6 +58,28 @@ def socket_vans(kind):
     return make
 
 
+def pipes(here, there):
+    """Both ends of a pair of pipes."""
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    return PipeStream(a, d, there), PipeStream(c, b, here)
+
+
+@contextlib.contextmanager
+def pipe_vans(config):
+    with contextlib.ExitStack() as stack:
+        vans = [
+            stack.enter_context(PipeVan(f"worker:{n}", CONFORMANCE_SCHEMA, config=config))
+            for n in range(3)
+        ]
+        for van in vans[1:]:
+            here, there = pipes("worker:0", van.node)
+            vans[0].attach(van.node, here)
+            van.attach("worker:0", there)
+        yield vans
+        for van in vans:
+            van.close(0)
+
+
 @contextlib.contextmanager
 def local_vans(config):
     network = LocalNetwork(CONFORMANCE_SCHEMA, config=config)
@@ -77,8 +99,80 @@ def test_socket_van_keeps_its_promises(kind, claim):
         claim(vans)
 
 
+@pytest.mark.parametrize("claim", VAN_CLAIMS, ids=lambda claim: claim.__name__)
+def test_pipe_van_keeps_its_promises(claim):
+    with pipe_vans(CONFORMANCE_CONFIG) as vans:
+        claim(vans)
+
+
 def test_local_van_conforms():
     check_van(local_vans)
+
+
+# what holds for pipes only
+
+
+@pytest.fixture
+def launcher():
+    with PipeVan("launcher", CONFORMANCE_SCHEMA) as van:
+        yield van
+
+
+def test_messages_queue_up_for_one_that_has_not_spoken(launcher):
+    here, there = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", here)
+    launcher.send("agent:0", Note(1))
+    with PipeVan("agent", CONFORMANCE_SCHEMA) as agent:
+        agent.attach("launcher", there)
+        found = agent.recv(10)
+    lost = launcher.recv(10)
+    assert (found.sender, found.message) == ("launcher", Note(1))
+    assert (lost.sender, lost.message.orderly) == ("agent:0", True)
+
+
+def test_the_end_of_a_pipe_is_told_though_nobody_has_spoken(launcher):
+    here, there = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", here)
+    there.close()
+    lost = launcher.recv(10)
+    assert lost.sender == "agent:0"
+    assert "its pipe" in lost.message.reason  # closed or broken: whether a read or a write noticed
+    again, there = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", again)
+    assert launcher.peers == ("agent:0",)
+    there.close()
+
+
+def test_bytes_that_were_read_with_another_protocol_are_not_lost(launcher):
+    there_reader, our_writer = os.pipe()
+    our_reader, there_writer = os.pipe()
+    with PipeVan("agent", CONFORMANCE_SCHEMA) as agent:
+        agent.attach("launcher", PipeStream(there_reader, there_writer, "launcher"))
+        for number in range(3):
+            agent.send("launcher", Note(number)).wait(10)
+        early = os.read(our_reader, 30)
+        launcher.attach("agent:0", PipeStream(our_reader, our_writer, "agent:0", received=early))
+        assert [launcher.recv(10).message for _ in range(3)] == [Note(0), Note(1), Note(2)]
+
+
+def test_a_name_that_is_taken_is_refused(launcher):
+    here, there = pipes("launcher", "agent:0")
+    more, other = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", here)
+    with pytest.raises(ConfigError, match="a new name for a link of launcher, found agent:0"):
+        launcher.attach("agent:0", more)
+    with pytest.raises(RendezvousError, match="expected agent:7 to be attached to launcher, found agent:0"):  # fmt: skip
+        launcher.connect("agent:7")
+    for stream in (there, more, other):
+        stream.close()
+
+
+def test_what_is_no_frame_ends_the_link(launcher):
+    here, there = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", here)
+    os.write(there.write_fileno(), b"Last login: Monday\n")
+    assert "the head of a frame" in launcher.recv(10).message.reason
+    there.close()
 
 
 # what the network can do
@@ -282,6 +376,41 @@ van.connect("server:0", sys.argv[2], timeout_s=20)
 van.send("server:0", Note(1)).wait()
 van.recv()
 """
+
+
+ECHO = """
+import sys
+from braid.message import SocketVan, VanConfig
+from braid.testing.message_conformance import CONFORMANCE_SCHEMA
+from braid.wire import Secret
+config = VanConfig(heartbeat_s=0.02, lost_after_s=1)
+secret = Secret.from_fd(int(sys.argv[1]))
+with SocketVan("worker:1", CONFORMANCE_SCHEMA, secret=secret, run_id="run", config=config) as van:
+    van.connect("server:0", sys.argv[2], timeout_s=20)
+    while not van.send("server:0", van.recv().message).wait():
+        pass
+"""
+
+
+@pytest.mark.proof
+def test_a_process_that_was_stopped_does_not_blame_the_others():
+    with open_van("server:0", VanConfig(heartbeat_s=0.02)) as van:
+        fd = SECRET.to_fd()
+        command = [sys.executable, "-c", ECHO, str(fd), van.address]
+        with subprocess.Popen(command, pass_fds=[fd], stderr=subprocess.DEVNULL) as child:
+            os.close(fd)
+            van.wait_for(["worker:1"], 30)
+            found = []
+            for number in range(3):
+                child.send_signal(signal.SIGSTOP)
+                with pytest.raises(CommTimeout):
+                    van.recv(1.5)  # longer than the child lets others be silent
+                child.send_signal(signal.SIGCONT)
+                with contextlib.suppress(PeerLostError):
+                    van.send("worker:1", Note(number))
+                found.append(van.recv(10).message)
+            child.kill()
+        assert found == [Note(0), Note(1), Note(2)]
 
 
 def test_killed_process_is_noticed_at_once_and_named():

@@ -17,7 +17,7 @@ import selectors
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGCHLD
@@ -27,8 +27,10 @@ import psutil
 
 from braid._version import __version__
 from braid.clock import Clock, MonotonicClock
-from braid.errors import CommError, ConfigError
+from braid.errors import ConfigError
 from braid.launch.agent_messages import (
+    AGENT_ROLE,
+    AGENT_SCHEMA,
     Ask,
     Bye,
     Finish,
@@ -44,25 +46,23 @@ from braid.launch.agent_messages import (
     Send,
     Signalled,
     Start,
-    ToAgent,
     Tried,
     Try,
-    decode_to_agent,
 )
 from braid.launch.agent_ranks import AgentRanks
-from braid.launch.channel import Channel, Link
+from braid.launch.channel import MESSAGES_PER_TURN, Channel, van_config
 from braid.launch.interfaces import interfaces, machine
 from braid.launch.job import JobSpec, check_command
 from braid.launch.port import PortReservation
 from braid.launch.probing import Beacons, Prober
 from braid.launch.processes import SignalInbox, end_descendants, subreaper
+from braid.message import Message, PeerLost, PipeVan, Stream
 from braid.wire import Secret
 
 __all__ = ["LOST_EXIT_CODE", "Volunteer", "serve"]
 
-SILENCE_NS = (
-    60_000_000_000  # the launcher speaks every 5 s; it is gone, or cut off, or stopped for good
-)
+SILENCE_S = 60.0  # then the launcher is gone, or cut off, or stopped for good
+LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
 WARDEN = str(Path(__file__).with_name("warden.py"))
 
@@ -86,16 +86,16 @@ class Volunteer(NamedTuple):
 
 
 def serve(
-    link: Link,
+    stream: Stream,
     *,
     volunteer: Volunteer | None = None,
     clock: Clock | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Bye:
-    """Be the agent of this host until the launcher at the other end of `link` says good-bye or is gone.
+    """Be the agent of this host until the launcher at the other end of `stream` says good-bye or is gone.
 
     Args:
-        link: To the launcher; owned and closed.
+        stream: To the launcher; owned and closed.
         volunteer: Set in a launcher that joins another one.
         clock: Time source; the host's when None.
         notice: Shows a text to a user at this end.
@@ -109,7 +109,7 @@ def serve(
     with (
         SignalInbox() as inbox,
         subreaper(),
-        _Agent(link, inbox, volunteer, clock, notice) as agent,
+        _Agent(stream, inbox, volunteer, clock, notice) as agent,
     ):
         return agent.run()
 
@@ -119,7 +119,7 @@ class _Agent:
 
     def __init__(
         self,
-        link: Link,
+        stream: Stream,
         inbox: SignalInbox,
         volunteer: Volunteer | None,
         clock: Clock | None,
@@ -133,7 +133,6 @@ class _Agent:
         self._bye: Bye | None = None
         self._refused = ""
         self._num_signals = 0
-        self._heard_ns = self._clock.now_ns()
         self._run_id = ""
         self._node = -1
         self._secret: Secret | None = volunteer.secret if volunteer is not None else None
@@ -143,10 +142,13 @@ class _Agent:
         self._warden: subprocess.Popen[bytes] | None = None
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._channel = Channel(link, self._on_frame, self._on_lost)
-            stack.callback(self._channel.close)
+            self._van = stack.enter_context(
+                PipeVan(AGENT_ROLE, AGENT_SCHEMA, config=van_config(SILENCE_S), clock=self._clock)
+            )
+            self._van.attach(LAUNCHER_NODE, stream)
+            self._channel = Channel(self._van, LAUNCHER_NODE)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
-            self._channel.watch(self._selector)
+            self._selector.register(self._van, selectors.EVENT_READ, self._hear)
             self._stack = stack.pop_all()
 
     def run(self) -> Bye:
@@ -168,8 +170,6 @@ class _Agent:
         while self._bye is None:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
-            if self._channel.unread:
-                self._channel.hear()
             self._attend()
         if self._refused:
             raise ConfigError(self._refused)
@@ -190,21 +190,17 @@ class _Agent:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _pause_s(self) -> float:
-        if self._channel.unread:
-            return 0.0
-        due = [self._heard_ns + SILENCE_NS]
+    def _pause_s(self) -> float | None:
+        due = []
         if self._beacons is not None and self._beacons.deadline_ns is not None:
             due.append(self._beacons.deadline_ns)
         if self._prober is not None:
             due.append(self._prober.next_ns)
         if self._ranks is not None and self._ranks.deadline_ns is not None:
             due.append(self._ranks.deadline_ns)
-        return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
+        return max(0.0, (min(due) - self._clock.now_ns()) / 1e9) if due else None
 
     def _attend(self) -> None:
-        if self._clock.now_ns() >= self._heard_ns + SILENCE_NS:
-            self._give_up(f"the launcher has been silent for {SILENCE_NS / 1e9:g} s")
         if self._beacons is not None:
             self._beacons.attend()
         if self._prober is not None:
@@ -225,22 +221,28 @@ class _Agent:
         if self._ranks is not None:
             self._ranks.reap()
 
-    def _on_lost(self, reason: str) -> None:  # noqa: ARG002 - that of a stream, which says little
-        self._give_up("the launcher has closed the connection")
-
     def _give_up(self, why: str) -> None:
         if self._bye is None:
             self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
-    def _on_frame(self, buffers: list[memoryview]) -> None:
-        self._heard_ns = self._clock.now_ns()
-        message = decode_to_agent(buffers[0])
+    def _hear(self) -> None:
+        """Take what the launcher said."""
+        for _ in range(MESSAGES_PER_TURN):
+            delivery = self._van.try_recv() if self._bye is None else None
+            if delivery is None:
+                return
+            self._take(delivery.message, delivery.buffers)
+
+    def _take(self, message: Message, buffers: Sequence[memoryview]) -> None:
         if isinstance(message, Greeting):
-            self._greeted(message, buffers[1:])
+            self._greeted(message, buffers)
         elif isinstance(message, Refused):
             self._refused, self._bye = message.reason, Bye(2)
         elif isinstance(message, Bye):
             self._bye = message
+        elif isinstance(message, PeerLost):
+            silent = f"the launcher has been silent for {SILENCE_S:g} s"
+            self._give_up(silent if message.silent else "the launcher has closed the connection")
         elif isinstance(message, Ping):
             self._channel.send(Pong(message.t_ns, self._clock.now_ns()))
         elif isinstance(message, Finish):
@@ -249,12 +251,11 @@ class _Agent:
         else:
             self._obey(message)
 
-    def _obey(self, message: ToAgent) -> None:
+    def _obey(self, message: Message) -> None:
         """What needs the job's secret, or ranks."""
         if self._secret is None:
-            msg = f"expected a greeting before {type(message).__name__}"
-            raise CommError(msg)
-        if isinstance(message, Try):
+            self._give_up(f"the launcher said {type(message).__name__} before its greeting")
+        elif isinstance(message, Try):
             self._prober = Prober(
                 self._node,
                 message.targets,
@@ -274,7 +275,7 @@ class _Agent:
             elif isinstance(message, Ask):
                 self._ranks.ask(message.handlers)
 
-    def _greeted(self, greeting: Greeting, buffers: list[memoryview]) -> None:
+    def _greeted(self, greeting: Greeting, buffers: Sequence[memoryview]) -> None:
         self._run_id, self._node = greeting.run_id, greeting.node
         if buffers:
             self._secret = Secret(bytes(buffers[0]))

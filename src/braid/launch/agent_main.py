@@ -8,7 +8,8 @@ import sys
 from contextlib import suppress
 
 from braid.launch.agent import LOST_EXIT_CODE, serve
-from braid.launch.link import PipeLink, first_line
+from braid.launch.link import first_line
+from braid.message import PipeStream
 
 __all__ = ["main"]
 
@@ -21,7 +22,7 @@ def main() -> int:
     os.dup2(2, 1)  # what anything prints goes where errors go, and not between the frames
     os.close(nowhere)
     os.write(writer, first_line())
-    bye = serve(PipeLink(reader, writer, "the launcher"))
+    bye = serve(PipeStream(reader, writer, "the launcher"))
     if bye.exit_code == LOST_EXIT_CODE and bye.text:
         with suppress(OSError):  # nobody may be left to read it
             os.write(2, f"{bye.text} ({socket.gethostname()})\n".encode())

@@ -16,24 +16,24 @@
                                      <----   Finished
       Bye                            ---->
 
-Messages are msgpack in the first buffer of a frame; bytes that may be many follow as further buffers.
+They are messages of the room `message`; bytes that may be many follow as buffers.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
 from braid.diagnose import MemoryKill, RankView
-from braid.errors import CommError
 from braid.launch.hang_state import OpenWait
 from braid.launch.reach import Attempt, Endpoint
+from braid.message import NUM_PRIORITIES, Schema
 from braid.rendezvous import JobEnvironment
-from braid.wire import Buffer
 
 __all__ = [
     "AGENT_ROLE",
+    "AGENT_SCHEMA",
     "Ask",
     "Bye",
     "Changed",
@@ -60,9 +60,7 @@ __all__ = [
     "Tried",
     "Try",
     "Waits",
-    "decode_from_agent",
-    "decode_to_agent",
-    "encode",
+    "priority_of",
 ]
 
 AGENT_ROLE = "agent"
@@ -300,36 +298,12 @@ FromAgent: TypeAlias = (
     | Pong
     | Finished
 )
-_TO_AGENT: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
-_FROM_AGENT: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
+AGENT_SCHEMA = Schema(*get_args(ToAgent), *get_args(FromAgent))
+# That a rank has ended is told after what it wrote last, in which it says why; and that nothing is left, after that.
+IN_TURN = (Output, Remains, Changed, Finished)
+URGENT = NUM_PRIORITIES // 2
 
 
-def encode(message: ToAgent | FromAgent) -> bytes:
-    """The message as the first buffer of a frame."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode_to_agent(data: Buffer) -> ToAgent:
-    """The message that a launcher sent.
-
-    Raises:
-        CommError: It is none.
-    """
-    try:
-        return _TO_AGENT.decode(data)
-    except msgspec.MsgspecError as exc:
-        msg = f"expected a message of a launcher, found {bytes(data[:80])!r}: {exc}"
-        raise CommError(msg) from exc
-
-
-def decode_from_agent(data: Buffer) -> FromAgent:
-    """The message that an agent sent.
-
-    Raises:
-        CommError: It is none.
-    """
-    try:
-        return _FROM_AGENT.decode(data)
-    except msgspec.MsgspecError as exc:
-        msg = f"expected a message of an agent, found {bytes(data[:80])!r}: {exc}"
-        raise CommError(msg) from exc
+def priority_of(message: ToAgent | FromAgent) -> int:
+    """Of two on their way, the greater leaves first: what ranks print waits for everything else."""
+    return 0 if isinstance(message, IN_TURN) else URGENT

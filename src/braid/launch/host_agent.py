@@ -5,34 +5,27 @@ from __future__ import annotations
 import os
 import selectors
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from braid._version import __version__
 from braid.clock import Clock
 from braid.diagnose import signal_name
-from braid.launch.agent_messages import (
-    Bye,
-    FromAgent,
-    Here,
-    Ping,
-    Pong,
-    Ready,
-    ToAgent,
-    decode_from_agent,
-)
-from braid.launch.channel import Channel, Link
-from braid.launch.link import PipeLink
+from braid.launch.agent_messages import Bye, Here, Ping, Pong, Ready, ToAgent
+from braid.launch.channel import Channel
+from braid.launch.link import FirstLine
 from braid.launch.placement import Placed
+from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
-__all__ = ["HostAgent"]
+__all__ = ["SILENCE_S", "HostAgent", "OnLost", "OnMessage"]
 
-PING_NS = 5_000_000_000
-SILENCE_NS = 30_000_000_000  # as long as a stopped rank may be silent
-ERRORS_BYTES = 4096
+SILENCE_S = 30.0  # as long as a stopped rank may be silent
+NUM_PINGS = 16  # one after the other; the shortest tells the time, to half of what it took
+READ_BYTES = 4096
 STATUS_LIMIT_S = 1.0  # between the end of its stream and the end of the process that carried it
 END_LIMIT_S = 5.0
 
-OnMessage = Callable[["HostAgent", FromAgent, list[memoryview]], None]
+OnMessage = Callable[["HostAgent", Message, Sequence[memoryview]], None]
 OnLost = Callable[["HostAgent", str], None]
 
 
@@ -42,13 +35,16 @@ class HostAgent:
     Args:
         node: Number of its host.
         name: What to call its host.
-        link: To the agent; owned and closed by this object.
-        placed: The process that carries it; None for one that has come by itself. Owned likewise.
+        van: Of the launcher; not owned.
+        peer: Its name there.
+        placed: The process that carries it, of which the van has nothing before its first line; None for one that has
+            come by itself. Owned.
         clock: Time source.
         on_message: Called with what it says, and the buffers that follow.
         on_lost: Called once when it is gone, with a sentence about why.
 
     Attributes:
+        alive: Whether it is not known to be gone.
         offset_ns: What to add to its clock to get this one's.
         said: Its first message; None until it came.
     """
@@ -57,8 +53,9 @@ class HostAgent:
         self,
         node: int,
         name: str,
-        link: Link,
-        placed: Placed | None,
+        van: PipeVan,
+        peer: str,
+        placed: Placed | None = None,
         *,
         clock: Clock,
         on_message: OnMessage,
@@ -68,100 +65,113 @@ class HostAgent:
         self.name = name
         self.on_message = on_message
         self.on_lost = on_lost
+        self.alive = True
         self.offset_ns = 0
         self.said: Ready | None = None
-        self._placed = placed
+        self._van = van
+        self._peer = peer
+        self._channel = Channel(van, peer)
         self._clock = clock
-        self._channel = Channel(link, self._on_frame, self._on_closed)
-        self._best_ns: int | None = None  # of all round trips
-        self._heard_ns = clock.now_ns()
-        self._ping_ns = self._heard_ns
+        self._trips_ns: list[int] = []  # of pings, there and back
+        self._placed = placed
+        self._first_line = FirstLine()
+        self._is_attached = placed is None
         self._errors = b""
-        self._errors_fd = placed.errors if placed is not None else -1
+        self._raw: dict[int, Callable[[], None]] = {}  # what is read here, and not by the van
+        if placed is not None:
+            self._raw = {placed.reader: self._read_line, placed.errors: self._read_errors}
         self._selector: selectors.BaseSelector | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can be spoken to."""
-        return not self._channel.closed
-
-    @property
-    def unread(self) -> bool:
-        """Whether there is more to hear."""
-        return self._channel.unread
-
-    @property
-    def deadline_ns(self) -> int:
-        """When `attend` is due."""
-        return self._ping_ns
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on."""
         self.unwatch()
         self._selector = selector
-        self._channel.watch(selector)
-        if self._errors_fd >= 0:
-            selector.register(self._errors_fd, selectors.EVENT_READ, self._read_errors)
+        for fd, read in self._raw.items():
+            selector.register(fd, selectors.EVENT_READ, read)
 
     def unwatch(self) -> None:
         """Be watched no more."""
-        self._channel.unwatch()
-        if self._selector is not None and self._errors_fd >= 0:
-            self._selector.unregister(self._errors_fd)
-        self._selector = None
+        if self._selector is not None:
+            for fd in self._raw:
+                self._selector.unregister(fd)
+            self._selector = None
 
     def send(self, message: ToAgent, *buffers: bytes) -> None:
         """Send a message, if it is there."""
         self._channel.send(message, *buffers)
 
-    def hear(self) -> None:
-        """Take what has arrived."""
-        self._channel.hear()
-
-    def attend(self) -> None:
-        """Ask whether it is there, now and then; one that is silent for too long is lost."""
-        now_ns = self._clock.now_ns()
-        if self.alive and self.said is not None and now_ns >= self._heard_ns + SILENCE_NS:
-            self._channel.close()
-            self.on_lost(self, f"has not answered for {SILENCE_NS / 1e9:g} s")
-        elif now_ns >= self._ping_ns:
-            self._ping_ns = now_ns + PING_NS
-            if self.said is not None:
-                self.send(Ping(now_ns))
-
     def end(self, exit_code: int, text: str) -> None:
         """Say good-bye; `close` waits for it to go."""
         self.send(Bye(exit_code, text))
-        self._channel.flush()
+
+    def hear(self, delivery: Delivery) -> None:
+        """Take what it says, or that it is gone."""
+        message = delivery.message
+        if isinstance(message, PeerLost):
+            silent = f"has not answered for {SILENCE_S:g} s"
+            self._lose(silent if message.silent else self._why())
+        elif isinstance(message, Pong):
+            self._tell_time(message)
+        else:
+            if isinstance(message, Ready):
+                self.said = message
+            elif isinstance(message, Here):
+                self.send(Ping(self._clock.now_ns()))
+            self.on_message(self, message, delivery.buffers)
 
     def close(self) -> None:
-        """Close everything; an agent that is still there ends its ranks. Idempotent."""
+        """Close what the van does not, once that is closed: then the agent ends. Idempotent."""
         self.unwatch()
-        self._channel.close()
-        if self._placed is not None:
-            self._placed.wait(END_LIMIT_S)
-        if self._errors_fd >= 0:
-            os.close(self._errors_fd)
-            self._errors_fd = -1
+        placed = self._placed
+        if placed is not None:
+            if not self._is_attached:
+                os.close(placed.reader)
+                os.close(placed.writer)
+                self._raw.pop(placed.reader, None)
+                self._is_attached = True
+            placed.wait(END_LIMIT_S)
+        for fd in self._raw:
+            os.close(fd)
+        self._raw = {}
 
-    def _on_frame(self, buffers: list[memoryview]) -> None:
-        now_ns = self._heard_ns = self._clock.now_ns()
-        message = decode_from_agent(buffers[0])
-        if isinstance(message, Pong):
-            trip_ns = now_ns - message.t_ns
-            if self._best_ns is None or trip_ns < self._best_ns:
-                self._best_ns = trip_ns
-                self.offset_ns = (message.t_ns + now_ns) // 2 - message.now_ns
+    def _lose(self, why: str) -> None:
+        self.alive = False
+        self.on_lost(self, why)
+
+    def _read_line(self) -> None:
+        """Look for the first line; then the van takes the pipes over."""
+        placed = self._placed
+        assert placed is not None
+        line = self._first_line
+        chunk = os.read(placed.reader, READ_BYTES)
+        if chunk and not line.feed(chunk):
             return
-        if isinstance(message, Ready):
-            self.said = message
-        elif isinstance(message, Here):
-            for _ in range(3):  # the shortest of three tells the time well enough
-                self.send(Ping(self._clock.now_ns()))
-        self.on_message(self, message, buffers[1:])
+        self._forget(placed.reader)
+        if not chunk:
+            self._lose(self._why())
+        elif line.version != __version__:  # what it says after its line may mean something else
+            self.on_message(self, Ready(line.version, self.name, 0), ())
+        else:
+            pipes = (placed.reader, placed.writer)
+            stream = PipeStream(*pipes, f"host {self.name}", received=line.rest)
+            self._van.attach(self._peer, stream)
+            self._is_attached = True
 
-    def _on_closed(self, reason: str) -> None:  # noqa: ARG002 - that of a stream, which says little
-        self.on_lost(self, self._why())
+    def _tell_time(self, pong: Pong) -> None:
+        """Compare the clocks: the agent read its own half-way, and most nearly so when that took least."""
+        now_ns = self._clock.now_ns()
+        trip_ns = now_ns - pong.t_ns
+        if trip_ns < min(self._trips_ns, default=trip_ns + 1):
+            self.offset_ns = (pong.t_ns + now_ns) // 2 - pong.now_ns
+        self._trips_ns.append(trip_ns)
+        if len(self._trips_ns) < NUM_PINGS:
+            self.send(Ping(now_ns))
+
+    def _forget(self, fd: int) -> None:
+        """Read it here no more."""
+        del self._raw[fd]
+        if self._selector is not None:
+            self._selector.unregister(fd)
 
     def _why(self) -> str:
         """What ended the stream, in words that stand behind the host's name."""
@@ -177,9 +187,9 @@ class HostAgent:
         if status is not None and status < 0:
             how = f"was killed by signal {-status} ({signal_name(-status)})"
         command = shlex.join(placed.argv)
-        link = self._channel.link
-        noise = link.noise if isinstance(link, PipeLink) else b""
-        words = (self._errors + noise).decode(errors="replace").strip().splitlines()
+        words = (
+            (self._errors + self._first_line.noise).decode(errors="replace").strip().splitlines()
+        )
         last = f": {words[-1].strip()}" if words else ""
         if self.said is not None:
             return f"is gone: its agent (pid {self.said.pid}) {how}{last}"
@@ -191,13 +201,12 @@ class HostAgent:
         return f"has no agent, `{command}` {how}{last}{hint}"
 
     def _read_errors(self) -> None:
+        assert self._placed is not None
+        errors = self._placed.errors
         with suppress(BlockingIOError):
-            while self._errors_fd >= 0:
-                chunk = os.read(self._errors_fd, ERRORS_BYTES)
+            while errors in self._raw:
+                chunk = os.read(errors, READ_BYTES)
+                self._errors = (self._errors + chunk)[-READ_BYTES:]
                 if not chunk:
-                    if self._selector is not None:
-                        self._selector.unregister(self._errors_fd)
-                    os.close(self._errors_fd)
-                    self._errors_fd = -1
-                    return
-                self._errors = (self._errors + chunk)[-ERRORS_BYTES:]
+                    self._forget(errors)
+                    os.close(errors)

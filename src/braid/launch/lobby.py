@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from braid.clock import Clock
-from braid.launch.agent_messages import AGENT_ROLE, FromAgent, Ready, Refused
+from braid.launch.agent_messages import AGENT_ROLE, Ready, Refused
 from braid.launch.host_agent import HostAgent
+from braid.launch.switchboard import Switchboard
+from braid.message import Message
 from braid.wire import Identity, Listener, Secret
 
 __all__ = ["LOBBY_RUN", "Lobby"]
@@ -32,11 +34,11 @@ class Lobby:
 
     def __init__(self, addresses: Sequence[str], secret: Secret, clock: Clock) -> None:
         identity = Identity(LOBBY_RUN, AGENT_ROLE, -1)
-        self._clock = clock
         self._pending: list[HostAgent] = []
         self._told: dict[str, tuple[str, ...]] = {}
         self._num_told = 0
         self._selector: selectors.BaseSelector | None = None
+        self._switchboard: Switchboard | None = None
         self._judge: Judge | None = None
         self._notice: Callable[[str], None] | None = None
         with ExitStack() as undo:
@@ -60,57 +62,45 @@ class Lobby:
         return min((ns for ns in due if ns is not None), default=None)
 
     def watch(
-        self, selector: selectors.BaseSelector, judge: Judge, notice: Callable[[str], None]
+        self,
+        selector: selectors.BaseSelector,
+        switchboard: Switchboard,
+        judge: Judge,
+        notice: Callable[[str], None],
     ) -> None:
         """Be watched by `selector` from now on.
 
         Args:
             selector: Its keys' data is what to call.
+            switchboard: Where those who come in are heard.
             judge: Asked about each that has said who it is: why it may not take part, or empty; then it is the judge's.
             notice: Told of those who were turned away.
         """
         self.unwatch()
-        self._selector, self._judge, self._notice = selector, judge, notice
+        self._selector, self._switchboard = selector, switchboard
+        self._judge, self._notice = judge, notice
         for listener in self._listeners:
             selector.register(listener, selectors.EVENT_READ, self.attend)
-        for agent in self._pending:
-            agent.watch(selector)
 
     def unwatch(self) -> None:
         """Be watched no more."""
         if self._selector is not None:
             for listener in self._listeners:
                 self._selector.unregister(listener)
-            for agent in self._pending:
-                agent.unwatch()
             self._selector = None
 
     def attend(self) -> None:
         """Let in who has proven that it knows the secret; tell of those who have not."""
         for listener in self._listeners:
             for connection in listener.accept_ready():
-                node = connection.peer.rank
-                agent = HostAgent(
-                    node,
-                    f"node {node}",
-                    connection,
-                    None,
-                    clock=self._clock,
-                    on_message=self._said,
-                    on_lost=self._gone,
-                )
-                self._pending.append(agent)
-                if self._selector is not None:
-                    agent.watch(self._selector)
-                agent.hear()
+                assert self._switchboard is not None
+                guest = self._switchboard.admit(connection, self._said, self._gone)
+                self._pending.append(guest)
             self._tell(listener)
 
     def close(self) -> None:
         """Turn everybody away. Idempotent."""
         self.unwatch()
-        for agent in self._pending:
-            agent.close()
-        self._pending = []
         for listener in self._listeners:
             listener.close()
 
@@ -124,7 +114,12 @@ class Lobby:
         if self._num_told <= MOST_TOLD:
             self._notice(f"turned away {refusals[-1]}")
 
-    def _said(self, agent: HostAgent, message: FromAgent, buffers: list[memoryview]) -> None:  # noqa: ARG002 - none follow
+    def _said(
+        self,
+        agent: HostAgent,
+        message: Message,
+        buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
+    ) -> None:
         if not isinstance(message, Ready) or self._judge is None or agent not in self._pending:
             return
         reason = self._judge(agent)
@@ -140,4 +135,3 @@ class Lobby:
     def _gone(self, agent: HostAgent, why: str) -> None:  # noqa: ARG002 - it was nobody yet
         if agent in self._pending:
             self._pending.remove(agent)
-            agent.close()

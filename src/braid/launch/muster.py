@@ -6,7 +6,7 @@ import os
 import secrets
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGCHLD, SIGINT
@@ -16,7 +16,6 @@ from braid.clock import Clock
 from braid.diagnose import signal_name
 from braid.errors import ConfigError
 from braid.launch.agent_messages import (
-    FromAgent,
     Greeting,
     Here,
     Prepare,
@@ -30,7 +29,6 @@ from braid.launch.host_agent import HostAgent
 from braid.launch.hosts import Host, Place, assign
 from braid.launch.interfaces import interfaces, machine
 from braid.launch.job import JobSpec
-from braid.launch.link import PipeLink
 from braid.launch.lobby import Lobby
 from braid.launch.muster_state import (
     Greet,
@@ -45,7 +43,9 @@ from braid.launch.probing import Beacons, Prober
 from braid.launch.processes import SignalInbox
 from braid.launch.reach import LAUNCHER
 from braid.launch.remote_crew import Mustered, RemoteCrew
+from braid.launch.switchboard import Switchboard
 from braid.launch.where import Hosts, Nodes, forwarded, node_secret
+from braid.message import Message
 from braid.wire import SECRET_BYTES, Secret
 
 __all__ = ["Muster"]
@@ -113,7 +113,10 @@ class Muster:
                 limits=MusterLimits(round(limit_s * 1e9)),
                 now_ns=clock.now_ns(),
             )
-            stack.callback(self._close_agents)
+            self._switchboard = Switchboard(clock)
+            stack.callback(self._switchboard.close)
+            stack.callback(self._end_probing)
+            self._switchboard.watch(self._selector)
             self._stack = stack.pop_all()
         self._by_hand = by_hand
 
@@ -132,7 +135,7 @@ class Muster:
         """
         self._lobby = lobby
         if lobby is not None:
-            lobby.watch(self._selector, self._judge, self._notice)
+            lobby.watch(self._selector, self._switchboard, self._judge, self._notice)
         try:
             self._start_agents()
             while self._state.phase not in {MusterPhase.READY, MusterPhase.FAILED}:
@@ -147,8 +150,7 @@ class Muster:
             for agent in self._agents.values():
                 agent.end(2, f"braid: nothing was started (exit 2)\n  problem  {problem}")
             raise ConfigError(problem)
-        for agent in self._agents.values():
-            agent.unwatch()
+        self._switchboard.unwatch()
         self._beacons.close()
         for names in self._state.shared_machines:
             listed = ", ".join(names)
@@ -157,6 +159,7 @@ class Muster:
             Mustered(
                 self._run_id,
                 self._secret,
+                self._switchboard,
                 self._agents,
                 self._state.reach.addresses,
                 self._places,
@@ -193,19 +196,9 @@ class Muster:
             self._start_agent(node, host.name, self._where.placement(host))
 
     def _start_agent(self, node: int, name: str, placement: Placement) -> None:
-        placed = placement.start()
-        link = PipeLink(placed.reader, placed.writer, f"host {name}", expects_line=True)
-        agent = HostAgent(
-            node,
-            name,
-            link,
-            placed,
-            clock=self._clock,
-            on_message=self._on_message,
-            on_lost=self._on_lost,
+        self._agents[node] = self._switchboard.start(
+            node, name, placement, self._on_message, self._on_lost
         )
-        self._agents[node] = agent
-        agent.watch(self._selector)
 
     def _judge(self, knocking: HostAgent) -> str:
         """Why a launcher that has come may not take part; empty when it may, and then it is one of the agents."""
@@ -228,21 +221,17 @@ class Muster:
         knocking.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
         knocking.on_message, knocking.on_lost = self._on_message, self._on_lost
         self._agents[node] = knocking
-        self._on_message(knocking, said, [])
+        self._on_message(knocking, said, ())
         return ""
 
-    def _close_agents(self) -> None:
+    def _end_probing(self) -> None:
         if self._prober is not None:
             self._prober.close()
-        for agent in self._agents.values():
-            agent.close()
 
     # Events
 
     def _pause_s(self) -> float:
-        if any(agent.unread for agent in self._agents.values()):
-            return 0.0
-        due = [self._state.deadline_ns, *(a.deadline_ns for a in self._agents.values() if a.alive)]
+        due = [self._state.deadline_ns]
         if self._by_hand:
             due.append(self._told_ns)
         if self._beacons.deadline_ns is not None:
@@ -254,10 +243,6 @@ class Muster:
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
 
     def _attend(self) -> None:
-        for agent in list(self._agents.values()):
-            if agent.unread:
-                agent.hear()
-            agent.attend()
         self._beacons.attend()
         if self._lobby is not None:
             self._lobby.attend()
@@ -291,11 +276,16 @@ class Muster:
         if self._by_hand and agent.node != 0 and gathering:  # its user may start it again
             self._notice(f"node {agent.node} ({agent.name}) {why}; waiting for it to come again")
             self._state.forget(agent.node)
-            self._agents.pop(agent.node).close()
+            del self._agents[agent.node]
             return
         self._obey(self._state.lost(agent.node, why, self._clock.now_ns()))
 
-    def _on_message(self, agent: HostAgent, message: FromAgent, buffers: list[memoryview]) -> None:  # noqa: ARG002 - none follow
+    def _on_message(
+        self,
+        agent: HostAgent,
+        message: Message,
+        buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
+    ) -> None:
         now_ns = self._clock.now_ns()
         if isinstance(message, Ready):
             self._obey(self._state.ready(agent.node, message, now_ns, agent.name))

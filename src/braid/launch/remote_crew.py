@@ -13,7 +13,6 @@ from braid.launch.agent_messages import (
     Changed,
     Finish,
     Finished,
-    FromAgent,
     NotStarted,
     Output,
     Remains,
@@ -30,6 +29,8 @@ from braid.launch.lobby import Lobby
 from braid.launch.rank import Rank
 from braid.launch.reach import LAUNCHER
 from braid.launch.remote_rank import RemoteRank
+from braid.launch.switchboard import Switchboard
+from braid.message import Message
 from braid.wire import Address, Secret
 
 __all__ = ["Mustered", "RemoteCrew"]
@@ -43,6 +44,7 @@ class Mustered(NamedTuple):
     Attributes:
         run_id: Name of the run.
         secret: Its secret.
+        switchboard: Through which they are heard.
         agents: Of all hosts, by number.
         addresses: Where each host listens; the launcher as well.
         places: Of all ranks.
@@ -54,6 +56,7 @@ class Mustered(NamedTuple):
 
     run_id: str
     secret: Secret
+    switchboard: Switchboard
     agents: Mapping[int, HostAgent]
     addresses: Mapping[int, str]
     places: Sequence[Place]
@@ -107,12 +110,9 @@ class RemoteCrew:
     def deadline_ns(self) -> int | None:
         """When `attend` is due."""
         lobby = self._mustered.lobby
-        due = [agent.deadline_ns for agent in self._agents.values() if agent.alive]
-        if any(agent.unread for agent in self._agents.values()) or self._asking():
-            due.append(0)
-        if lobby is not None and lobby.deadline_ns is not None:
-            due.append(lobby.deadline_ns)
-        return min(due, default=None)
+        if self._asking():
+            return 0
+        return lobby.deadline_ns if lobby is not None else None
 
     def join(
         self,
@@ -124,16 +124,15 @@ class RemoteCrew:
     ) -> None:
         """Say what happens to ranks from now on."""
         self._on_change, self._on_signal = on_change, on_signal
-        for agent in self._agents.values():
-            agent.watch(selector)
-        if self._mustered.lobby is not None:
-            self._mustered.lobby.watch(selector, self._refuse_late, notice)
+        board, lobby = self._mustered.switchboard, self._mustered.lobby
+        board.watch(selector)
+        if lobby is not None:
+            lobby.watch(selector, board, self._refuse_late, notice)
 
     def leave(self) -> None:
         """Say nothing any more."""
         self._on_change, self._on_signal = _unheard, _unheard
-        for agent in self._agents.values():
-            agent.unwatch()
+        self._mustered.switchboard.unwatch()
         if self._mustered.lobby is not None:
             self._mustered.lobby.unwatch()
 
@@ -163,10 +162,6 @@ class RemoteCrew:
 
     def attend(self) -> None:
         """Do what is due."""
-        for agent in self._agents.values():
-            if agent.unread:
-                agent.hear()
-            agent.attend()
         for node in self._asking():
             asked = [r for r in self._on(node) if r.wants_stacks]
             handlers = tuple(r.rank for r in asked if r.has_said_hello and r.alive)
@@ -186,20 +181,18 @@ class RemoteCrew:
         for agent in self._agents.values():
             agent.send(Finish())
         while self._clock.now_ns() < deadline_ns:
-            for agent in self._agents.values():
-                if agent.unread:
-                    agent.hear()
             if all(not a.alive or a.node in self._settled for a in self._agents.values()):
                 return
-            unread = any(agent.unread for agent in self._agents.values())
-            yield 0 if unread else deadline_ns
+            yield deadline_ns
 
     def dismiss(self, exit_code: int, text: str) -> None:
         """Tell all hosts how the run ended."""
         for agent in self._agents.values():
             agent.end(exit_code, text)
 
-    def _on_message(self, agent: HostAgent, message: FromAgent, buffers: list[memoryview]) -> None:
+    def _on_message(
+        self, agent: HostAgent, message: Message, buffers: Sequence[memoryview]
+    ) -> None:
         if isinstance(message, Finished):
             self._settled.add(agent.node)
         elif isinstance(message, Signalled):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from signal import SIGKILL
 from typing import TypeAlias
 
@@ -52,7 +53,7 @@ class RemoteRank(Rank):
         """Process id on its host; 0 while unknown."""
         return self._pid
 
-    def take(self, message: OfRank, buffers: list[memoryview]) -> Change | None:
+    def take(self, message: OfRank, buffers: Sequence[memoryview]) -> Change | None:
         """What its agent says of it; a change of its process, on the launcher's clock, is returned."""
         if isinstance(message, Started):
             self._pid = message.pid

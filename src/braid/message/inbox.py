@@ -25,7 +25,7 @@ class Peer:
 
     Attributes:
         name: The node.
-        incarnation: Which life.
+        incarnation: Which life; 0 until it has said Hello.
         epoch: The latest in which it is known to be.
         max_message_bytes: What it accepts.
         links: Numbers of its links; messages leave on the first.

@@ -45,10 +45,12 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
     Attributes:
         reason: How its link ended.
         orderly: Whether it closed its van on purpose.
+        silent: Whether it was given up because nothing was heard of it.
     """
 
     reason: str
     orderly: bool = False
+    silent: bool = False
 
 
 class Schema:

@@ -1,4 +1,4 @@
-"""The face that the three vans share: a `VanState` behind a lock.
+"""The face that all vans share: a `VanState` behind a lock.
 
 What differs is how frames travel and how time passes: a van implements `_carry_out` for the instructions of its state, and
 inherits or replaces `_wait`.

@@ -4,8 +4,8 @@ Problem: not everything that processes tell each other is a collective. Launcher
 and pipelines across hosts send single messages to single peers, of a few bytes or of gigabytes, some of which must not
 wait behind others. Each such system usually brings its own sockets, its own queue and its own idea of a lost peer.
 
-Idea: one face, `Van`, with three implementations that share one state machine (`van_state`): sockets for programs, one
-process for tests of programs, and a simulated network with faults and a virtual clock for tests of protocols.
+Idea: one face, `Van`, with four implementations that share one state machine (`van_state`): sockets and pipes for programs,
+one process for tests of programs, and a simulated network with faults and a virtual clock for tests of protocols.
 
 What is promised
 * A message arrives whole or not at all, at most once, and is of a registered type. (A simulated network can be told to

@@ -8,6 +8,7 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
 
     event                                  effect                                        instructions
     link_up(link, peer)                    says Hello                                    Carry
+    ... of a peer that is known            it can be sent to at once                     Carry
     Hello of an unknown peer               the peer can be sent to                       -
     Hello of another incarnation           the old one is lost, the new one can be       Close old links
     Hello of the same incarnation          a second link of it: both are read,           -
@@ -132,23 +133,33 @@ class VanState:
 
     # -- links
 
-    def link_up(self, link: int, peer: str, now_ns: int) -> None:
-        """A connection to `peer`, whose name is proven, has been made; `link` is a new number for it."""
+    def link_up(self, link: int, peer: str, now_ns: int, *, known: bool = False) -> None:
+        """A connection to `peer`, whose name is proven, has been made; `link` is a new number for it.
+
+        Nobody else can be at the other end of one that is `known`, such as a pipe to a child: it is a peer before its
+        Hello, and its loss is told even if that never comes.
+        """
         config = self.config
         outbox = Outbox(peer, config, self._count(peer))
         inflow = Inflow(peer, self._schema, config.max_message_bytes, self.allocators)
-        self._links[link] = _Link(link, peer, outbox, inflow, now_ns, now_ns)
+        entry = self._links[link] = _Link(link, peer, outbox, inflow, now_ns, now_ns)
+        if known:
+            entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
+            self._peers[peer] = entry.peer
+            self._lost.pop(peer, None)
         outbox.say(Hello(self.incarnation, self.epoch, config.max_message_bytes))
         self.instructions.append(Carry(link))
 
-    def link_lost(self, link: int, reason: str, *, orderly: bool = False) -> None:
+    def link_lost(
+        self, link: int, reason: str, *, orderly: bool = False, silent: bool = False
+    ) -> None:
         """The connection `link` has ended; with its last one, the peer is lost."""
         lost = self._links.get(link)
         if lost is None:
             return
         peer = lost.peer
         if peer is not None and peer.links == [link]:
-            self._lose(peer, reason, orderly=orderly)
+            self._lose(peer, PeerLost(reason, orderly, silent))
             return
         if peer is not None:
             peer.links.remove(link)
@@ -284,7 +295,7 @@ class VanState:
                     f"nothing was heard of it for {silence_s:.1f} s (limit {config.lost_after_s:g} s): it is stopped, "
                     "its host is down, or the network is cut"
                 )
-                self.link_lost(link.number, reason)
+                self.link_lost(link.number, reason, silent=True)
             elif now_ns >= self._beat_at_ns(link) and not link.outbox.has_control:
                 link.outbox.say(Beat(self.epoch))
                 link.said_ns = now_ns
@@ -342,11 +353,14 @@ class VanState:
 
     def _meet(self, link: _Link, hello: Hello) -> None:
         """The first frame of a link: now it is known which life of the peer is at its other end."""
+        if link.peer is not None:  # known before it spoke
+            link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
+            link.peer.max_message_bytes = hello.max_message_bytes
+            return
         peer = self._peers.get(link.name)
         if peer is not None and peer.incarnation != hello.incarnation:
-            self._lose(
-                peer, "another process connected under its name: it was restarted or replaced"
-            )
+            reason = "another process connected under its name: it was restarted or replaced"
+            self._lose(peer, PeerLost(reason))
             peer = None
         if peer is None:
             peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
@@ -387,16 +401,14 @@ class VanState:
             for number in peer.links:
                 self._links[number].is_paused = True
 
-    def _lose(self, peer: Peer, reason: str, *, orderly: bool = False) -> None:
-        self._lost[peer.name] = reason
+    def _lose(self, peer: Peer, lost: PeerLost) -> None:
+        self._lost[peer.name] = lost.reason
         del self._peers[peer.name]
         error = self._absent(peer.name)
         for number in peer.links:
             self._forget(self._links[number], error)
         peer.links.clear()
-        notice = Delivery(
-            peer.name, PeerLost(reason, orderly), incarnation=peer.incarnation, epoch=peer.epoch
-        )
+        notice = Delivery(peer.name, lost, incarnation=peer.incarnation, epoch=peer.epoch)
         self.inbox.say_farewell(peer, notice)
 
     def _forget(self, link: _Link, error: PeerLostError) -> None:
