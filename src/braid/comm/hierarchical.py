@@ -47,7 +47,7 @@ DEPTH = 2  # chunks on the wire, besides the one that is being summed
 NUM_SPARE = 3  # slots, besides two for each of those
 MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
 LEAST_BYTES = 64 << 10
-CHUNKS = 8  # into which a tensor is cut, if that makes chunks of a size in between
+CHUNKS = 4  # into which a tensor is cut, if that makes chunks of a size in between
 HEADER_BYTES = LINE_BYTES  # before a row in a wire format: its length
 
 Residuals = dict[tuple[str, int, int], ErrorFeedback]  # by phase, row and chunk
