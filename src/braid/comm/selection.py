@@ -3,7 +3,7 @@
 Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of the tensor, since a
 copy that stays in the cache is several times as fast as one that does not:
 
-    a         one synchronisation of the group          copy(l)   a byte between a tensor and a slot
+    a         a step of the group on few bytes          copy(l)   a byte between a tensor and a slot
     add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
     send(l)   a byte through the network card of a host; nothing where memory is shared
 
@@ -28,11 +28,13 @@ from braid.clock import Clock
 from braid.comm.all_reduce import SENT_CHUNK_BYTES
 from braid.comm.channel import CHUNK_BYTES, Channel, pieces
 from braid.comm.hosting import Hosting
+from braid.comm.reduction import combine
 from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["DEFAULT_COSTS", "DEFAULT_FAR_COSTS", "Costs", "Selection", "measure", "predicted_s"]
 
 MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
+STEP_BYTES = 64
 SENT_BYTES = (64 << 10, 1 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
 REPEATS = 3
@@ -281,9 +283,14 @@ def measure(
     yield from ch.exchange()
     remote = ch.remote(peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
     syncs = []
-    for _ in range(NUM_SYNCS):
+    little = x[:STEP_BYTES]
+    for _ in range(
+        NUM_SYNCS
+    ):  # a whole step, since on few bytes its calls of torch take most of the time
         start_ns = clock.now_ns()
+        ch.stage(little)
         yield from ch.exchange()
+        combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
         syncs.append(clock.now_ns() - start_ns)
     # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
     figures = [median(syncs) * 1e-9]
