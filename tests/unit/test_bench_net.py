@@ -56,6 +56,12 @@ def test_a_lab_is_undone_by_what_is_known_before_it_is_made():
     ]
 
 
+def test_all_hosts_of_a_lab_send_as_fast_as_the_link_takes_it():
+    made = [" ".join(do) for do, _ in lab.cabling("bn7", "ab", 0.0)]
+    for host in "ab":
+        assert f"ip netns exec bn7{host} sysctl -qw net.ipv4.tcp_congestion_control=reno" in made
+
+
 def test_links_without_a_rate_have_no_bucket():
     assert not any("tbf" in make for make, _ in lab.cabling("bn7", "a", 0.0))
 
@@ -81,7 +87,7 @@ def test_labs_are_for_root(monkeypatch):
 def test_missing_commands_are_named(monkeypatch):
     monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.shutil, "which", lambda name: None if name == "tc" else name)
-    assert "found no tc: install iproute2" in lab.what_is_missing()
+    assert "found no tc: install iproute2 and procps" in lab.what_is_missing()
 
 
 def test_only_the_first_rank_is_heard():

@@ -13,7 +13,7 @@ from braid.topology import from_toml
 
 def host(latency_s, seconds):
     level = Measured(name="host", size=3, latency_s=latency_s, seconds=seconds, both_ways_s=1e-9)
-    return as_cluster(Probed(levels=[level], barrier_s=1.0)).levels[0]
+    return as_cluster(Probed(levels=[level])).levels[0]
 
 
 def test_what_is_not_latency_is_bandwidth():

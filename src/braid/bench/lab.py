@@ -10,8 +10,8 @@ a token bucket at either end of each cable lets through what a link of this rate
              eth0 <==[tbf]== port a  | bridge |  port b <==[tbf]== eth0
 
 The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it late, and a smaller one would not give the rate.
-So what is sent after a pause is faster than the link for one millisecond, which flatters messages of some ten kilobytes, all libraries alike.
-Latency is that of the kernel, without a cable's and a switch's.
+So what is sent after a pause is faster than the link for one millisecond; whoever times less than some megabytes must empty the bucket first.
+Latency is that of the kernel, without a cable's and a switch's; congestion control is the plain one, whatever this machine prefers.
 
 Source: tc-tbf(8), ip-netns(8).
 """
@@ -30,11 +30,14 @@ import psutil
 
 from braid.errors import ConfigError
 
-__all__ = ["Lab", "abandoned", "cabling", "what_is_missing"]
+__all__ = ["Lab", "abandoned", "bucket_bytes", "cabling", "what_is_missing"]
 
 HOSTS = string.ascii_lowercase
 BUCKET_S = 1e-3
 LEAST_BUCKET_BYTES = 16 << 10
+CONGESTION_CONTROL = (
+    "reno"  # in every kernel; others pace what they send by their guess at the rate
+)
 QUEUE = "20ms"  # what waits longer at a link is dropped
 LIMIT_S = 30.0
 
@@ -113,12 +116,19 @@ def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Wor
         add(f"ip -n {name} addr add 10.77.0.{number}/24 dev eth0")
         add(f"ip -n {name} link set eth0 up")
         add(f"ip -n {name} link set lo up")
+        add(f"ip netns exec {name} sysctl -qw net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}")
         if bits_per_s:
-            bucket = max(LEAST_BUCKET_BYTES, round(bits_per_s / 8 * BUCKET_S))
-            limit = f"tbf rate {round(bits_per_s)}bit burst {bucket}b latency {QUEUE}"
+            limit = (
+                f"tbf rate {round(bits_per_s)}bit burst {bucket_bytes(bits_per_s)}b latency {QUEUE}"
+            )
             add(f"tc -n {name} qdisc add dev eth0 root {limit}")
             add(f"tc qdisc add dev {port} root {limit}")
     return found
+
+
+def bucket_bytes(bits_per_s: float) -> int:
+    """What a rested link lets through at once."""
+    return max(LEAST_BUCKET_BYTES, round(bits_per_s / 8 * BUCKET_S))
 
 
 def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
@@ -144,11 +154,11 @@ def what_is_missing() -> str:
             f"expected to be root, who may make network namespaces, found user {os.geteuid()}: "
             "use sudo, or name real hosts with --hosts"
         )
-    absent = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    absent = [name for name in ("ip", "tc", "sysctl") if shutil.which(name) is None]
     if absent:
         return (
-            f"expected the commands ip and tc, found no {' and no '.join(absent)}: "
-            "install iproute2, or name real hosts with --hosts"
+            f"expected the commands ip, tc and sysctl, found no {' and no '.join(absent)}: "
+            "install iproute2 and procps, or name real hosts with --hosts"
         )
     return ""
 

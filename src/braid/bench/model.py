@@ -178,7 +178,7 @@ def predict(found: Found) -> list[Held]:
             seconds = hierarchical_s(
                 taken.nbytes,
                 cluster,
-                sync_s=found.probed.barrier_s,
+                sync_s=found.step_s,
                 chunk_bytes=min(MOST_BYTES, max(LEAST_BYTES, taken.nbytes // CHUNKS)),
                 depth=DEPTH,
                 copy_s_per_byte=found.copy_s_per_byte,
@@ -189,7 +189,7 @@ def predict(found: Found) -> list[Held]:
                 program(algorithm(taken.algorithm, taken.operation, found.ranks)),
                 taken.nbytes,
                 cluster,
-                sync_s=found.probed.barrier_s,
+                sync_s=found.step_s,
                 piece_bytes=PIECE_BYTES,
                 sum_s_per_byte=found.add_s_per_byte,
             )

@@ -16,7 +16,7 @@ import torch
 from braid.bench.probe_worker import Probed, measured, message_runs, stand
 from braid.bench.turns import in_turns
 from braid.comm import Group
-from braid.comm.selection import Costs, predicted_s
+from braid.comm.selection import STEP_BYTES, Costs, predicted_s
 from braid.context import init, shutdown
 from braid.errors import ConfigError
 
@@ -70,6 +70,7 @@ class Found(msgspec.Struct, kw_only=True):
     Attributes:
         ranks: World size.
         probed: What messages cost.
+        step_s: An all-reduce of next to nothing, in which every rank sends to every other: what a step costs beside its bytes.
         copy_s_per_byte: In memory.
         add_s_per_byte: In memory.
         taken: What algorithms took.
@@ -77,6 +78,7 @@ class Found(msgspec.Struct, kw_only=True):
 
     ranks: int
     probed: Probed
+    step_s: float
     copy_s_per_byte: float
     add_s_per_byte: float
     taken: list[Taken]
@@ -109,11 +111,14 @@ def _far(group: Group, plan: Plan) -> Found:
         runs[f"{operation} {name} {nbytes}"] = run_of(group, operation, name, nbytes)
     a, b = torch.ones(1 << 18), torch.ones(1 << 18)
     runs["copy"], runs["add"] = partial(a.copy_, b), partial(torch.add, a, b, out=a)
+    little = torch.zeros(STEP_BYTES // 4)
+    runs["step"] = partial(group.all_reduce, little, algorithm="direct")
     times = in_turns(group, runs, plan.turns)
     per_byte = {name: statistics.median(times[name]) / (a.numel() * 4) for name in ("copy", "add")}
     return Found(
         ranks=group.size,
         probed=measured(levels, plan.message_bytes, times),
+        step_s=statistics.median(times["step"]),
         copy_s_per_byte=per_byte["copy"],
         add_s_per_byte=per_byte["add"],
         taken=[_taken(*name, times[f"{name[0]} {name[1]} {name[2]}"]) for name in names],

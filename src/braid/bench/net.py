@@ -22,7 +22,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.lab import Lab
+from braid.bench.lab import Lab, bucket_bytes
 from braid.bench.machine import load_per_core, machine
 from braid.bench.net_worker import BASE, Plan, Row
 from braid.bench.several import Where, run_ranks
@@ -47,6 +47,9 @@ SIZES_BYTES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * 
 WIRES = ("bf16", "int8", "topk:0.01")
 SMALL_BYTES, LARGE_BYTES = 64 * KIB, 4 * MIB
 GBIT = 1e9
+DRAINS = (
+    2  # buckets' worth of numbers in an all-reduce that empties one at either end of each cable
+)
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -175,12 +178,6 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
     """
     bench.out.mkdir(parents=True, exist_ok=True)
     load = load_per_core()
-    plan = Plan(
-        sizes_bytes=bench.sizes_bytes,
-        wires=bench.wires,
-        turns=bench.turns,
-        budget_s=bench.budget_s,
-    )
     shown = console or RichConsole(stderr=True)
     cases: list[Case] = []
     for place in places(bench):
@@ -192,6 +189,13 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
                 status.update(f"{case}: {size_text(rows[-1].nbytes)} done")
 
             log_dir = bench.out / f"run-{len(cases)}"
+            plan = Plan(
+                sizes_bytes=bench.sizes_bytes,
+                wires=bench.wires,
+                turns=bench.turns,
+                budget_s=bench.budget_s,
+                drain_bytes=0 if bench.hosts else DRAINS * bucket_bytes(case.gbit_per_s * GBIT),
+            )
             encoded = msgspec.json.encode(plan)
             run_ranks(where, "braid.bench.net_worker", encoded, hear=hear, log_dir=log_dir)
         cases.append(case)

@@ -32,12 +32,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         wires: Formats in which numbers cross the network, besides their own.
         turns: Repetitions of each library, at least.
         budget_s: Seconds of one library and size, about.
+        drain_bytes: What every rank sends before each repetition, so that no link has a full bucket to draw on (`lab`).
     """
 
     sizes_bytes: tuple[int, ...]
     wires: tuple[str, ...]
     turns: int
     budget_s: float
+    drain_bytes: int = 0
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -111,8 +113,12 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Seconds of the slowest rank, by library and turn."""
 
+    drain = torch.zeros(plan.drain_bytes // 4)
+
     def once(run: Callable[[], object]) -> float:
         x.copy_(numbers)
+        if drain.numel():
+            group.all_reduce(drain)
         group.barrier()
         start = time.perf_counter()
         run()

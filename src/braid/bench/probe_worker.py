@@ -63,10 +63,9 @@ class Measured(msgspec.Struct, kw_only=True):
 
 
 class Probed(msgspec.Struct, kw_only=True):
-    """What was measured: levels from the ranks upwards, and the medians of a barrier of all ranks."""
+    """What was measured: levels from the ranks upwards."""
 
     levels: list[Measured]
-    barrier_s: float
 
 
 def main(plan: Plan) -> None:
@@ -120,14 +119,14 @@ def _nodes() -> list[tuple[int, ...]]:
 def message_runs(
     group: Group, levels: list[Rings], sizes: tuple[int, ...]
 ) -> dict[str, Callable[[], object]]:
-    """What to time: messages of each level and size, one way, and a barrier.
+    """What to time: messages of each level and size, there and back.
 
     Args:
         group: All ranks.
         levels: Who sends to whom.
         sizes: Bytes.
     """
-    runs: dict[str, Callable[[], object]] = {"barrier": group.barrier}
+    runs: dict[str, Callable[[], object]] = {}
     for level in levels:
         ring = next((ring for ring in level.rings if group.rank in ring), ())
         for size in (SMALL_BYTES, *sizes):
@@ -151,7 +150,7 @@ def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[
         )
         for level in levels
     ]
-    return Probed(levels=found, barrier_s=medians["barrier"])
+    return Probed(levels=found)
 
 
 def _there_and_back(

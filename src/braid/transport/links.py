@@ -326,7 +326,7 @@ class LinkWaiter(Waiter):
         super().__init__(bells, health, clock, crowded=crowded)
         self._links = links
         self._spin_ns = 0 if crowded and not near else SPIN_NS
-        self._looks = NEAR_LOOKS if near else 0
+        self._looks = NEAR_LOOKS if near else 1
 
     def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
         """See `Waiter.until`."""
@@ -337,7 +337,8 @@ class LinkWaiter(Waiter):
         links.begin_waiting()
         try:
             while self._now_ns() - start < self._spin_ns:
-                for _ in range(self._looks):  # a near peer needs no call of the system to be seen
+                # a near peer needs no call of the system to be seen; and who waits leaves the core to those who work
+                for _ in range(self._looks):
                     yield_core()
                     if ready():
                         return self._now_ns() - start
