@@ -180,10 +180,20 @@ def measured(name, latency_s, seconds, both_ways_s=1.0):
 
 
 def test_a_network_has_the_rate_of_its_longest_message():
-    seconds = {1000: 1.0, 4000: 2.0, 100_000: 101.0}  # the second came out of a bucket
-    level = level_of(measured("network", 1.5, seconds, both_ways_s=110.0))
+    seconds = {1000: 1.9, 4000: 5.0, 100_000: 101.0}
+    level = level_of(measured("network", 1.0, seconds, both_ways_s=110.0))
     assert (level.latency_s, level.bytes_per_s, level.full_duplex) == (1.0, 1000.0, True)
-    assert level.by_size == ((4000.0, 1000.0), (100_000.0, 1000.0))
+    assert (level.burst_bytes, level.by_size) == (
+        0.0,
+        ((1000.0, 1000.0), (4000.0, 1000.0), (100_000.0, 1000.0)),
+    )
+
+
+def test_what_a_link_lets_through_after_a_rest_is_told_by_long_messages():
+    seconds = {100: 1.0, 4000: 1.5, 20_000: 16.0, 100_000: 96.0}  # 5000 bytes come out of a bucket
+    level = level_of(measured("network", 1.0, seconds, both_ways_s=110.0))
+    assert (level.bytes_per_s, level.burst_bytes) == (1000.0, 5000.0)
+    assert level.by_size == ((4000.0, 8000.0),)
 
 
 def test_ways_that_are_in_each_others_way_share_a_link():

@@ -165,6 +165,46 @@ def test_a_message_of_no_bytes_takes_its_latency() -> None:
     assert (done.end_s, done.link_bytes) == ([3.0, 3.0], {0: 0.0, 3: 0.0})
 
 
+# Buckets of tokens.
+
+
+def bucket(*, fast: bool = False) -> Cluster:
+    """One byte a second for every rank, and six after a rest."""
+    by_size = ((1.0, 3.0),) if fast else ()
+    return Cluster(
+        [
+            Level(
+                name="cloud",
+                size=2,
+                latency_s=0.0,
+                bytes_per_s=1.0,
+                burst_bytes=6.0,
+                by_size=by_size,
+            )
+        ]
+    )
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_rested_link_lets_its_bucket_through_beside_its_rate(fast: bool) -> None:
+    done = timeline("send0.0>1", "recv0.0<0", network=bucket(fast=fast))
+    assert done.end_s == pytest.approx(
+        [4.0, 4.0]
+    )  # 6 bytes in the bucket, 4 that come in meanwhile
+
+
+def test_an_empty_bucket_fills_only_in_a_rest() -> None:
+    at_once = timeline("send0.0>1 send1.1>1", "recv0.0<0 recv1.1<0", network=bucket())
+    assert at_once.end_s == pytest.approx([14.0, 14.0])
+    rested = timeline(
+        "send0.0>1 copy8.1/8 send1.2>1",
+        "recv0.0<0 recv1.2<0",
+        network=bucket(),
+        work_s=lambda _, a: 3.0 if a.kind == "copy" else 0.0,
+    )
+    assert rested.end_s == pytest.approx([4.0 + 3.0 + 7.0] * 2)
+
+
 # Who waits for whom.
 
 

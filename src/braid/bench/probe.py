@@ -7,6 +7,7 @@ send messages, so for them the selector's own costs count (`Group.engine.explain
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,8 @@ SIZES = tuple(
 FAR_SIZES = tuple(1 << power for power in range(10, 25, 2))  # 1 KiB to 16 MiB
 
 NETWORK = LEVEL_NAMES[-1]
+LEAST_S = 1e-7  # what bytes take that are hardly more than latency
+LEAST_BURST = 0.05  # of a message from which a bucket is told
 LEAST_LATENCIES = (
     1.5  # that a message takes, for its bandwidth to be told from the noise of latency
 )
@@ -138,18 +141,23 @@ def as_cluster(found: Probed) -> Cluster:
 def level_of(found: Measured) -> Level:
     """What is not latency is bandwidth; messages that are hardly more than latency tell nothing of it.
 
-    No message is quicker than an empty one, so latency is the least that any took. A network's link has one rate, that of the
-    longest message: shorter ones may come out faster, from buffers on the way, but many of them together do not. Memory is as
-    fast as at its best size.
+    No message is quicker than an empty one, so latency is the least that any took. A network's link has one rate, that of what the longest
+    message has beside the next: after a rest a link lets some bytes through faster, from a bucket of tokens, and what of them is in the
+    time of a message is told by the rate. Memory is as fast as at its best size.
     """
     times = sorted(found.seconds.items())
     latency_s = min(found.latency_s, *found.seconds.values())
     told = [(n, s) for n, s in times if s >= LEAST_LATENCIES * latency_s] or times[-1:]
-    rates = [(float(n), n / max(s - latency_s, s / 100)) for n, s in told]
+    rates = [(float(n), _rate(n, s - latency_s)) for n, s in told]
     bytes_per_s = max(rate for _, rate in rates)
+    burst_bytes = 0.0
     if found.name == NETWORK:
-        bytes_per_s = rates[-1][1]
-        rates = [(n, min(rate, bytes_per_s)) for n, rate in rates]
+        bytes_per_s, burst_bytes = _bucket(times, latency_s)
+        if burst_bytes:  # what is quicker than the link is so from the bucket
+            quick = [n for n, _ in times if n <= burst_bytes]
+            rates = [(float(n), _rate(n, found.seconds[n] - latency_s)) for n in quick[-1:]]
+        else:
+            rates = [(n, min(rate, bytes_per_s)) for n, rate in rates]
     return Level(
         name=found.name,
         size=found.size,
@@ -157,4 +165,22 @@ def level_of(found: Measured) -> Level:
         bytes_per_s=bytes_per_s,
         full_duplex=found.both_ways_s < HALF_DUPLEX * times[-1][1],
         by_size=tuple(rates),
+        burst_bytes=burst_bytes,
     )
+
+
+def _bucket(times: Sequence[tuple[int, float]], latency_s: float) -> tuple[float, float]:
+    """Rate and bucket of a link, from seconds of messages by ascending size, each after a rest."""
+    nbytes, seconds = times[-1]
+    whole = _rate(nbytes, seconds - latency_s)
+    if len(times) == 1:
+        return whole, 0.0
+    shorter, sooner = times[-2]
+    rate = _rate(nbytes - shorter, seconds - sooner)
+    burst = shorter - rate * (sooner - latency_s)
+    # a small difference of two large numbers is their noise
+    return (rate, burst) if burst > LEAST_BURST * shorter else (whole, 0.0)
+
+
+def _rate(nbytes: float, seconds: float) -> float:
+    return nbytes / max(seconds, LEAST_S)

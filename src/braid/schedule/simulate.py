@@ -9,7 +9,8 @@ time. So nothing has to be assumed about who waits for whom, and a link that is 
     rank 1        |post ....|=====================================================| add |post| ...
 
 Rates are those of even sharing link by link (no rank gets what another leaves of its share), which is what TCP flows of equal
-latency come near to.
+latency come near to. A link may have a bucket of tokens, as clouds limit their networks: after a rest it lets so much through
+beside its rate, and when that is used up it has its rate until it rests again.
 
 Source: the fluid model of network simulators; H. Casanova et al., SimGrid, JPDC 74 (2014).
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from braid.errors import ConfigError
@@ -28,7 +29,10 @@ from braid.schedule.program import SEND, Action, Program, batches
 __all__ = ["Costs", "Interval", "Network", "Route", "Timeline", "simulate"]
 
 BOTH = 2  # ends of a message
+OPEN = 1e3  # times its rate at which a link lets through what is in its bucket, if nothing else limits that
 SAME_TIME = 1e-12  # events that differ by less than this share of the time are simultaneous: sums of floats differ by order
+
+LITTLE = 1e-9  # share of a bucket that is nothing
 
 
 class Route(NamedTuple):
@@ -51,6 +55,11 @@ class Network(Protocol):
     @property
     def bytes_per_s(self) -> Iterable[float]:
         """Of every link."""
+        ...
+
+    @property
+    def burst_bytes(self) -> Iterable[float]:
+        """What every link lets through beside its rate after a rest."""
         ...
 
     def route(self, source: int, target: int, nbytes: float) -> Route:
@@ -159,6 +168,7 @@ class _Simulation:
         self._costs = costs
         self._network = network
         self._bandwidth = [float(rate) for rate in network.bytes_per_s]
+        self._buckets = _Buckets(self._bandwidth, map(float, network.burst_bytes))
         self._buffered = buffered
         self._lists = [list(batches(program, rank)) for rank in range(program.num_ranks)]
         self._at = [-1] * program.num_ranks  # which batch a rank is in
@@ -199,7 +209,8 @@ class _Simulation:
         self._share()
         ends = [self._now + flow.left / flow.rate for flow in self._flows]
         first = self._events[0][0] if self._events else float("inf")
-        self._now = max(self._now, min([first, *ends]))
+        empty = self._now + self._buckets.empty_in_s(self._flows)
+        self._now = max(self._now, min([first, empty, *ends]))
         limit = self._now * (1 + SAME_TIME)
         self._flow_until(self._now)
         for flow, end in zip(list(self._flows), ends, strict=True):
@@ -210,15 +221,19 @@ class _Simulation:
 
     def _flow_until(self, when_s: float) -> None:
         passed = when_s - self._flows_at
+        self._buckets.pass_s(passed, self._flows)
         for flow in self._flows:
             flow.left -= passed * flow.rate
         self._flows_at = when_s
 
     def _share(self) -> None:
-        bandwidth, on_link = self._bandwidth, self._on_link
+        bandwidth, on_link, is_open = self._bandwidth, self._on_link, self._buckets.is_open
         for flow in self._flows:
-            share = min(bandwidth[link] / on_link[link] for link in flow.links)
-            flow.rate = min(share, flow.most)
+            shares = (
+                bandwidth[link] / on_link[link] * (OPEN if is_open(link) else 1.0)
+                for link in flow.links
+            )
+            flow.rate = min(flow.most, *shares)
 
     # Ranks.
 
@@ -310,6 +325,53 @@ class _Simulation:
             self._close(source)
         if message.posted == BOTH:
             self._close(target)
+
+
+class _Buckets:
+    """The tokens of the links that have a bucket, in bytes.
+
+    A link is open, and much faster than its rate, while it has tokens. One whose bucket ran empty opens again when it has had a rest.
+    """
+
+    def __init__(self, rates: Sequence[float], sizes: Iterable[float]) -> None:
+        self._rates = rates
+        self._sizes = {link: size for link, size in enumerate(sizes) if size}
+        self._tokens = dict(self._sizes)
+        self._dry: set[int] = set()
+
+    def is_open(self, link: int) -> bool:
+        return link in self._tokens and link not in self._dry
+
+    def empty_in_s(self, flows: Iterable[_Message]) -> float:
+        """Seconds until the next bucket is empty."""
+        drains = ((link, -rate) for link, rate in self._fill_rates(flows).items() if rate < 0)
+        return min(
+            (self._tokens[link] / rate for link, rate in drains if link not in self._dry),
+            default=float("inf"),
+        )
+
+    def pass_s(self, seconds: float, flows: Iterable[_Message]) -> None:
+        """Let time go by in which these are under way."""
+        if not self._sizes or not seconds:
+            return
+        filled = self._fill_rates(flows)
+        for link, size in self._sizes.items():
+            rate = filled.get(link, self._rates[link])
+            tokens = self._tokens[link] = min(size, self._tokens[link] + seconds * rate)
+            if link not in filled:
+                self._dry.discard(link)
+            elif tokens <= size * LITTLE:
+                self._tokens[link] = 0.0
+                self._dry.add(link)
+
+    def _fill_rates(self, flows: Iterable[_Message]) -> dict[int, float]:
+        """Tokens per second that come in of links in use."""
+        rates: dict[int, float] = {}
+        for flow in flows if self._sizes else ():
+            for link in flow.links:
+                if link in self._sizes:
+                    rates[link] = rates.get(link, self._rates[link]) - flow.rate
+        return rates
 
 
 def _check_cost(value: float, unit: str) -> None:

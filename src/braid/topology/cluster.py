@@ -46,6 +46,7 @@ class Level:
         full_duplex: Whether both ways of a link have this bandwidth each; else they share it.
         by_size: What one message gets at most, by its size: (bytes, bytes per second), sizes ascending; in between on a straight
             line over the logarithm of the size. Nothing but the link limits it when empty.
+        burst_bytes: What a link lets through beside its rate after a rest: the bucket of tokens by which clouds limit networks.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Level:
     bytes_per_s: float
     full_duplex: bool = True
     by_size: tuple[tuple[float, float], ...] = ()
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -63,6 +65,8 @@ class Level:
             problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
         if not 0 < self.bytes_per_s < float("inf"):
             problems.append(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
+        if not 0 <= self.burst_bytes < float("inf"):
+            problems.append(f"burst_bytes is {self.burst_bytes}, expected bytes, not negative")
         sizes = [nbytes for nbytes, _ in self.by_size]
         told = [figure for pair in self.by_size for figure in pair]
         if sizes != sorted(set(sizes)) or not all(0 < figure < float("inf") for figure in told):
@@ -133,6 +137,12 @@ class Cluster:
         """Of every link; of a child and its level, the way up and the way down stand beside each other."""
         counts = np.diff(self._first_links)
         return np.repeat([level.bytes_per_s for level in self.levels], counts)
+
+    @cached_property
+    def burst_bytes(self) -> npt.NDArray[np.float64]:
+        """What every link lets through beside its rate after a rest, in the order of `bytes_per_s`."""
+        counts = np.diff(self._first_links)
+        return np.repeat([level.burst_bytes for level in self.levels], counts)
 
     def check_size(self, num_ranks: int) -> None:
         """Raise ConfigError unless the cluster has so many ranks."""

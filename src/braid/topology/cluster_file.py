@@ -13,6 +13,7 @@ size = 16                 # hosts of a rack
 latency_s = 5e-6
 bytes_per_s = 25e9        # of the link from each host
     by_size = [[65536, 6e9], [1048576, 25e9]]   # if one small message cannot fill it
+    burst_bytes = 125e3       # if it lets so much through beside its rate after a rest
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class _Level(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     bytes_per_s: float
     full_duplex: bool = True
     by_size: tuple[tuple[float, float], ...] = ()
+    burst_bytes: float = 0.0
 
 
 class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,5 +68,5 @@ def _table(level: _Level) -> str:
     return (
         f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n"
         f"bytes_per_s = {level.bytes_per_s!r}\nfull_duplex = {str(level.full_duplex).lower()}\n"
-        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\n"
+        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\nburst_bytes = {level.burst_bytes!r}\n"
     )
