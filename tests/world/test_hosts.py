@@ -80,20 +80,19 @@ def test_requests_that_follow_each_other_share_their_windows(hosts):
         assert used[-1] - used[1] < 1 << 20
 
 
-def _in_order(group: Group) -> bool:
-    transport, context = group.engine.transport, group.context
-    context.store.set(f"again/{group.rank}", b"")
-    ordered = Group(context, group.engine, group.ranks, transport.names)
-    ordered.engine.in_order = True
-    ordered.engine.selection = ordered.engine._select()
+def _sums_in_order(group: Group) -> bool:
+    """Whether sums are bitwise those in the order of ranks, whatever the size."""
+    if "hierarchical" in {name for _, name in group.engine.record()["all_reduce"]}:
+        return False
     for numel in (5, 300_001):
         inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
-        same(ordered.all_reduce(inputs[group.rank].clone()), reduced(inputs, "sum"))
-    return "hierarchical" in {name for _, name in ordered.engine.record()["all_reduce"]}
+        same(group.all_reduce(inputs[group.rank].clone()), reduced(inputs, "sum"))
+    return True
 
 
-def test_sums_can_be_taken_in_the_order_of_ranks(hosts):
-    assert hosts(4, _in_order) == [False] * 4
+@pytest.mark.parametrize("sum_order", ["rank", "any"])
+def test_sums_are_taken_in_the_order_of_ranks_if_that_is_asked_for(hosts, sum_order):
+    assert hosts(4, _sums_in_order, sum_order=sum_order) == [sum_order == "rank"] * 4
 
 
 def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> str:
