@@ -12,13 +12,13 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
-from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
-from braid.store import HashStore
+from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Health, Network, connect, meeting
+from braid.transport import Network, meeting
 from braid.transport.reach import knock, matrix, own_address_towards
 from braid.wire import Secret
 
@@ -119,25 +119,7 @@ def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts_
 
 
 def _join_all(options: list[dict]) -> list:
-    """Transports or errors of ranks in this process, each with its options."""
-    store, found = HashStore(), [None] * len(options)
-
-    def join(rank: int) -> None:
-        clock = MonotonicClock()
-        health = Health(rank, clock)
-        try:
-            found[rank] = connect(
-                rank, len(options), store, clock, health, **{"timeout_s": 5.0, **options[rank]}
-            )
-        except BraidError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(options))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return join_all(options, timeout_s=5.0)
 
 
 def test_hosts_without_a_secret_in_common_are_refused_and_told_what_to_do():
