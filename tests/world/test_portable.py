@@ -377,7 +377,7 @@ def test_what_is_written_to_a_new_page_of_lines_is_not_sent_with_the_page(monkey
         )  # as to a peer that is stopped
         channel = port.channel(100)
         page = frames.pop()
-        channel.stage(torch.ones(4))
+        channel.own.stage(torch.ones(4))
         channel.post()
         (data,) = page[2]
         assert bytes(data) == bytes(len(data))

@@ -34,10 +34,11 @@ from __future__ import annotations
 
 import torch
 
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import Channel
 from braid.comm.formats import ErrorFeedback, WireFormat
 from braid.comm.hosting import Hosting
 from braid.comm.reduction import combine, early_factor, finish
+from braid.comm.staging import pieces
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
@@ -178,7 +179,7 @@ class _Run:
             if self.gathers:
                 low, high = self._slice(j, self.lane)
                 start, end = self._bounds(high - low)[self.place]
-                total = self.ch.scratch(end - start, self.dtype)
+                total = self.ch.own.scratch(end - start, self.dtype)
                 self._add(j, self.sent_at + self.place * self.row_bytes, total)
                 self._put([total], j, self.summed_at, ("far", 0))
             else:
@@ -228,7 +229,7 @@ class _Run:
             return
         total = sources[0]
         if len(sources) > 1:
-            total = self.ch.scratch(numel, self.dtype)
+            total = self.ch.own.scratch(numel, self.dtype)
             combine(sources, total, op, None)
         row = self._bytes(self.ch.rank, j, at)
         length = self._encode(total, row[HEADER_BYTES:], (*key, j))
