@@ -7,8 +7,8 @@ import torch
 
 from braid.comm import move
 from braid.comm.all_reduce import all_reduce, direct, two_phase
-from braid.comm.channel import CHUNK_BYTES
 from braid.comm.port import Port
+from braid.comm.staging import CHUNK_BYTES
 from braid.testing.explorer import Acquire, Post, record
 from braid.testing.virtual_time import run_on_virtual_clock
 

@@ -10,6 +10,7 @@ from braid.comm.all_reduce import all_reduce, direct, two_phase
 from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox
 from braid.comm.port import Port
+from braid.comm.remote import remote_of
 from braid.testing.explorer import explore, record
 
 LARGE = 300_000  # floats: three chunks of the staging slots
@@ -159,7 +160,7 @@ def test_a_slot_that_is_reused_too_early_is_found():
         ch = port.channel(0)
         ch.digest = 1
         for _ in range(3):
-            ch.stage(torch.ones(8))
+            ch.own.stage(torch.ones(8))
             ch.post()  # and does not wait until the others have read
             for peer in ch.others:
                 yield from ch.await_step(peer, ch.value - 1)
@@ -170,7 +171,7 @@ def test_a_slot_that_is_reused_too_early_is_found():
         ch = port.channel(0)
         ch.digest = 1
         for _ in range(3):
-            ch.stage(torch.ones(8))
+            ch.own.stage(torch.ones(8))
             value = ch.post()
             for peer in ch.others:
                 yield from ch.await_step(peer, value)
@@ -187,7 +188,7 @@ def test_a_result_that_is_used_before_the_others_have_written_it_is_found():
         ch = port.channel(0)
         ch.digest = 1
         x = port.transport.arena.empty((1000,)).fill_(1.0)
-        ch.offer(x)
+        ch.own.offer(x)
         yield from ch.exchange()
         ch.peek(1 - ch.rank, 1000, torch.float32).add_(1.0)
         x.sum()  # no step tells that the other has finished writing
@@ -201,9 +202,9 @@ def test_private_memory_that_is_changed_while_it_is_read_is_found():
         ch = port.channel(0)
         ch.digest = 1
         x = _ones(port, 1000, "pulled")
-        ch.offer(x, private=True)
+        ch.own.offer(x, private=True)
         yield from ch.exchange()
-        ch.remote(1 - ch.rank, 1000, torch.float32).read(0, torch.empty(1000))
+        remote_of(ch, 1 - ch.rank, 1000, torch.float32).read(0, torch.empty(1000))
         x.fill_(2.0)  # no step tells that the other has read it
         yield from move.barrier(ch)
 

@@ -12,13 +12,13 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
-from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
-from braid.store import HashStore
+from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Health, Network, connect, meeting
+from braid.transport import Network, meeting
 from braid.transport.reach import knock, matrix, own_address_towards
 from braid.wire import Secret
 
@@ -80,20 +80,19 @@ def test_requests_that_follow_each_other_share_their_windows(hosts):
         assert used[-1] - used[1] < 1 << 20
 
 
-def _in_order(group: Group) -> bool:
-    transport, context = group.engine.transport, group.context
-    context.store.set(f"again/{group.rank}", b"")
-    ordered = Group(context, group.engine, group.ranks, transport.names)
-    ordered.engine.in_order = True
-    ordered.engine.selection = ordered.engine._select()
+def _sums_in_order(group: Group) -> bool:
+    """Whether sums are bitwise those in the order of ranks, whatever the size."""
+    if "hierarchical" in {name for _, name in group.engine.record()["all_reduce"]}:
+        return False
     for numel in (5, 300_001):
         inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
-        same(ordered.all_reduce(inputs[group.rank].clone()), reduced(inputs, "sum"))
-    return "hierarchical" in {name for _, name in ordered.engine.record()["all_reduce"]}
+        same(group.all_reduce(inputs[group.rank].clone()), reduced(inputs, "sum"))
+    return True
 
 
-def test_sums_can_be_taken_in_the_order_of_ranks(hosts):
-    assert hosts(4, _in_order) == [False] * 4
+@pytest.mark.parametrize("sum_order", ["rank", "any"])
+def test_sums_are_taken_in_the_order_of_ranks_if_that_is_asked_for(hosts, sum_order):
+    assert hosts(4, _sums_in_order, sum_order=sum_order) == [sum_order == "rank"] * 4
 
 
 def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> str:
@@ -120,25 +119,7 @@ def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts_
 
 
 def _join_all(options: list[dict]) -> list:
-    """Transports or errors of ranks in this process, each with its options."""
-    store, found = HashStore(), [None] * len(options)
-
-    def join(rank: int) -> None:
-        clock = MonotonicClock()
-        health = Health(rank, clock)
-        try:
-            found[rank] = connect(
-                rank, len(options), store, clock, health, **{"timeout_s": 5.0, **options[rank]}
-            )
-        except BraidError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(options))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return join_all(options, timeout_s=5.0)
 
 
 def test_hosts_without_a_secret_in_common_are_refused_and_told_what_to_do():

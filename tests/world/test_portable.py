@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.comm.port import Port
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
@@ -22,9 +21,10 @@ from braid.events import Recorder
 from braid.store import HashStore
 from braid.testing.claims import possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
+from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Health, Loss, RankContext, connect
+from braid.transport import Loss, RankContext
 from braid.wire import Identity, Secret
 from braid.wire import connect as dial
 
@@ -165,29 +165,8 @@ def test_a_rank_that_leaves_early_hurts_only_who_needs_it(portable_pool):
         assert "has already left, while rank" in answer.result
 
 
-def _join(rank: int, size: int, store: HashStore, **options):
-    clock = MonotonicClock()
-    health = Health(rank, clock)
-    options = {"timeout_s": 20.0, "portable": True, **options}
-    return connect(rank, size, store, clock, health, **options)
-
-
-def _join_all(options: list[dict]) -> list:
-    """Transports or errors of ranks in this process, each with its options."""
-    store, found = HashStore(), [None] * len(options)
-
-    def join(rank: int) -> None:
-        try:
-            found[rank] = _join(rank, len(options), store, **options[rank])
-        except BraidError as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(options))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+def _join_all(options: list[dict], store: HashStore | None = None) -> list:
+    return join_all(options, store=store, timeout_s=20.0, portable=True)
 
 
 def _close_all(transports: list) -> None:
@@ -273,16 +252,7 @@ def _speaks_braid_of_another_job(port: int):
 
 def test_strangers_at_the_port_keep_nobody_from_joining():
     store = _Strangers([_speaks_http, _says_nothing, _speaks_braid_of_another_job])
-    found = [None, None]
-
-    def join(rank: int) -> None:
-        found[rank] = _join(rank, 2, store)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = _join_all([{}, {}], store)
     http, silent, foreign = store.done
     foreign.join()
     http.close()
@@ -407,7 +377,7 @@ def test_what_is_written_to_a_new_page_of_lines_is_not_sent_with_the_page(monkey
         )  # as to a peer that is stopped
         channel = port.channel(100)
         page = frames.pop()
-        channel.stage(torch.ones(4))
+        channel.own.stage(torch.ones(4))
         channel.post()
         (data,) = page[2]
         assert bytes(data) == bytes(len(data))

@@ -29,8 +29,8 @@ from braid._version import __version__
 from braid.bench.candidates import LIBRARIES
 from braid.bench.comm_worker import Plan, Row
 from braid.bench.machine import machine
+from braid.bench.one_host import run_here
 from braid.errors import ConfigError
-from braid.launch import JobSpec, QuietConsole, Supervisor
 
 __all__ = ["OPERATIONS", "CommBench", "CommReport", "plot", "print_report", "run_comm", "table"]
 
@@ -127,25 +127,19 @@ class CommBench:
             raise ConfigError("; ".join(problems))
 
 
-class _Bar(QuietConsole):
+class _Bar:
     """Moves a progress bar by one for every row that rank 0 prints."""
 
     def __init__(self, progress: Progress, total: int) -> None:
-        super().__init__()
         self.explained = ""
         self._progress = progress
         self._task = progress.add_task("measuring", total=total)
 
-    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
-        super().line(rank, stream, text, end)
-        if rank == 0:
-            self.hear(text)
-
-    def hear(self, text: bytes) -> None:
-        """Take a line of rank 0."""
-        if text.startswith(b'{"explained"'):
+    def hear(self, text: str) -> None:
+        """Take a JSON object."""
+        if text.startswith('{"explained"'):
             self.explained = str(msgspec.json.decode(text)["explained"])
-        elif text.startswith(b"{"):
+        else:
             row = msgspec.json.decode(text, type=Row)
             self._progress.update(self._task, advance=1, description=f"{row.operation} done")
 
@@ -212,28 +206,14 @@ def _run_ranks(
         *columns, console=console or RichConsole(stderr=True), transient=True
     ) as progress:
         bar = _Bar(progress, total + ("barrier" in bench.operations))
-        arguments = ("braid.bench.comm_worker", msgspec.json.encode(plan).decode())
+        worker, encoded = "braid.bench.comm_worker", msgspec.json.encode(plan)
         if with_mpi:
-            _run_under_mpi(arguments, ranks, bar)
+            _run_under_mpi((worker, encoded.decode()), ranks, bar)
         else:
-            _run_under_braid(arguments, ranks, bench.out / f"run-{ranks}", bar)
+            run_here(ranks, worker, encoded, hear=bar.hear, log_dir=bench.out / f"run-{ranks}")
     measured = msgspec.json.decode(rows.read_bytes(), type=list[Row])
     rows.unlink()
     return bar.explained, measured
-
-
-def _run_under_braid(arguments: tuple[str, ...], ranks: int, log_dir: Path, bar: _Bar) -> None:
-    job = JobSpec(
-        command=arguments,
-        kind="module",
-        num_ranks=ranks,
-        threads=1,
-        log_dir=str(log_dir),
-        hang_report_s=0.0,
-    )
-    outcome = Supervisor(bar).run(job)
-    if not outcome.ok:
-        raise ConfigError(str(outcome))
 
 
 def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
@@ -250,7 +230,8 @@ def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                bar.hear(line.rstrip())
+                if line.startswith(b"{"):
+                    bar.hear(line.decode())
         if process.returncode:
             errors.seek(0)
             msg = f"expected the ranks of mpiexec to end well, found exit code {process.returncode}:\n{errors.read()}"

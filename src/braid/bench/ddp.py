@@ -18,8 +18,8 @@ from rich.table import Table
 from braid._version import __version__
 from braid.bench.ddp_worker import MODEL_NAMES, VARIANTS, Measured, Plan
 from braid.bench.machine import machine
+from braid.bench.one_host import run_here
 from braid.errors import ConfigError
-from braid.launch import JobSpec, QuietConsole, Supervisor
 
 __all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp", "share_text"]
 
@@ -90,19 +90,10 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         rounds=bench.rounds,
         out=str(figures.resolve()),
     )
-    job = JobSpec(
-        command=("braid.bench.ddp_worker", msgspec.json.encode(plan).decode()),
-        kind="module",
-        num_ranks=bench.ranks,
-        threads=1,
-        log_dir=str(bench.out / "run"),
-        hang_report_s=0.0,
-    )
     shown = console or RichConsole(stderr=True)
     with shown.status(f"training {' and '.join(bench.models)} on {bench.ranks} ranks"):
-        outcome = Supervisor(QuietConsole()).run(job)
-    if not outcome.ok:
-        raise ConfigError(str(outcome))
+        encoded = msgspec.json.encode(plan)
+        run_here(bench.ranks, "braid.bench.ddp_worker", encoded, log_dir=bench.out / "run")
     report = DdpReport(
         braid=__version__,
         torch=importlib.metadata.version("torch"),

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console as RichConsole
 
+from braid.bench.one_host import run_here
 from braid.bench.probe_worker import Measured, Plan, Probed
 from braid.bench.several import Where, run_ranks
 from braid.errors import ConfigError
-from braid.launch import JobSpec, QuietConsole, Supervisor
 from braid.topology import LEVEL_NAMES, Cluster, Level
 
 __all__ = ["Probe", "as_cluster", "level_of", "probe", "run_probe"]
@@ -70,19 +70,6 @@ class Probe:
             raise ConfigError("; ".join(problems))
 
 
-class _Ear(QuietConsole):
-    """Keeps the JSON object that rank 0 prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard = ""
-
-    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
-        super().line(rank, stream, text, end)
-        if rank == 0 and text.startswith(b"{"):
-            self.heard = text.decode()
-
-
 def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:
     """Measure in fresh processes.
 
@@ -103,34 +90,15 @@ def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
     plan = msgspec.json.encode(Plan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin))
     shown = console or RichConsole(stderr=True)
     log_dir = wanted.log_dir / "run"
-    heard = ""
+    worker = "braid.bench.probe_worker"
+    told: list[str] = []
     if wanted.where is not None:
         with shown.status(f"sending messages between ranks on {wanted.where.hosts}"):
-            told: list[str] = []
-            run_ranks(
-                wanted.where,
-                "braid.bench.probe_worker",
-                plan,
-                hear=told.append,
-                log_dir=log_dir,
-            )
-        heard = told[-1] if told else ""
+            run_ranks(wanted.where, worker, plan, hear=told.append, log_dir=log_dir)
     else:
-        job = JobSpec(
-            command=("braid.bench.probe_worker", plan.decode()),
-            kind="module",
-            num_ranks=wanted.ranks,
-            threads=1,
-            log_dir=str(log_dir),
-            hang_report_s=0.0,
-        )
-        ear = _Ear()
         with shown.status(f"sending messages between {wanted.ranks} ranks"):
-            outcome = Supervisor(ear).run(job)
-        if not outcome.ok:
-            raise ConfigError(str(outcome))
-        heard = ear.heard
-    return msgspec.json.decode(heard, type=Probed)
+            run_here(wanted.ranks, worker, plan, hear=told.append, log_dir=log_dir)
+    return msgspec.json.decode(told[-1] if told else "", type=Probed)
 
 
 def as_cluster(found: Probed) -> Cluster:

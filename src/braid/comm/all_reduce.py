@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import torch
 
-from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.channel import Channel
 from braid.comm.reduction import combine
+from braid.comm.remote import all_registered, offers, remote_of
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.errors import ConfigError
 from braid.transport import Steps
 
@@ -66,11 +68,11 @@ def all_reduce(
     offered = algorithm in {"pulled", "registered"}
     large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
     if offered or (large and not forced):
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
         if algorithm == "registered":
             _require_offers(ch)
-        if not (forced and private) and x.numel() and ch.all_registered():
+        if not (forced and private) and x.numel() and all_registered(ch):
             algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
@@ -78,8 +80,8 @@ def all_reduce(
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Copy in, wait, add everybody's slot in the order of ranks; one synchronisation per chunk."""
     for part in pieces(x, _chunk_bytes(ch)):
-        ch.stage(part)
-        own = ch.room(part.numel(), part.dtype)
+        ch.own.stage(part)
+        own = ch.own.room(part.numel(), part.dtype)
         yield from ch.exchange()
         numel, dtype = part.numel(), part.dtype
         sources = [own if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
@@ -94,18 +96,17 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
         numel, dtype = part.numel(), part.dtype
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
         low, high = bounds[ch.rank], bounds[ch.rank + 1]
-        ch.stage(part)
-        ch.divide(bounds, dtype)
+        ch.own.stage(part)
+        ch.own.divide(bounds, dtype)
         yield from ch.exchange()
         sources = [
             (part if r == ch.rank else ch.peek(r, numel, dtype))[low:high] for r in range(ch.size)
         ]
-        result = ch.room(high - low, dtype)
+        result = ch.own.room(high - low, dtype)
         combine(sources, result, op, scale)
         part[low:high].copy_(result)
         yield from ch.exchange()
-        for distance in range(1, ch.size):
-            peer = (ch.rank + distance) % ch.size
+        for peer in ch.successors:
             start, end = bounds[peer], bounds[peer + 1]
             part[start:end].copy_(ch.peek(peer, end - start, dtype))
 
@@ -116,7 +117,7 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
     tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
     low, high = numel * ch.rank // ch.size, numel * (ch.rank + 1) // ch.size
     step = max(1, BLOCK_BYTES // x.element_size())
-    scratch = ch.scratch(min(step, high - low), dtype) if ch.size > 2 else None
+    scratch = ch.own.scratch(min(step, high - low), dtype) if ch.size > 2 else None
     for start in range(low, high, step):
         end = min(start + step, high)
         blocks = [t[start:end] for t in tensors]
@@ -132,9 +133,9 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Sum a slice of what all members have just offered, wherever it lies, then fetch the other slices."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]
-    remotes = {peer: ch.remote(peer, numel, dtype) for peer in ch.others} if numel else {}
+    remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.others} if numel else {}
     step = max(1, BLOCK_BYTES // x.element_size() // max(1, n - 1))
-    scratch = ch.scratch(step * n, dtype).view(n, step)
+    scratch = ch.own.scratch(step * n, dtype).view(n, step)
     for start in range(bounds[me], bounds[me + 1], step):
         end = min(start + step, bounds[me + 1])
         own = x[start:end]
@@ -144,7 +145,7 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
         if out is not own:
             own.copy_(out)
     yield from ch.exchange()  # every slice is summed, and nobody reads the others any more
-    for peer in ch.round():
+    for peer in ch.successors:
         if bounds[peer] < bounds[peer + 1]:
             remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
     yield from ch.exchange()
@@ -155,7 +156,7 @@ def _chunk_bytes(ch: Channel) -> int:
 
 
 def _require_offers(ch: Channel) -> None:
-    missing = [rank for rank, block in enumerate(ch.offers()) if not block]
+    missing = [rank for rank, block in enumerate(offers(ch)) if not block]
     if missing:
         msg = (
             "expected tensors from Group.empty on all ranks for algorithm 'registered', found other memory on group "

@@ -32,12 +32,15 @@ Communication" (2020); pipelining of the phases as in Jiang et al., "BytePS" (OS
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from braid.comm.channel import Channel, pieces
+from braid.comm.channel import Channel
 from braid.comm.formats import ErrorFeedback, WireFormat
 from braid.comm.hosting import Hosting
 from braid.comm.reduction import combine, early_factor, finish
+from braid.comm.staging import pieces
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
@@ -87,6 +90,62 @@ def hierarchical(
     run.window.leave()
 
 
+class _Places(NamedTuple):
+    """Where things lie in the slot of a chunk: on every member alike, whatever the number of its mates.
+
+        staged chunk | rows that are sent | row summed over the hosts | finished slice
+
+    With one rank a host the first and the last are left out: they are in the tensor itself.
+
+    Attributes:
+        most: Elements of a slice, one of which each lane has.
+        rows: Of a slice: one for each host when the hosts are more than two, else the whole slice is one.
+        row: Elements of a row.
+        row_bytes: Of a row as it crosses the network.
+        sent: First byte of the rows that are sent; the staged chunk begins at 0.
+        summed: Likewise, of the summed row.
+        done: Likewise, of the finished slice.
+        slot_bytes: All of it.
+    """
+
+    most: int
+    rows: int
+    row: int
+    row_bytes: int
+    sent: int
+    summed: int
+    done: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, chunk: torch.Tensor, hosting: Hosting, form: WireFormat | None) -> _Places:
+        """For chunks like this one, the first and longest."""
+        numel, size = chunk.numel(), chunk.element_size()
+        num_hosts = len(hosting.hosts)
+        alone = hosting.most == 1
+        gathers = num_hosts > 2
+        most = -(-numel // hosting.num_lanes)
+        rows = num_hosts if gathers else 1
+        row = -(-most // rows)
+        row_bytes = _lines(row * size)
+        if form is not None:
+            row_bytes = HEADER_BYTES + _lines(form.nbytes(row))
+        sent = 0 if alone else _lines(numel * size)
+        summed = sent + rows * row_bytes
+        done = summed + (row_bytes if gathers else 0)
+        end = done + (0 if alone else _lines(most * size))
+        return cls(most, rows, row, row_bytes, sent, summed, done, end)
+
+    def slice(self, numel: int, lane: int) -> tuple[int, int]:
+        """First element and end of the slice of `lane` in a chunk of `numel` elements."""
+        return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
+
+    def bounds(self, numel: int) -> list[tuple[int, int]]:
+        """Likewise, of each row of a slice of `numel` elements."""
+        step = self.row
+        return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
+
+
 class _Run:
     """One all-reduce; the methods are the phases, each for the chunk that is due."""
 
@@ -106,38 +165,23 @@ class _Run:
         self.scale = scale
         self.form = form
         self.residuals = residuals
-        self.lanes = hosting.num_lanes
         self.lane = hosting.lane(ch.rank)
         self.mates = hosting.mates(ch.rank)
-        self.workers = self.mates[: self.lanes]
         self.twins = hosting.twins(ch.rank)
-        self.place = self.twins.index(ch.rank)
-        num_hosts = len(hosting.hosts)
-        self.gathers = num_hosts > 2
-        self.rows = num_hosts if self.gathers else 1
-        exchanges = 2 if self.gathers else 1
-        self.last_turn = 2 + exchanges * DEPTH
-        nbytes = min(MOST_BYTES, max(LEAST_BYTES, x.numel() * x.element_size() // CHUNKS))
-        self.chunks = pieces(x, nbytes)
-        self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
+        self.workers = self.mates[: hosting.num_lanes]
+        self.other_mates = tuple(m for m in self.mates if m != ch.rank)
+        self.other_twins = tuple(t for t in self.twins if t != ch.rank)
+        self.chunks = pieces(x, min(MOST_BYTES, max(LEAST_BYTES, x.nbytes // CHUNKS)))
         self.dtype = x.dtype
-        several = ch.size > num_hosts
+        self.places = _Places.of(self.chunks[0], hosting, form)
+        self.gathers = self.places.rows > 1
+        self.last_turn = 2 + (2 if self.gathers else 1) * DEPTH
+        self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
+        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.places.slot_bytes))
+        several = hosting.most > 1
         self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
-        self.values: dict[tuple[str, int], int] = {}
+        self.values: dict[tuple[str, int], int] = {}  # of the steps of each phase, by chunk
         self.lengths: list[int] = []  # of the rows that are about to be sent
-        # where things lie in the slot of a chunk, on every member alike, whatever the number of its mates
-        numel, size = self.chunks[0].numel(), x.element_size()
-        alone = ch.size == num_hosts
-        self.most = -(-numel // self.lanes)  # elements of a slice
-        self.row = -(-self.most // self.rows)
-        self.row_bytes = _lines(self.row * size)
-        if form is not None:
-            self.row_bytes = HEADER_BYTES + _lines(form.nbytes(self.row))
-        self.sent_at = 0 if alone else _lines(numel * size)
-        self.summed_at = self.sent_at + self.rows * self.row_bytes
-        self.done_at = self.summed_at + (self.row_bytes if self.gathers else 0)
-        self.slot_bytes = self.done_at + (0 if alone else _lines(self.most * size))
-        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.slot_bytes))
 
     def stage(self, j: int) -> Steps:
         """Show the mates chunk `j`."""
@@ -148,7 +192,7 @@ class _Run:
         chunk = self.chunks[j]
         if len(self.mates) > 1:
             self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
-        self.values["staged", j] = self.window.post(self._others(self.mates))
+        self.values["staged", j] = self.window.post(self.other_mates)
 
     def sum_near(self, j: int) -> Steps:
         """Sum this lane's slice of chunk `j` over the mates, and send it to the twins."""
@@ -163,10 +207,10 @@ class _Run:
                 (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
                 for m in self.mates
             ]
-            for k, (start, end) in enumerate(self._bounds(high - low)):
+            for k, (start, end) in enumerate(self.places.bounds(high - low)):
                 parts = [source[start:end] for source in sources]
-                self._put(parts, j, self.sent_at + k * self.row_bytes, ("near", k))
-        self.values["sent", j] = self._send(j, self.sent_at)
+                self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("near", k))
+        self.values["sent", j] = self._send(j, self.places.sent)
 
     def sum_far(self, j: int) -> Steps:
         """Add the twins' sums: of the whole slice, which is finished then, or of this rank's row of it."""
@@ -177,16 +221,17 @@ class _Run:
             yield from self.window.reached(self.twins, self.values["sent", j])
             if self.gathers:
                 low, high = self._slice(j, self.lane)
-                start, end = self._bounds(high - low)[self.place]
-                total = self.ch.scratch(end - start, self.dtype)
-                self._add(j, self.sent_at + self.place * self.row_bytes, total)
-                self._put([total], j, self.summed_at, ("far", 0))
+                own = self.twins.index(self.ch.rank)
+                start, end = self.places.bounds(high - low)[own]
+                total = self.ch.own.scratch(end - start, self.dtype)
+                self._add(j, self.places.sent + own * self.places.row_bytes, total)
+                self._put([total], j, self.places.summed, ("far", 0))
             else:
-                self._add(j, self.sent_at, self._done(j))
+                self._add(j, self.places.sent, self._done(j))
         if self.gathers:
-            self.values["summed", j] = self._send(j, self.summed_at)
+            self.values["summed", j] = self._send(j, self.places.summed)
         else:
-            self.values["done", j] = self.window.post(self._others(self.mates))
+            self.values["done", j] = self.window.post(self.other_mates)
 
     def gather_far(self, j: int) -> Steps:
         """Collect the rows of this lane's slice from the twins that have summed them."""
@@ -195,9 +240,11 @@ class _Run:
         if self.lane >= 0:
             yield from self.window.reached(self.twins, self.values["summed", j])
             done = self._done(j)
-            for twin, (start, end) in zip(self.twins, self._bounds(done.numel()), strict=True):
-                self._get(twin, j, self.summed_at, done[start:end])
-        self.values["done", j] = self.window.post(self._others(self.mates))
+            for twin, (start, end) in zip(
+                self.twins, self.places.bounds(done.numel()), strict=True
+            ):
+                self._get(twin, j, self.places.summed, done[start:end])
+        self.values["done", j] = self.window.post(self.other_mates)
 
     def copy_out(self, j: int) -> Steps:
         """Take the finished slices of chunk `j` from the mates."""
@@ -208,7 +255,7 @@ class _Run:
         yield from self.window.reached(self.workers, self.values["done", j])
         for lane, mate in enumerate(self.workers):
             low, high = self._slice(j, lane)
-            self.chunks[j][low:high].copy_(self._view(mate, j, self.done_at, high - low))
+            self.chunks[j][low:high].copy_(self._view(mate, j, self.places.done, high - low))
 
     # Rows cross the network, in the tensor's own numbers or in a wire format.
 
@@ -228,7 +275,7 @@ class _Run:
             return
         total = sources[0]
         if len(sources) > 1:
-            total = self.ch.scratch(numel, self.dtype)
+            total = self.ch.own.scratch(numel, self.dtype)
             combine(sources, total, op, None)
         row = self._bytes(self.ch.rank, j, at)
         length = self._encode(total, row[HEADER_BYTES:], (*key, j))
@@ -246,13 +293,13 @@ class _Run:
 
     def _send(self, j: int, at: int) -> int:
         """Send the rows just put: to each twin its own, or the only one to all."""
-        others = self._others(self.twins)
         if not self.lengths:  # no lane
             return self.window.post(())
-        rows = [self.twins.index(t) if len(self.lengths) > 1 else 0 for t in others]
-        parts = [(k * self.row_bytes, k * self.row_bytes + self.lengths[k]) for k in rows]
-        nbytes = (len(self.lengths) - 1) * self.row_bytes + self.lengths[-1]
-        return self.window.post(others, self._at(j, at), nbytes, parts)
+        row_bytes = self.places.row_bytes
+        rows = [self.twins.index(t) if len(self.lengths) > 1 else 0 for t in self.other_twins]
+        parts = [(k * row_bytes, k * row_bytes + self.lengths[k]) for k in rows]
+        nbytes = (len(self.lengths) - 1) * row_bytes + self.lengths[-1]
+        return self.window.post(self.other_twins, self._at(j, at), nbytes, parts)
 
     def _add(self, j: int, at: int, out: torch.Tensor) -> None:
         """Sum the twins' rows, in their order, and finish the sum."""
@@ -286,32 +333,23 @@ class _Run:
     # Places.
 
     def _slice(self, j: int, lane: int) -> tuple[int, int]:
-        numel = self.chunks[j].numel()
-        return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
-
-    def _bounds(self, numel: int) -> list[tuple[int, int]]:
-        """Of the rows of a slice."""
-        step = self.row
-        return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
+        return self.places.slice(self.chunks[j].numel(), lane)
 
     def _done(self, j: int) -> torch.Tensor:
         """Where this lane's finished slice goes."""
         low, high = self._slice(j, self.lane)
         if len(self.mates) == 1:
             return self.chunks[j][low:high]
-        return self._view(self.ch.rank, j, self.done_at, high - low)
+        return self._view(self.ch.rank, j, self.places.done, high - low)
 
     def _at(self, j: int, offset: int) -> int:
-        return j % self.num_slots * self.slot_bytes + offset
+        return j % self.num_slots * self.places.slot_bytes + offset
 
     def _view(self, member: int, j: int, offset: int, numel: int) -> torch.Tensor:
         return self.window.view(member, self._at(j, offset), numel, self.dtype)
 
     def _bytes(self, member: int, j: int, offset: int) -> torch.Tensor:
-        return self.window.view(member, self._at(j, offset), self.row_bytes, torch.uint8)
-
-    def _others(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(m for m in members if m != self.ch.rank)
+        return self.window.view(member, self._at(j, offset), self.places.row_bytes, torch.uint8)
 
 
 def _lines(nbytes: int) -> int:

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.comm.channel import CHUNK_BYTES, Channel, Disagreement, pieces
+from braid.comm.channel import Disagreement
 from braid.comm.message import ENVELOPE_BYTES, read_envelope
 from braid.comm.port import Port
+from braid.comm.remote import remote_at
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.errors import CommError, MismatchError
 from braid.transport import Steps, Wait, WaitAny
 
@@ -147,9 +149,7 @@ class Mailbox:
     def _line(self, source: int) -> _Line:
         line = self._lines.get(source)
         if line is None:
-            port = self._port
-            acks = port.channel(port.acknowledging_index(source))
-            line = self._lines[source] = _Line(source, port.incoming(), acks)
+            line = self._lines[source] = _Line(source, self._port)
         return line
 
 
@@ -158,15 +158,15 @@ class _Line:
 
     Args:
         source: Group rank of the sender.
-        channel: Its line to this rank.
-        acks: This rank's line, on which it acknowledges.
+        port: The group's control lines.
     """
 
-    def __init__(self, source: int, channel: Channel, acks: Channel) -> None:
+    def __init__(self, source: int, port: Port) -> None:
         self.source = source
-        self.channel = channel
+        self.channel = port.incoming()
         self.posted: list[Receipt] = []  # receives for which nothing has come, in order
-        self._acks = acks
+        self._port = port
+        self._acks = port.channel(port.acknowledging_index(source))
         self._early: list[_Message] = []  # messages that nobody wanted when they came, in order
         self._coming: _Message | None = None  # the one whose parts come next
         self._error: Exception | None = None
@@ -229,7 +229,7 @@ class _Line:
         data = receipt.out if receipt is not None else _bytes(envelope.nbytes)
         message = _Message(envelope.tag, digest, data)
         if envelope.place:
-            ch.remote_at(source, envelope.place, data.numel(), torch.uint8).read(0, data)
+            remote_at(ch, source, envelope.place, data.numel(), torch.uint8).read(0, data)
         else:
             first = data[:CHUNK_BYTES]
             ch.value = value
@@ -251,10 +251,10 @@ class _Line:
         receipt.source = self.source
 
     def _other_message(self, receipt: Receipt, message: _Message) -> str:
-        ch, source = self.channel, self.source
+        port, source = self._port, self.source
         return (
-            f"expected {ch.text_of(ch.rank, receipt.digest)} from rank {ch.ranks[source]} with tag {receipt.tag}, found "
-            f"that it sent {ch.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
+            f"expected {port.text_of(port.rank, receipt.digest)} from rank {port.ranks[source]} with tag {receipt.tag}, found "
+            f"that it sent {port.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
             "tag"
         )
 

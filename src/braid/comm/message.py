@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.channel import Channel
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.transport import Steps
 
 __all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
@@ -58,10 +59,10 @@ def send(
         private: Let the receiver read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
-    place = ch.place(x, private=private) if x.numel() > EAGER_BYTES else 0
+    place = ch.own.place(x, private=private) if x.numel() > EAGER_BYTES else 0
     first = x[:0] if place else x[:CHUNK_BYTES]
-    slot = ch.room(ENVELOPE_BYTES + first.numel(), torch.uint8)
-    envelope = ch.own_words(3)
+    slot = ch.own.room(ENVELOPE_BYTES + first.numel(), torch.uint8)
+    envelope = ch.own.words(3)
     envelope[_TAG], envelope[_NBYTES], envelope[_PLACE] = tag + TAG_BIAS, x.numel(), place
     slot[ENVELOPE_BYTES:].copy_(first)
     value = ch.post()
@@ -70,7 +71,7 @@ def send(
         return
     for part in pieces(x[CHUNK_BYTES:], CHUNK_BYTES) if x.numel() > CHUNK_BYTES else ():
         yield from acks.await_step(to, ch.value - 1)
-        ch.stage(part)
+        ch.own.stage(part)
         ch.post()
 
 

@@ -23,8 +23,10 @@ from functools import partial
 
 import torch
 
-from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.channel import Channel
+from braid.comm.remote import offers, remote_of
 from braid.comm.sizes import Matrix, agree_on_sizes, offsets_of
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.transport import Steps
 
 __all__ = [
@@ -58,23 +60,23 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False)
     sending = ch.rank == root
     if numel <= chunk_of(CHUNK_BYTES, dtype):
         if sending:
-            ch.stage(x)
+            ch.own.stage(x)
         yield from ch.exchange()
         if not sending:
             x.copy_(ch.peek(root, numel, dtype))
         return
     if sending:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
     yield from ch.exchange()
-    if ch.offers()[root]:
+    if offers(ch)[root]:
         if not sending:
-            ch.remote(root, numel, dtype).read(0, x)
+            remote_of(ch, root, numel, dtype).read(0, x)
         yield from ch.exchange()
         return
     for part in pieces(x, CHUNK_BYTES):
         if sending:
             yield from ch.settle()  # the slot of two steps ago has been read by all
-            ch.stage(part)
+            ch.own.stage(part)
             ch.post()
         else:
             value = ch.post()
@@ -91,20 +93,20 @@ def all_gather(
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     own = outs[ch.rank]
     if ch.shares and longest > chunk:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if all(offer or not out.numel() for offer, out in zip(ch.offers(), outs, strict=True)):
+        if all(offer or not out.numel() for offer, out in zip(offers(ch), outs, strict=True)):
             own.copy_(x)
-            for peer in ch.round():
+            for peer in ch.successors:
                 if outs[peer].numel():
-                    ch.remote(peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
+                    remote_of(ch, peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
             yield from ch.exchange()
             return
     for start in range(0, max(longest, 1), chunk):
         part = x[start : start + chunk]
-        ch.stage(part)
+        ch.own.stage(part)
         yield from ch.exchange(partial(own[start : start + chunk].copy_, part))  # while it is hot
-        for peer in ch.round():
+        for peer in ch.successors:
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
 
@@ -127,21 +129,21 @@ def gather(
     lengths = [row[root] for row in sizes]
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     if ch.shares and max(lengths) > chunk:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()[r] or not lengths[r] or r == root for r in range(ch.size)):
-            for peer in ch.round() if receiving else ():
+        if all(offers(ch)[r] or not lengths[r] or r == root for r in range(ch.size)):
+            for peer in ch.successors if receiving else ():
                 if lengths[peer]:
-                    ch.remote(peer, lengths[peer], x.dtype).read(0, outs[peer])
+                    remote_of(ch, peer, lengths[peer], x.dtype).read(0, outs[peer])
             yield from ch.exchange()
             return
     for start in range(0, max(*lengths, 1), chunk):
         if not receiving:
             part = x[start : start + chunk]
-            ch.stage(part)
-            ch.aim(root, part.numel(), x.dtype)
+            ch.own.stage(part)
+            ch.own.aim(root, part.numel(), x.dtype)
         yield from ch.exchange()
-        for peer in ch.round() if receiving else ():
+        for peer in ch.successors if receiving else ():
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
 
@@ -167,11 +169,11 @@ def scatter(
     longest = max(sizes[root])
     if ch.shares and longest > chunk:
         if sending:
-            ch.offer(x, private=private)
+            ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if ch.offers()[root]:
+        if offers(ch)[root]:
             if not sending and out.numel():
-                ch.remote(root, offsets[-1], out.dtype).read(offsets[ch.rank], out)
+                remote_of(ch, root, offsets[-1], out.dtype).read(offsets[ch.rank], out)
             yield from ch.exchange()
             return
     for start in range(0, max(longest, 1), chunk):
@@ -212,13 +214,13 @@ def all_to_all(
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(max(row) for row in sizes)
     if ch.shares and longest > chunk:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if all(offer or not ends[-1] for offer, ends in zip(ch.offers(), offsets, strict=True)):
+        if all(offer or not ends[-1] for offer, ends in zip(offers(ch), offsets, strict=True)):
             outs[me].copy_(own)
-            for peer in ch.round():
+            for peer in ch.successors:
                 if outs[peer].numel():
-                    remote = ch.remote(peer, offsets[peer][-1], x.dtype)
+                    remote = remote_of(ch, peer, offsets[peer][-1], x.dtype)
                     remote.read(offsets[peer][me], outs[peer])
             yield from ch.exchange()
             return
@@ -227,7 +229,7 @@ def all_to_all(
         stage_rows(ch, x, offsets[me], start, stride)
         end = start + stride
         yield from ch.exchange(partial(outs[me][start:end].copy_, own[start:end]))
-        for peer in ch.round():
+        for peer in ch.successors:
             row = outs[peer][start : start + stride]
             row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))
 
@@ -241,12 +243,12 @@ def stage_rows(
     ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
 ) -> None:
     """Stage elements `start` to `start + stride` of every part of `x`, one row per member, `stride` apart."""
-    slot = ch.room(stride * ch.size, x.dtype)
+    slot = ch.own.room(stride * ch.size, x.dtype)
     for peer in ch.others:
         low = offsets[peer] + start
         numel = max(0, min(stride, offsets[peer + 1] - low))
         slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])
-    ch.divide([r * stride for r in range(ch.size + 1)], x.dtype)
+    ch.own.divide([r * stride for r in range(ch.size + 1)], x.dtype)
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Any collective program on a channel: what `carrying_out` does over messages, as steps that whoever waits can take.
+"""Any collective program on a channel: the stages of `program_stages`, as steps that whoever waits can take.
 
 What a rank sends lies in its window, one message behind the other, so that nothing is written twice; a turn is one step, which only those
 look at who receive something of it:
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from braid.comm.carrying_out import Move, Stage, settle, stages
 from braid.comm.channel import Channel
 from braid.comm.engine import Call
+from braid.comm.program_stages import Move, Stage, settle, stages
 from braid.comm.reduction import early_factor, finish
 from braid.comm.window import LINE_BYTES, Window
 from braid.errors import ConfigError

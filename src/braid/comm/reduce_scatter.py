@@ -17,10 +17,11 @@ from itertools import pairwise
 
 import torch
 
-from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.channel import Channel
 from braid.comm.move import chunk_of, stage_rows, staged_row
 from braid.comm.reduction import combine, identity
-from braid.comm.remote import Remote
+from braid.comm.remote import Remote, offers, remote_of
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.transport import Steps
 
 __all__ = ["reduce", "reduce_scatter", "scan"]
@@ -51,9 +52,9 @@ def reduce_scatter(
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(high - low for low, high in pairwise(offsets))
     if ch.shares and longest > chunk:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()):
+        if all(offers(ch)):
             remotes = _remotes(ch, x)
             _sum_slice(ch, x, remotes, offsets[me], out, op=op, scale=scale)
             yield from ch.exchange()
@@ -77,30 +78,30 @@ def reduce(
     """`out` of `root`, which may be its `x`, becomes the reduction of everybody's `x`; the others pass any `out`."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
-        ch.stage(x)
-        ch.aim(root, numel, dtype)
+        ch.own.stage(x)
+        ch.own.aim(root, numel, dtype)
         yield from ch.exchange()
         if me == root:
             rows = [x if r == me else ch.peek(r, numel, dtype) for r in range(n)]
             _combine_into(ch, rows, out, op)
         return
     if ch.shares:
-        ch.offer(x, private=private)
+        ch.own.offer(x, private=private)
         yield from ch.exchange()
-        if all(ch.offers()):
+        if all(offers(ch)):
             yield from _reduce_part(ch, out, x, _remotes(ch, x), op, root)
             return
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
         count = part.numel()
         bounds = [count * r // n for r in range(n + 1)]
-        ch.stage(part)
-        ch.divide(bounds, dtype)
+        ch.own.stage(part)
+        ch.own.divide(bounds, dtype)
         yield from ch.exchange()
         low, high = bounds[me], bounds[me + 1]
         rows = [(part if r == me else ch.peek(r, count, dtype))[low:high] for r in range(n)]
-        own = ch.room(high - low, dtype)
+        own = ch.own.room(high - low, dtype)
         combine(rows, own, op, None)
-        ch.aim(root, high - low, dtype)
+        ch.own.aim(root, high - low, dtype)
         yield from ch.exchange()
         if me == root:
             _collect(ch, target, own, bounds)
@@ -112,7 +113,7 @@ def scan(
     """`out` becomes the reduction of the `x` of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
     last = ch.rank if exclusive else ch.rank + 1
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
-        ch.stage(part)
+        ch.own.stage(part)
         yield from ch.exchange()
         numel, dtype = part.numel(), part.dtype
         rows = [part if r == ch.rank else ch.peek(r, numel, dtype) for r in range(last)]
@@ -133,7 +134,7 @@ def _reduce_part(
     """Each rank sums 1/n of what all have offered into its slot; the root collects the slots."""
     n, me = ch.size, ch.rank
     bounds = [x.numel() * r // n for r in range(n + 1)]
-    own = ch.room(bounds[me + 1] - bounds[me], x.dtype)
+    own = ch.own.room(bounds[me + 1] - bounds[me], x.dtype)
     _sum_slice(ch, x, remotes, bounds[me], own, op=op, scale=None)
     yield from ch.exchange()
     if me == root:
@@ -159,7 +160,7 @@ def _sum_slice(
     """`out` becomes the reduction of elements `low` and on of what everybody offered, block by block."""
     n, me = ch.size, ch.rank
     step = chunk_of(CHUNK_BYTES // max(1, n - 1), x.dtype)
-    scratch = ch.scratch(step * n, x.dtype).view(n, step)
+    scratch = ch.own.scratch(step * n, x.dtype).view(n, step)
     for start in range(low, low + out.numel(), step):
         end = min(start + step, low + out.numel())
         blocks = [
@@ -172,7 +173,7 @@ def _combine_into(ch: Channel, rows: list[torch.Tensor], out: torch.Tensor, op: 
     """Like `combine`, where `out` may be any one of `rows`."""
     me = ch.rank
     if me >= 2 and out.data_ptr() == rows[me].data_ptr():
-        wide = ch.scratch(out.numel(), out.dtype)
+        wide = ch.own.scratch(out.numel(), out.dtype)
         combine(rows, wide, op, None)
         out.copy_(wide)
     else:
@@ -180,4 +181,4 @@ def _combine_into(ch: Channel, rows: list[torch.Tensor], out: torch.Tensor, op: 
 
 
 def _remotes(ch: Channel, x: torch.Tensor) -> dict[int, Remote]:
-    return {peer: ch.remote(peer, x.numel(), x.dtype) for peer in ch.others}
+    return {peer: remote_of(ch, peer, x.numel(), x.dtype) for peer in ch.others}

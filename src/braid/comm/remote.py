@@ -11,11 +11,46 @@ from typing import Protocol
 
 import torch
 
+from braid.comm.channel import Channel
+from braid.comm.staging import PRIVATE
+from braid.errors import StaleError
 from braid.transport import MemoryTransport
 
-__all__ = ["PRIVATE", "PrivateRemote", "Remote", "SharedRemote"]
+__all__ = [
+    "PrivateRemote",
+    "Remote",
+    "SharedRemote",
+    "all_registered",
+    "offers",
+    "remote_at",
+    "remote_of",
+]
 
-PRIVATE = 1 << 63  # marks an address; the kernel's own half of the address space, so no tensor's
+
+def offers(ch: Channel) -> list[int]:
+    """Places that the members published in the present step; 0 where there is none."""
+    return [ch.entry(member, ch.value).block for member in range(ch.size)]
+
+
+def all_registered(ch: Channel) -> bool:
+    """Whether all members offered tensors in shared memory in the present step."""
+    return all(word and not word & PRIVATE for word in offers(ch))
+
+
+def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
+    """What `peer` offered in the present step, a flat tensor of `numel` elements."""
+    entry = ch.entry(peer, ch.value)
+    if not entry.value:
+        msg = f"step {ch.value} of rank {peer} was read before it was published"
+        raise StaleError(msg)
+    return remote_at(ch, peer, entry.block, numel, dtype)
+
+
+def remote_at(ch: Channel, peer: int, word: int, numel: int, dtype: torch.dtype) -> Remote:
+    """A flat tensor of `peer` at a place that it has named."""
+    if word & PRIVATE:
+        return PrivateRemote(ch.transport, ch.ranks[peer], word ^ PRIVATE, dtype)
+    return SharedRemote(ch.view(peer, word, numel, dtype))
 
 
 class Remote(Protocol):

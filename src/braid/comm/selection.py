@@ -26,9 +26,11 @@ import torch
 
 from braid.clock import Clock
 from braid.comm.all_reduce import SENT_CHUNK_BYTES
-from braid.comm.channel import CHUNK_BYTES, Channel, pieces
+from braid.comm.channel import Channel
 from braid.comm.hosting import Hosting
 from braid.comm.reduction import combine
+from braid.comm.remote import remote_of
+from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.transport import Steps, Wait, WaitAny
 
 __all__ = ["DEFAULT_COSTS", "DEFAULT_FAR_COSTS", "Costs", "Selection", "measure", "predicted_s"]
@@ -279,16 +281,16 @@ def measure(
     )
     peer = (ch.rank + 1) % ch.size
     if may_pull:
-        ch.offer(x, private=True)
+        ch.own.offer(x, private=True)
     yield from ch.exchange()
-    remote = ch.remote(peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
+    remote = remote_of(ch, peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
     syncs = []
     little = x[:STEP_BYTES]
     for _ in range(
         NUM_SYNCS
     ):  # a whole step, since on few bytes its calls of torch take most of the time
         start_ns = clock.now_ns()
-        ch.stage(little)
+        ch.own.stage(little)
         yield from ch.exchange()
         combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
         syncs.append(clock.now_ns() - start_ns)
@@ -315,7 +317,7 @@ def measure(
     # little data may fit into buffers on the way and seem to take no time; the next call finds them full
     for i in range(2, 1 + len(SENT_BYTES)):
         figures[-i] = max(figures[-i], figures[1 - i])
-    ch.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
+    ch.own.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
     yield from ch.exchange()
     if ch.rank != 0:
         figures = ch.peek(0, len(figures), torch.float64).tolist()
@@ -337,7 +339,7 @@ def _sent(
         return 0.0
     times = []
     for _ in range(REPEATS):
-        ch.stage(x)
+        ch.own.stage(x)
         start_ns = clock.now_ns()
         yield from ch.exchange()
         times.append((clock.now_ns() - start_ns) * 1e-9)
@@ -376,7 +378,7 @@ def _pass(
 ) -> Generator[Wait | WaitAny, None, int]:
     """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective."""
     start_ns = clock.now_ns()
-    ch.stage(part)
+    ch.own.stage(part)
     staged_ns = clock.now_ns() - start_ns
     yield from ch.exchange()
     theirs = ch.peek(peer, part.numel(), part.dtype)

@@ -38,7 +38,7 @@ def agree_on_sizes(
         MismatchError: On every rank alike, with all pairs that disagree.
     """
     n = ch.size
-    ch.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
+    ch.own.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
     yield from ch.exchange()
     rows = [
         [*sends, *expects] if r == ch.rank else ch.peek(r, 2 * n, torch.int64).tolist()

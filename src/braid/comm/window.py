@@ -40,7 +40,7 @@ class Window:
     def open(self) -> Steps:
         """Say where this window lies and hear where the others do; compares what was asked for. One step."""
         ch = self._ch
-        ch.point(self._block.word)
+        ch.own.point(self._block.word)
         yield from ch.exchange()
         self._first = ch.value + 1
         self._bases = [ch.entry(member, ch.value).block for member in range(ch.size)]
@@ -54,7 +54,7 @@ class Window:
     def leave(self) -> None:
         """Take the last step; nobody waits for it, but when all have taken it the window may be used for something else."""
         ch = self._ch
-        ch.point(self._block.word)  # who is late may read it in this step's line
+        ch.own.point(self._block.word)  # who is late may read it in this step's line
         value = ch.post()
         others = tuple(ch.others)
         ch.windows.give_back(self._block, lambda: all(ch.has_come(m, value) for m in others))
@@ -97,8 +97,9 @@ class Window:
         if audience is None:
             audience = self._audiences[key] = self._ch.audience(key)
         word = self._block.word + offset // LINE_BYTES if nbytes else 0
-        self._ch.point(self._block.word)  # in every line: a slow member may read only a late one
-        return self._ch.post(Aim(audience, word, nbytes, parts))
+        ch = self._ch
+        ch.own.point(self._block.word)  # in every line: a slow member may read only a late one
+        return ch.post(Aim(audience, word, nbytes, parts))
 
     def reached(self, members: Sequence[int], value: int) -> Steps:
         """Wait until `members` have taken step `value`."""

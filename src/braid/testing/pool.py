@@ -61,6 +61,7 @@ class _Job(NamedTuple):
     args: tuple[Any, ...]
     portable: bool
     ranks_per_host: int
+    sum_order: str
 
 
 class _Answer(NamedTuple):
@@ -132,8 +133,16 @@ class ProcessPool:
         main: Callable[..., Any],
         *args: Any,
         timeout_s: float = TIMEOUT_S,
+        sum_order: str = "any",
     ) -> list[Any]:
         """Run `main(group, *args)` on `size` processes and return their results in the order of ranks.
+
+        Args:
+            size: Number of ranks.
+            main: Gets the group of all ranks; travels by pickle, as its arguments and results do.
+            args: Passed on.
+            timeout_s: Seconds until the ranks are given up.
+            sum_order: See `Group.world`.
 
         Raises:
             TimeoutError: Holds the stacks of the ranks that did not end.
@@ -147,7 +156,7 @@ class ProcessPool:
         directory.mkdir()
         children = self._children[:size]
         for rank, child in enumerate(children):
-            how = (self._portable, self._ranks_per_host)
+            how = (self._portable, self._ranks_per_host, sum_order)
             child.pipe.send(_Job(rank, size, str(directory), main, args, *how))
         answers = self._collect(children, directory, timeout_s)
         return _results(answers)
@@ -265,7 +274,7 @@ def _carry_out(job: _Job) -> _Answer:
             stack.callback(transport.close)
             recorder = _recorder(Path(job.directory), job.rank)
             context = RankContext(job.rank, job.size, clock, recorder, health, store)
-            group = Group.world(context, transport)
+            group = Group.world(context, transport, sum_order=job.sum_order)
             result = job.main(group, *job.args)
             transport.leave()
         except BaseException as exc:  # noqa: BLE001 - travels back to the test

@@ -1,14 +1,11 @@
 """A rank's part of a collective program, on tensors: messages out, messages in, additions, copies.
 
 Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory. Between them lie the same questions for each
-algorithm: which blocks go into one message, which lie beside each other and need no copy, what must be put aside until it can be added.
+algorithm: which blocks go into one message, which lie beside each other and travel as one slice, in which of its sender's turns a message goes.
 
 Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat buffer for one rank: per stage what
-is sent (read as the stage begins), what comes in (written where it belongs, or put aside to be added or because that place is still
-being sent), and what is copied. Carrying it out is then a loop without a decision in it:
-
-    stage    receive posted   |  send posted  |  wait for both  |  add and copy
-             into its place or aside
+is sent (read as the stage begins), what comes in, to be added or to replace, and what is copied. Carrying it out (`program_steps`) is then a loop
+without a decision in it.
 
 Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages come in the program, which is the same on every
 run but not rank order; 16-bit numbers are rounded at every addition.
@@ -18,29 +15,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from braid.comm.reduction import combine, finish
-from braid.comm.work import Work
+from braid.comm.reduction import combine
 from braid.errors import ConfigError
 from braid.schedule import Action, Program, match, messages
 from braid.schedule.program import LOCAL, batches
 
-__all__ = ["Messages", "Move", "Stage", "carry_out", "settle", "stages"]
-
-
-class Messages(Protocol):
-    """What carries messages: a Group, or a transport of its own."""
-
-    def send(self, x: torch.Tensor, to: int, *, tag: int, async_op: bool) -> Work:
-        """Start to send `x`."""
-        ...
-
-    def recv(self, x: torch.Tensor, source: int, *, tag: int, async_op: bool) -> Work:
-        """Start to receive into `x`."""
-        ...
+__all__ = ["Move", "Stage", "settle", "stages"]
 
 
 class Move(NamedTuple):
@@ -49,7 +33,6 @@ class Move(NamedTuple):
     Attributes:
         peer: The other rank; -1 for a copy.
         parts: Slices of the buffer, in the order in which they travel.
-        aside: Whether it goes through memory of its own: it is in several parts, is to be added, or comes before its place is free.
         adds: Whether it is added to what is there.
         sources: Slices that a copy reads.
         turn: Number of the stage in which its sender sends it.
@@ -58,7 +41,6 @@ class Move(NamedTuple):
 
     peer: int
     parts: tuple[slice, ...]
-    aside: bool = False
     adds: bool = False
     sources: tuple[slice, ...] = ()
     turn: int = 0
@@ -106,7 +88,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
     for message in sorted(messages(program, match(program)), key=lambda m: m.posted):
         parts = _slices(message.sends, bounds)
         turn, place = message.posted, places[message.source]
-        move = Move(message.target, parts, aside=len(parts) > 1, turn=turn, place=place)
+        move = Move(message.target, parts, turn=turn, place=place)
         places[message.source] += move.numel
         if message.source == rank:
             out[message.posted].append(move)
@@ -119,61 +101,15 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
     actions = program.ranks[rank]
     for number, positions in enumerate(batches(program, rank)):
         sends = tuple(move for move in out[number] if move.numel)
-        busy = [part for move in sends for part in move.parts]
-        receives = (
-            move._replace(aside=move.adds or len(move.parts) > 1 or _overlap(move.parts, busy))
-            for move in into[number]
-        )
+        receives = tuple(move for move in into[number] if move.numel)
         local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
         copies = tuple(_copy(action, bounds) for action in local)
-        found.append(Stage(sends, tuple(move for move in receives if move.numel), copies))
+        found.append(Stage(sends, receives, copies))
     return tuple(found)
 
 
-def carry_out(
-    part: Sequence[Stage],
-    x: torch.Tensor,
-    via: Messages,
-    *,
-    op: str = "sum",
-    size: int,
-    tag: int = 0,
-) -> None:
-    """Carry out this rank's part; every rank of the program does.
-
-    Args:
-        part: From `stages`.
-        x: The buffer, flat and contiguous; in place.
-        via: What carries messages.
-        op: Reduction.
-        size: World size, for averages.
-        tag: Of the messages; no others of this tag may be under way between these ranks.
-
-    Raises:
-        CommError: A message was stopped; the buffer is undefined.
-    """
-    step = "sum" if op == "avg" else op
-    for stage in part:
-        copied = [torch.cat([x[s] for s in move.sources]) for move in stage.copies]
-        places = [x.new_empty(m.numel) if m.aside else x[m.parts[0]] for m in stage.receives]
-        works = [
-            via.recv(place, move.peer, tag=tag, async_op=True)
-            for place, move in zip(places, stage.receives, strict=True)
-        ]
-        for move in stage.sends:
-            data = torch.cat([x[s] for s in move.parts]) if move.aside else x[move.parts[0]]
-            works.append(via.send(data, move.peer, tag=tag, async_op=True))
-        for work in works:
-            work.wait()
-        for place, move in zip([*places, *copied], [*stage.receives, *stage.copies], strict=True):
-            if move.aside:
-                settle(x, move, place, step)
-    if op == "avg":
-        finish(x, op, size, None)
-
-
 def settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
-    """Bring what was put aside to its place."""
+    """Bring what came, or was copied, to its place in `x`."""
     start = 0
     for part in move.parts:
         end = start + part.stop - part.start
@@ -197,11 +133,7 @@ def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ..
     return tuple(part for part in found if part.start < part.stop) or (slice(0, 0),)
 
 
-def _overlap(parts: Sequence[slice], busy: Sequence[slice]) -> bool:
-    return any(a.start < b.stop and b.start < a.stop for a in parts for b in busy)
-
-
 def _copy(action: Action, bounds: Sequence[int]) -> Move:
     to = slice(bounds[action.unit], bounds[action.unit + 1])
     source = slice(bounds[action.edge], bounds[action.edge + 1])
-    return Move(-1, (to,), aside=True, sources=(source,))
+    return Move(-1, (to,), sources=(source,))

@@ -1,0 +1,57 @@
+"""Ranks of a bench on this host, by braid's launcher; `several` is the same for hosts that are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from braid.errors import ConfigError
+from braid.launch import JobSpec, QuietConsole, Supervisor
+
+__all__ = ["run_here"]
+
+
+def run_here(
+    num_ranks: int,
+    module: str,
+    plan: bytes,
+    *,
+    log_dir: Path,
+    hear: Callable[[str], None] | None = None,
+) -> None:
+    """Run a module on all ranks, to its end.
+
+    Args:
+        num_ranks: World size.
+        module: Name.
+        plan: Its argument.
+        log_dir: Directory for the run's logs.
+        hear: Called with each JSON object that the first rank prints.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    job = JobSpec(
+        command=(module, plan.decode()),
+        kind="module",
+        num_ranks=num_ranks,
+        threads=1,
+        log_dir=str(log_dir),
+        hang_report_s=0.0,
+    )
+    outcome = Supervisor(_Ear(hear)).run(job)
+    if not outcome.ok:
+        raise ConfigError(str(outcome))
+
+
+class _Ear(QuietConsole):
+    """Passes on what the first rank prints as JSON."""
+
+    def __init__(self, hear: Callable[[str], None] | None) -> None:
+        super().__init__()
+        self._hear = hear
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        super().line(rank, stream, text, end)
+        if self._hear is not None and rank == 0 and text.startswith(b"{"):
+            self._hear(text.decode())

@@ -1,0 +1,154 @@
+"""What a rank shows with the next step of a channel: a slot that it has filled, or a place of its memory.
+
+Slots are two, used in turn; `channel` says why that is enough. They grow as needed and are kept, as are the tensors that look at them: a small
+collective spends most of its time on such things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.transport import Block, MemoryTransport
+
+__all__ = ["CHUNK_BYTES", "PRIVATE", "Staging", "pieces"]
+
+CHUNK_BYTES = 512 << 10  # of a slot: the slots of a few ranks fit into the cache, and steps are few
+MIN_SLOT_BYTES = 4096
+MAX_VIEWS = 256  # of slots that are kept for the next call of the same size
+PRIVATE = 1 << 63  # marks an address; the kernel's own half of the address space, so no tensor's
+
+
+class Staging:
+    """Own memory of one channel; `Channel.post` publishes what has been set here, and clears it.
+
+    Args:
+        transport: This rank's end of it.
+        others: Group ranks of the others.
+        shares: Whether they may be able to read tensors where they lie, so that offering them makes sense.
+
+    Attributes:
+        parity: Of the next step: which slot is to be filled.
+        word: Place of what it shows; 0 for nothing.
+        nbytes: Of the slot, that it fills.
+        parts: First and last byte of what each of the others reads of them; None for all.
+    """
+
+    __slots__ = (
+        "_arena",
+        "_others",
+        "_rank",
+        "_scratch",
+        "_shares",
+        "_size",
+        "_slots",
+        "_views",
+        "nbytes",
+        "parity",
+        "parts",
+        "word",
+    )
+
+    def __init__(self, transport: MemoryTransport, others: Sequence[int], *, shares: bool) -> None:
+        self.parity = 1
+        self.word = 0
+        self.nbytes = 0
+        self.parts: list[tuple[int, int]] | None = None
+        self._arena = transport.arena
+        self._rank = transport.rank
+        self._others = others
+        self._size = len(others) + 1
+        self._shares = shares
+        self._slots: list[Block | None] = [None, None]
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The slot of the next step, to be filled before it is taken; grows as needed."""
+        parity = self.parity
+        nbytes = numel * dtype.itemsize
+        block = self._slots[parity]
+        if block is None or block.nbytes < nbytes:
+            if block is not None:
+                self._arena.free(block)
+            block = self._arena.allocate(max(MIN_SLOT_BYTES, 1 << max(nbytes - 1, 0).bit_length()))
+            self._slots[parity] = block
+            self._views.clear()
+        self.word = block.word
+        self.nbytes = nbytes
+        view = self._views.get((parity, numel, dtype))
+        if view is None:
+            if len(self._views) > MAX_VIEWS:
+                self._views.clear()
+            view = self._arena.view(self._rank, block.word, numel, dtype)
+            self._views[parity, numel, dtype] = view
+        return view
+
+    def words(self, count: int) -> memoryview:
+        """First `count` words of the slot that `room` has just given."""
+        return self._arena.words(self._rank, self.word, count)
+
+    def stage(self, x: torch.Tensor) -> None:
+        """Copy a flat tensor into the slot of the next step."""
+        self.room(x.numel(), x.dtype).copy_(x)
+
+    def divide(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
+        """Say that member r will read elements `bounds[r]` to `bounds[r + 1]` of the slot just filled, and no others.
+
+        It saves sending the rest where memory is not shared.
+        """
+        if not self._shares:
+            size = dtype.itemsize
+            self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._others]
+
+    def aim(self, member: int, numel: int, dtype: torch.dtype) -> None:
+        """Say that only `member` will read the `numel` elements of the slot just filled."""
+        if not self._shares:
+            self.divide([0] * (member + 1) + [numel] * (self._size - member), dtype)
+
+    def offer(self, x: torch.Tensor, *, private: bool = False) -> None:
+        """Let the next step point at the flat tensor `x` itself.
+
+        Args:
+            x: Contiguous; stays as it is until a later step has told that everyone has read it.
+            private: Whether memory outside the arena is offered, too, by its address; it can be read only.
+        """
+        self.point(self.place(x, private=private))
+
+    def place(self, x: torch.Tensor, *, private: bool = False) -> int:
+        """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
+        if not self._shares:
+            return 0
+        word = self._arena.locate(x)
+        if not word and private and x.numel():
+            word = PRIVATE | x.data_ptr()
+        return word
+
+    def point(self, word: int) -> None:
+        """Let the next step name a place that peers know how to read."""
+        self.word = word
+        self.nbytes = 0
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Private room for intermediate results, the same one at every call."""
+        nbytes = numel * dtype.itemsize
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(
+                1 << (nbytes - 1).bit_length(), dtype=torch.uint8, device="cpu"
+            )
+        return self._scratch[:nbytes].view(dtype)
+
+    def free(self) -> None:
+        """Give the slots back."""
+        for block in self._slots:
+            if block is not None:
+                self._arena.free(block)
+        self._slots = [None, None]
+
+
+def pieces(x: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Consecutive slices of a flat tensor of at most `nbytes` each; an empty tensor is one empty piece."""
+    numel = x.numel()
+    step = max(1, nbytes // x.element_size())
+    return [x] if numel <= step else [x[i : i + step] for i in range(0, numel, step)]
