@@ -4,64 +4,130 @@ Every rank holds the whole model and its share of the batch. At wrapping, rank 0
 all, so that replicas start equal; since they then apply equal gradients, they stay equal, and parameters never travel again.
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020. What differs: buckets
-leave when they are full, not in order; unused parameters need no flag; sums are in the order of ranks.
+leave when they are full, not in order; unused parameters need no flag; sums are in the order of ranks; `no_sync` follows the
+backward; buffers are made equal after backward, not before the next forward.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.errors import ConfigError
-from braid.params import FlatBuffer, GradientReducer, ParamTable
+from braid.data_parallel.finite import Reaction, react, reaction_of
+from braid.data_parallel.groups import group_of
+from braid.data_parallel.hooks import hook_of
+from braid.data_parallel.join import EARLY, Join, Joinable, JoinHook
+from braid.data_parallel.mixed_precision import precision_of
+from braid.data_parallel.module_buffers import ModuleBuffers
+from braid.data_parallel.outputs import tensors_in
+from braid.errors import CommError, ConfigError
+from braid.params import (
+    Caps,
+    GradientReducer,
+    Hook,
+    Outcome,
+    ParamTable,
+    ReducerOptions,
+    Standing,
+)
+from braid.params.hashing import compare_values
 
 __all__ = ["DistributedDataParallel"]
 
+MIB = 1 << 20
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+MAX_NAMES = 8
 
-class DistributedDataParallel(nn.Module):
+
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the same averaged gradients on every rank.
+
+    Names, order and defaults up to `forward_sync_buffers` are those of torch's class; attributes of the module are found here, too.
 
     Args:
         module: The same on every rank, up to values.
-        process_group: Ranks that train together, such as `braid.init()`.
-        bucket_cap_mb: Gradients are reduced in pieces of about this many MiB.
-        broadcast_buffers: Copy rank 0's buffers (such as running means) to all before each forward.
+        device_ids: None, or one device; the module is there already.
+        output_device: Taken for compatibility: outputs stay where the module leaves them.
+        dim: Dim of the batch, where it is divided.
+        broadcast_buffers: See `forward_sync_buffers`; False leaves them alone at wrapping, too.
         init_sync: Compare parameters and copy rank 0's values at wrapping.
+        process_group: Ranks that train together, such as `braid.init()`; a process group of torch over the backend "braid"; by default
+            torch's default group, if there is one.
+        bucket_cap_mb: Gradients are reduced in pieces of about this many MiB, 25 by default; the first is at most 1 MiB.
+        find_unused_parameters: Unused parameters need no flag; True says that they are expected, and silences the word on them.
+        check_reduction: Without effect, as in torch.
+        gradient_as_bucket_view: Without effect: gradients always are views of buckets, of which there is one copy.
+        static_graph: Every step uses the same parameters, equally often; needed for re-entrant checkpointing of shared ones.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients leave together ...
+        param_to_hook_all_reduce: ... when this parameter has its gradient.
+        mixed_precision: See `MixedPrecision`; dtypes of the forward and of what is sent.
+        device_mesh: A mesh of one dim, instead of `process_group`.
+        skip_all_reduce_unused_params: Without effect: what no rank has used is never sent.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last is that of all others.
+        batched_grad_copy: Without effect.
+        forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
+        every: Average in every k-th backward; the others accumulate, as in one process.
+        nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
+            that is called with a `NonFinite` on all ranks.
+        check_all: Look at every number for that, rather than at one of each gradient.
+        hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
+        hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
 
     Raises:
-        ConfigError: Nothing to train, or no group.
+        ConfigError: Nothing to train, no group, or arguments that contradict each other.
         MismatchError: Ranks have other parameters; the message shows which.
 
     Cost:
         A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each rank reads and writes
-        2 l / n, most of it while backward computes.
+        2 l / n, most of it while backward computes. And one message of 24 bytes per parameter.
 
     On failure:
-        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined.
+        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
+        raises CommError in that of the others as soon as it begins its next forward; all may go on after that.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - the order of torch's
         self,
         module: nn.Module,
-        *,
-        process_group: Group,
-        bucket_cap_mb: float = 25.0,
-        broadcast_buffers: bool = True,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        every: int = 1,
+        nonfinite: str | Reaction = "warn",
+        check_all: bool = False,
+        hash_every: int = 0,
+        hook: str | None = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(process_group, Group):
-            msg = (  # type: ignore[unreachable]  # users without a type checker
-                f"expected a braid Group as process_group, found {type(process_group).__name__}: pass "
-                "process_group=braid.init()"
-            )
-            raise ConfigError(msg)
-        table = ParamTable.of(module)
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        del output_device, check_reduction, skip_all_reduce_unused_params, batched_grad_copy
+        group = group_of(process_group, device_mesh)
+        ignored = frozenset(getattr(module, IGNORED, ()))
+        table = ParamTable.of(module, ignored)
         if not table.trained:
             msg = (
                 f"expected at least one parameter that requires a gradient in {type(module).__name__}, found "
@@ -69,28 +135,73 @@ class DistributedDataParallel(nn.Module):
             )
             raise ConfigError(msg)
         self.module = module
-        self.process_group = process_group
-        self._broadcast_buffers = broadcast_buffers
+        self.process_group = group
+        self.device_ids = _devices(device_ids)
+        self.dim = dim
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.forward_sync_buffers = _either(forward_sync_buffers, broadcast_buffers)
+        self.mixed_precision = mixed_precision
+        self._weight: float | None = None
+        self._hash_every = _check_hash_every(hash_every)
+        self._table = table
+        self._buffers_of_all = ModuleBuffers(group, module, ignored)
+        self._has_buffers = self._buffers_of_all.any()
         if init_sync:
-            table.compare(process_group)
-            _copy_from_first(process_group, [record.param.detach() for record in table])
-            _copy_from_first(process_group, list(module.buffers()))
-        self._buffers_of_first = _Buffers(process_group, module)
+            table.compare(group)
+            with torch.no_grad():
+                for record in table:
+                    group.broadcast(record.param.detach(), 0)
+            if broadcast_buffers is not False:
+                self._buffers_of_all.broadcast()
+        self._workers = list(range(group.size))
+        self._reaction = reaction_of(nonfinite, [record.param for record in table])
+        self._precision = precision_of(mixed_precision, module)
+        wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
         self._reducer = GradientReducer(
-            process_group, table, bucket_cap_bytes=max(1, int(bucket_cap_mb * (1 << 20)))
+            group,
+            table,
+            ReducerOptions(
+                caps=_caps(bucket_cap_mb, bucket_cap_mb_list),
+                wire=wire or self._precision.wire,
+                every=every,
+                static_graph=static_graph,
+                delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
+                delayed_after=_name_of(
+                    table, param_to_hook_all_reduce, delay_all_reduce_named_params
+                ),
+                check_all=check_all,
+            ),
         )
+        self._comm_hook = comm_hook
+        if comm_hook is not None:
+            self._reducer.use((None, comm_hook))
+        reference = weakref.ref(self)
+
+        def on_outcome(outcome: Outcome) -> None:
+            wrapper = reference()
+            if wrapper is not None:
+                wrapper._after(outcome)  # noqa: SLF001 - its continuation
+
+        self._reducer.on_outcome = on_outcome
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
-        if torch.is_grad_enabled() and self._reducer.synchronize:
+        Join.notify_join_context(self)
+        follows = torch.is_grad_enabled()
+        if follows:
             self._reducer.begin()
-        if self._broadcast_buffers and self.training:
-            self._buffers_of_first.broadcast()
-        return self.module(*args, **kwargs)
+        self._prepare_buffers()
+        found = self._precision.call(self.module, args, kwargs)
+        if follows:
+            outputs = [x for x in tensors_in(found) if x.requires_grad]
+            self._reducer.watch(outputs, self._weight)
+        return found
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients local; the next one outside averages the accumulated sum."""
+        """Backwards inside keep their gradients local, wherever their forward was; the next one outside averages the sum."""
         before = self._reducer.synchronize
         self._reducer.synchronize = False
         try:
@@ -98,41 +209,243 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._reducer.synchronize = before
 
+    def weigh(self, weight: float | None) -> None:
+        """Let gradients of the forwards that follow count `weight`, such as their number of samples or tokens.
+
+        The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks since the last one: what one process
+        finds whose loss is a mean over all of them. None counts every rank's backwards once.
+
+        Raises:
+            ConfigError: It is negative or not finite.
+        """
+        if weight is not None and not 0 <= weight < float("inf"):
+            msg = f"expected a weight that is finite and not negative, found {weight!r}"
+            raise ConfigError(msg)
+        self._weight = weight
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
+
+        Args:
+            state: Handed to the hook.
+            hook: Returns a `torch.futures.Future` of the average, a Work, or a generator of Works (`params.grad_bucket`).
+
+        Raises:
+            ConfigError: It cannot be called, or there is one already.
+        """
+        if not callable(hook):
+            msg = f"expected a communication hook that can be called, found {type(hook).__name__}"  # type: ignore[unreachable]  # users without a type checker
+            raise ConfigError(msg)
+        if self._comm_hook is not None:
+            msg = (
+                "expected one communication hook, found that another one has been registered before"
+            )
+            raise ConfigError(msg)
+        self._comm_hook = hook
+        self._reducer.use((state, hook))
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Context for uneven inputs: a rank that has no more helps the others, at no further message.
+
+        Args:
+            divide_by_initial_world_size: Whether averages are over all ranks, or over those that still have inputs.
+            enable: False for inputs that are known to be even.
+            throw_on_early_termination: Raise on all ranks as soon as one has no more.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """See `Joinable`; `divide_by_initial_world_size` as in `join`."""
+        return _Helper(self, 1.0 if kwargs.get("divide_by_initial_world_size", True) else 0.0)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where it communicates."""
+        return self._table.records[0].param.device
+
+    @property
+    def join_process_group(self) -> Group:
+        """With whom it communicates."""
+        return self.process_group
+
     @property
     def num_buckets(self) -> int:
         """Number of reductions a step."""
         return self._reducer.num_buckets
 
+    def __getattr__(self, name: str) -> Any:
+        """What is no attribute of the wrapper is one of the module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
 
-class _Buffers:
-    """A module's floating and integer buffers, broadcast together: one operation per dtype."""
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
+    ) -> None:
+        """Leave parameters and buffers with these names, as `named_parameters` tells them, to each rank; before wrapping."""
+        setattr(module, IGNORED, tuple(params_and_buffers_to_ignore))
 
-    def __init__(self, group: Group, module: nn.Module) -> None:
-        self._group = group
-        self._module = module
-        self._flat: dict[tuple[torch.dtype, tuple[torch.Size, ...]], FlatBuffer] = {}
+    def _set_static_graph(self) -> None:
+        msg = "expected static_graph=True at wrapping, found that it is asked for afterwards"
+        raise ConfigError(msg)
 
-    def broadcast(self) -> None:
-        """Copy rank 0's values to all."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        # asked for anew each time: `self.mean = ...` in a forward puts another tensor in the place of the buffer
-        for buffer in self._module.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for dtype, members in by_dtype.items():
-            key = dtype, tuple(member.shape for member in members)
-            flat = self._flat.get(key)
-            if flat is None:
-                flat = self._flat[key] = FlatBuffer(key[1], dtype, self._group.empty)
-            if self._group.rank == 0:
-                for view, buffer in zip(flat.views, members, strict=True):
-                    view.copy_(buffer)
-            self._group.broadcast(flat.tensor, 0)
-            if self._group.rank != 0:
-                for view, buffer in zip(flat.views, members, strict=True):
-                    buffer.copy_(view)
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Figures under torch's names."""
+        buckets = self._reducer.buckets
+        return {
+            "world_size": self.process_group.size,
+            "rank": self.process_group.rank,
+            "module_name": type(self.module).__name__,
+            "num_parameter_tensors": len(self._table),
+            "total_parameter_size_bytes": sum(
+                r.param.numel() * r.param.element_size() for r in self._table
+            ),
+            "bucket_sizes": ", ".join(str(n) for n in buckets.sizes_bytes),
+            "num_buckets_reduced": self.num_buckets,
+            "iteration": self._reducer.num_reductions,
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": True,
+            "static_graph": self.static_graph,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "backend_name": "braid",
+        }
+
+    def _prepare_buffers(self) -> None:
+        """Where a forward follows another one without an averaging in between, make buffers equal now."""
+        reducer = self._reducer
+        if not (self.forward_sync_buffers and self._has_buffers and self.module.training):
+            return
+        if reducer.buffers_used and reducer.averages_next and self._join is None:
+            with torch.no_grad():
+                self._buffers_of_all.broadcast()
+        reducer.buffers_used = True
+
+    def _after(self, outcome: Outcome) -> None:
+        """Gradients have been averaged."""
+        status = outcome.status
+        self._workers = [
+            rank
+            for rank, standing in enumerate(status.standings)
+            if standing is not Standing.JOINED
+        ]
+        self._say_unused(outcome)
+        if status.buffers:
+            with torch.no_grad():
+                self._buffers_of_all.broadcast(self._workers[0])
+        self._reducer.buffers_used = False
+        if self._hash_every and outcome.number % self._hash_every == 0:
+            when = f"before the optimizer's step {outcome.number}"
+            compare_values(self.process_group, self._table.records, when)
+        if (
+            self._join is not None
+            and self._join.throws
+            and len(self._workers) < len(status.standings)
+        ):
+            raise CommError(EARLY)
+        react(outcome, self.process_group.ranks, self._reaction)
+
+    def _say_unused(self, outcome: Outcome) -> None:
+        if self.find_unused_parameters or not outcome.unused:
+            return
+        self.find_unused_parameters = True  # it has been said
+        if self.process_group.rank == 0:
+            names = ", ".join(map(repr, outcome.unused[:MAX_NAMES]))
+            more = len(outcome.unused) - MAX_NAMES
+            warnings.warn(
+                f"{len(outcome.unused)} parameters got no gradient on any rank in step {outcome.number}: {names}"
+                f"{f' and {more} more' if more > 0 else ''}; their .grad stays None. Said once; find_unused_parameters=True says that "
+                "they are expected",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
-def _copy_from_first(group: Group, tensors: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for x in tensors:
-            group.broadcast(x, 0)
+class _Helper(JoinHook):
+    """What a rank without input does for one wrapper."""
+
+    def __init__(self, wrapper: DistributedDataParallel, weight: float) -> None:
+        self._wrapper = wrapper
+        self._weight = weight
+
+    def shadow(self) -> bool:
+        return self._wrapper._reducer.help_others(self._weight)  # noqa: SLF001 - its continuation
+
+    def main_hook(self) -> None:
+        self.shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
+        """Those that joined early have not taken the last steps: the model of one that has is everybody's."""
+        wrapper = self._wrapper
+        root, group = wrapper._workers[0], wrapper.process_group  # noqa: SLF001
+        with torch.no_grad():
+            for record in wrapper._table:  # noqa: SLF001
+                group.broadcast(record.param.detach(), root)
+            wrapper._buffers_of_all.broadcast(root)  # noqa: SLF001
+        wrapper._workers = list(range(group.size))  # noqa: SLF001
+
+
+def _devices(device_ids: Sequence[int | torch.device] | None) -> list[int | torch.device] | None:
+    if device_ids is not None and len(device_ids) > 1:
+        msg = (
+            f"expected device_ids=None or one device, found {list(device_ids)}: wrap braid.DataParallel(module, device_ids) to use several "
+            "devices in one process, whose replicas are then reduced here first"
+        )
+        raise ConfigError(msg)
+    return None if device_ids is None else list(device_ids)
+
+
+def _either(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
+    for given in (forward_sync_buffers, broadcast_buffers):
+        if given is not None:
+            return given
+    return True
+
+
+def _caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
+    if caps_mb:
+        return Caps(tuple(int(cap * MIB) for cap in caps_mb))
+    if cap_mb is None:
+        return Caps()
+    cap = max(1, int(cap_mb * MIB))
+    return Caps((min(cap, Caps().of(0)), cap))
+
+
+def _check_hash_every(steps: int) -> int:
+    if type(steps) is not int or steps < 0:
+        msg = f"expected hash_every to be a number of steps, or 0, found {steps!r}"
+        raise ConfigError(msg)
+    return steps
+
+
+def _name_of(
+    table: ParamTable,
+    param: nn.Parameter | None,
+    delayed: Sequence[tuple[str, nn.Parameter]] | None,
+) -> str:
+    """Name of the parameter that lets delayed ones go."""
+    if (param is None) != (not delayed):
+        msg = "expected delay_all_reduce_named_params and param_to_hook_all_reduce together, found only one of them"
+        raise ConfigError(msg)
+    if param is None:
+        return ""
+    known = {id(record.param): record.name for record in table}
+    unknown = [name for name, _ in delayed or () if not any(name in r.names for r in table)]
+    if id(param) not in known or unknown:
+        what = f"{', '.join(map(repr, unknown))}" if unknown else "param_to_hook_all_reduce"
+        msg = f"expected parameters of the module to delay, found that {what} is none of it"
+        raise ConfigError(msg)
+    return known[id(param)]

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["FlatBuffer"]
+from braid.comm import Group
+
+__all__ = ["FlatBuffer", "allocator"]
 
 
 class FlatBuffer:
@@ -36,11 +38,25 @@ class FlatBuffer:
         self.tensor = allocate((total + num_extra,), dtype)
         self.extra = self.tensor[total:]
         self.views: list[torch.Tensor] = []
+        self._starts: list[int] = []
         start = 0
         for shape, numel in zip(shapes, numels, strict=True):
             self.views.append(self.tensor[start : start + numel].view(shape))
+            self._starts.append(start)
             start += numel
+
+    def firsts(self) -> torch.Tensor:
+        """Index of the first element of each view; of an empty one that of any element."""
+        most = max(0, self.tensor.numel() - 1)
+        return torch.tensor([min(start, most) for start in self._starts], device=self.tensor.device)
 
     def __repr__(self) -> str:
         nbytes = self.tensor.numel() * self.tensor.element_size()
         return f"FlatBuffer({len(self.views)} views, {nbytes} bytes, {self.tensor.dtype})"
+
+
+def allocator(group: Group, device: str) -> Callable[[Sequence[int], torch.dtype], torch.Tensor]:
+    """What makes tensors on a device; on the CPU those that all members can read."""
+    if device == "cpu":
+        return group.empty
+    return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device=device)

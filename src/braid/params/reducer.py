@@ -1,19 +1,18 @@
 """Gradients of all ranks, averaged bucket by bucket.
 
 A hook on every parameter copies the gradient into its bucket, which lies in shared memory, and makes `.grad` a view of it.
-The hook that completes a bucket starts the bucket's persistent request. When backward ends, `finish` takes the steps of all
-that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared memory are work for
-the same core, and they would drive what backward computes on out of its cache.
+The hook that completes a bucket lets it go. When backward ends, `finish` tells the others what this rank has (`status`), takes the
+steps of all that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared memory are work
+for the same core, and they would drive what backward computes on out of its cache.
 
     backward   p6 p5 | p4 p3 p2 | p1 p0 |
     bucket 0         >                   :====        > started   = steps
     bucket 1                    >        :====        : finish()
     bucket 2                            >:====
+    status                               >==
 
-Each bucket ends in one flag per parameter: 1 if this rank has a gradient for it. The flags are summed with the
-gradients, so at no extra message every rank knows which parameters have no gradient anywhere; their `.grad` stays None, as
-in one process, and nobody has to ask for that beforehand. A gradient accumulated by earlier backwards takes part, whether
-or not the last one added to it.
+The status carries who has a gradient of what. So parameters that nobody has used keep `.grad` None, as in one process, and nobody has to ask
+for that beforehand; buckets that nobody needs are not sent. A gradient accumulated by earlier backwards takes part, whether or not the last one added to it.
 
 The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of ranks, and the
 division by their number happens once, at the end (`braid.data_parallel.reference`).
@@ -22,20 +21,81 @@ division by their number happens once, at the end (`braid.data_parallel.referenc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.comm import Group, Request, Work
-from braid.errors import CommError, ConfigError
-from braid.events import Span
-from braid.params.bucket_state import BUCKET_CAP_BYTES, BucketState, plan_buckets
-from braid.params.flat import FlatBuffer
+from braid.comm import Group
+from braid.errors import CommError, ConfigError, MismatchError
+from braid.params.bucket_state import BucketState, Caps, held_back, plan_buckets
+from braid.params.buckets import Buckets, StateHook
+from braid.params.sparse import average_sparse
+from braid.params.status import Standing, Status, StatusLayout
 from braid.params.table import ParamRecord, ParamTable
 
-__all__ = ["GradientReducer"]
+__all__ = ["GradientReducer", "Outcome", "ReducerOptions"]
+
+PAYS = 0.9  # share of the present waiting that is left by a plan that is worth new buffers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReducerOptions:
+    """How gradients are reduced.
+
+    Attributes:
+        caps: When buckets are closed.
+        wire: Format in which float32 gradients cross a network; as they are when None.
+        every: Average in every k-th backward; the others accumulate.
+        static_graph: Every backward uses the same parameters, equally often; some may get their gradient in parts.
+        delayed: Names of parameters that leave in buckets of their own.
+        delayed_after: Name of the parameter whose gradient lets them go; the end of backward when empty.
+        check_all: Look at every number for NaN and Inf, rather than at one of each gradient.
+
+    Raises:
+        ConfigError: `every` is less than 1.
+    """
+
+    caps: Caps = field(default_factory=Caps)
+    wire: str | None = None
+    every: int = 1
+    static_graph: bool = False
+    delayed: frozenset[str] = frozenset()
+    delayed_after: str = ""
+    check_all: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            msg = f"expected every to be a number of backwards from 1, found {self.every!r}"
+            raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a reduction has shown, the same on all ranks.
+
+    Attributes:
+        number: How many there have been, from 1.
+        status: What all ranks said.
+        records: The parameters that it speaks of.
+    """
+
+    number: int
+    status: Status
+    records: tuple[ParamRecord, ...]
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of trained parameters that have no gradient on any rank."""
+        flags = zip(self.records, self.status.present, self.status.trained, strict=True)
+        return [record.name for record, present, trained in flags if trained and not present]
+
+    @property
+    def spoiled(self) -> list[str]:
+        """Names of parameters whose gradients are not finite on some rank."""
+        return [r.name for r, count in zip(self.records, self.status.spoiled, strict=True) if count]
 
 
 class GradientReducer:
@@ -44,139 +104,382 @@ class GradientReducer:
     Args:
         group: Ranks that train together.
         table: Their parameters; equal on all of them.
-        bucket_cap_bytes: See `plan_buckets`.
+        options: How.
+
+    Attributes:
+        synchronize: False while gradients stay local and accumulate; looked at when backward begins.
+        on_outcome: Called after each reduction, before gradients are used.
     """
 
     def __init__(
-        self, group: Group, table: ParamTable, *, bucket_cap_bytes: int = BUCKET_CAP_BYTES
+        self, group: Group, table: ParamTable, options: ReducerOptions | None = None
     ) -> None:
         self._group = group
-        self._records: tuple[ParamRecord, ...] = table.trained
-        plan = plan_buckets([r.spec for r in self._records], bucket_cap_bytes)
-        self._state = BucketState(plan, [r.name for r in self._records])
-        self._buffers: list[FlatBuffer] = []
-        self._requests: list[Request] = []
-        self._views: dict[int, torch.Tensor] = {}
-        for bucket in plan:
-            shapes = [self._records[p].param.shape for p in bucket.members]
-            dtype: torch.dtype = getattr(torch, bucket.dtype)
-            buffer = FlatBuffer(shapes, dtype, group.empty, num_extra=len(shapes))
-            self._buffers.append(buffer)
-            self._requests.append(group.persistent("all_reduce", buffer.tensor, op="avg"))
-            self._views.update(zip(bucket.members, buffer.views, strict=True))
-        self._under_way: dict[int, tuple[Work, Span]] = {}
-        self._handles: list[RemovableHandle] = [
-            record.param.register_post_accumulate_grad_hook(self._hook(position))  # type: ignore[no-untyped-call]
-            for position, record in enumerate(self._records)
-        ]
-        self.synchronize = True  # False: gradients stay local and accumulate
+        self._records = table.records
+        self._options = options or ReducerOptions()
+        self._names = {position: r.name for position, r in enumerate(self._records)}
+        self._layout = StatusLayout(len(self._records), group.size)
+        self._status = torch.zeros(self._layout.length, dtype=torch.float64, device=_device(group))
+        self._status_request = group.persistent("all_reduce", self._status)
+        self._hook: StateHook | None = None
+        self._handles: dict[int, RemovableHandle] = {}
+        self._trained: tuple[bool, ...] = ()
+        self._order: list[int] = []
+        self._learnt = False
+        self._reset_counts()
+        self._plan()
+        self.num_reductions = 0
+        self.synchronize = True
+        self.buffers_used = False
+        self.on_outcome: Callable[[Outcome], None] | None = None
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets, and of reductions a step."""
-        return len(self._buffers)
+        """Number of buckets."""
+        return len(self.buckets.plan)
 
-    def begin(self) -> None:
-        """Call before each forward.
+    @property
+    def averages_next(self) -> bool:
+        """Whether the next backward averages."""
+        return self.synchronize and self._passed + 1 >= self._options.every
+
+    def use(self, hook: StateHook | None) -> None:
+        """Let a communication hook take the place of the all-reduce, with its state.
 
         Raises:
-            CommError: The last backward was left by an exception; the other ranks have been told.
+            ConfigError: It is set during a backward, or there is one already.
         """
-        if not self._state.begun:
-            return
-        reason = f"rank {self._group.context.rank} left backward by an exception"
-        for _, span in self._under_way.values():
-            span.end()
-        self._under_way.clear()
-        self._state.reset()
-        if self._group.size > 1:
-            self._group.abort(reason)
+        if self._hook is not None and hook is not None:
             msg = (
-                f"expected the last backward to have ended, found that {reason}; its gradients cannot be averaged, and the "
-                "others have been told: resume from a checkpoint"
+                "expected one communication hook, found that another one has been registered before"
             )
-            raise CommError(msg)
+            raise ConfigError(msg)
+        if self._in_backward:
+            msg = "expected a communication hook to be registered between two steps, found that backward is under way"
+            raise ConfigError(msg)
+        self._hook = hook
 
-    def finish(self) -> None:
-        """Start what has not been started, and wait for all buckets; `.grad` then holds the averages.
+    def begin(self) -> None:
+        """Call before each forward whose gradients shall be averaged.
 
-        Called by autograd at the end of backward.
+        Frees the others if the last backward was left by an exception, and follows parameters that have been frozen or unfrozen.
         """
-        missing: list[tuple[int, int, int]] = []
-        for bucket, plan in enumerate(self._state.buckets):
-            absent = self._state.missing(bucket)
-            for place, position in enumerate(plan.members):
-                if position in absent and not self._collect(position):
-                    self._views[position].zero_()
-                    missing.append((position, bucket, place))
-            if bucket not in self._under_way:
-                self._start(bucket, [p for p, b, _ in missing if b == bucket])
-        for work, span in self._under_way.values():
-            with span:
-                work.wait()
-        for position, bucket, place in missing:
-            if self._buffers[bucket].extra[place] != 0:  # some other rank has used it
-                self._records[position].param.grad = self._views[position]
-        self._under_way.clear()
-        self._state.reset()
+        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - no public way; a forward that is computed again
+            return
+        if self._in_backward:
+            self._give_up()
+        if tuple(r.param.requires_grad for r in self._records) != self._trained:
+            self._order = []
+            self._learnt = False
+            self._plan()
+
+    def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
+        """Call after each such forward.
+
+        Args:
+            outputs: What it has returned and autograd follows.
+            weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
+        """
+        forward = _Forward(weight)
+        reference = weakref.ref(self)
+
+        def on_output(grad: torch.Tensor) -> torch.Tensor | None:
+            reducer = reference()
+            if reducer is None:
+                return None
+            return reducer._on_output(forward, grad)  # noqa: SLF001 - its continuation
+
+        for output in outputs:
+            output.register_hook(on_output)  # type: ignore[no-untyped-call]
+
+    def help_others(self, weight: float) -> bool:
+        """Take part in one reduction of the others, without gradients of one's own; False when nobody works any more.
+
+        Args:
+            weight: What this rank counts in their average.
+        """
+        status = self._exchange(Standing.JOINED, weight=weight)
+        if len(status.ranks(Standing.JOINED)) == self._group.size:
+            return False
+        for number, bucket in enumerate(self.buckets.plan):
+            self.buckets.zero(bucket.members)
+            self._start_if_used(number, status)
+        self._conclude(status, Standing.JOINED)
+        return True
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
-    def _hook(self, position: int) -> Callable[[nn.Parameter], None]:
+    # Plans.
+
+    def _plan(self) -> None:
+        """Make buckets for what is trained now, and hooks on it."""
+        self._trained = tuple(r.param.requires_grad for r in self._records)
+        own = {p: r for p, r in enumerate(self._records) if self._trained[p]}
+        for position in [p for p in self._handles if p not in own]:
+            self._handles.pop(position).remove()
+        for position, record in own.items():
+            if position not in self._handles:
+                hook = self._hook_of(position)
+                self._handles[position] = record.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        options = self._options
+        dense = {p: r for p, r in own.items() if not r.sparse}
+        plan = plan_buckets(
+            {p: r.spec for p, r in dense.items()},
+            options.caps,
+            order=self._order,
+            delayed=frozenset(p for p, r in dense.items() if options.delayed & set(r.names)),
+            devices={p: str(r.param.device) for p, r in dense.items()},
+        )
+        self.buckets = Buckets(
+            self._group, plan, dense, wire=options.wire, check_all=options.check_all
+        )
+        self._sparse = [p for p, r in own.items() if r.sparse]
+        self._state = BucketState([*plan], self._names)
+        self._after = next((p for p, r in own.items() if options.delayed_after in r.names), -1)
+
+    def _plan_again(self) -> None:
+        """After the first backward: fill buckets in the order in which rank 0's gradients came, if that pays."""
+        dense = [p for bucket in self.buckets.plan for p in bucket.members]
+        came = self._state.order + [p for p in dense if not self._state.came(p)]
+        order = torch.tensor(came, dtype=torch.int64, device=self._status.device)
+        self._group.broadcast(order, 0)
+        self._order = order.tolist()
+        specs = {p: self._records[p].spec for p in dense}
+        present = self.buckets.plan
+        better = plan_buckets(specs, self._options.caps, order=self._order)
+        late = any(bucket.delayed for bucket in present)
+        before = held_back(present, specs, self._order)
+        if not late and held_back(better, specs, self._order) < PAYS * before:
+            self._plan()
+
+    def _hook_of(self, position: int) -> Callable[[nn.Parameter], None]:
         # A parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, neither
         # would ever die: part of that cycle runs through C++, where the garbage collector cannot see it.
         reference = weakref.ref(self)
 
         def on_gradient(_param: nn.Parameter) -> None:
             reducer = reference()
-            if reducer is not None and reducer.synchronize:
+            if reducer is not None:
                 reducer._on_gradient(position)  # noqa: SLF001 - its continuation
 
         return on_gradient
 
+    # One backward.
+
+    def _reset_counts(self) -> None:
+        self._in_backward = False
+        self._averages = False
+        self._any_gradient = False
+        self._passed = 0
+        self._weight = 0.0
+        self._weighted = False
+        self._spoiled: set[int] = set()
+
+    def _enter(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._averages = self.averages_next
+        self._any_gradient = False
+        # runs when the engine has finished the whole backward, in the thread that called it
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
+
+    def _on_output(self, forward: _Forward, grad: torch.Tensor) -> torch.Tensor | None:
+        self._enter()
+        if forward.weight is None:
+            return None
+        if not forward.counted:
+            forward.counted = True
+            self._weight += forward.weight
+            self._weighted = True
+        return grad * forward.weight
+
     def _on_gradient(self, position: int) -> None:
-        if not self._state.begun:
-            # runs when the engine has finished the whole backward, in the thread that called it
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001 - there is no public way
+        self._enter()
+        self._any_gradient = True
+        if not self._averages:
+            return
+        if self._records[position].sparse:
+            return
         complete = self._state.ready(position)
-        self._collect(position)
-        if complete is not None:
-            self._start(complete, [])
+        self.buckets.collect(position)
+        learns = self._options.static_graph and not self._learnt  # how often gradients come
+        if complete is not None and not learns and not self.buckets.plan[complete].delayed:
+            self._start(complete)
+        if position == self._after:
+            self._start_delayed()
 
-    def _collect(self, position: int) -> bool:
-        """Bring a gradient into its bucket; False if there is none.
+    def _start_delayed(self) -> None:
+        for number, bucket in enumerate(self.buckets.plan):
+            full = all(map(self._state.came, bucket.members))
+            if bucket.delayed and full and not self._state.has_left(number):
+                self._start(number)
 
-        A parameter that this backward has not used may hold a gradient all the same, accumulated before.
+    def _start(self, number: int) -> None:
+        self._spoiled.update(self.buckets.spoiled(number))
+        self._state.leave(number)
+        self.buckets.start(number, self._hook)
 
-        Raises:
-            ConfigError: It is sparse.
-        """
-        record, view = self._records[position], self._views[position]
-        grad = record.param.grad
-        if grad is None:
-            return False
-        if grad.layout != torch.strided:
-            msg = (
-                f"expected a dense gradient of {record.name!r}, found one of layout {grad.layout}: make it dense "
-                "(sparse=False in nn.Embedding)"
-            )
-            raise ConfigError(msg)
-        if grad.data_ptr() != view.data_ptr():
-            view.copy_(grad)
-            record.param.grad = view
-        return True
+    def _leave(self) -> None:
+        """Autograd has ended a backward."""
+        self._in_backward = False
+        if not self._any_gradient:
+            self._refuse_grad()
+        elif self._averages:
+            self.finish()
+        else:
+            self._passed += 1
 
-    def _start(self, bucket: int, absent: list[int]) -> None:
-        buffer, plan = self._buffers[bucket], self._state.buckets[bucket]
-        buffer.extra.fill_(1.0)
-        for position in absent:
-            buffer.extra[plan.members.index(position)] = 0.0
-        nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
-        span = self._group.context.events.span(
-            f"bucket {bucket + 1} of {self.num_buckets}", seq=bucket, nbytes=nbytes
+    def finish(self) -> None:
+        """Start what has not been started, and wait for all buckets; `.grad` then holds the averages."""
+        has_any = []
+        for number, bucket in enumerate(self.buckets.plan):
+            if self._state.has_left(number):
+                continue
+            missing = [p for p in bucket.members if not self.buckets.collect(p)]
+            self.buckets.zero(missing)
+            if len(missing) < len(bucket.members):
+                has_any.append(number)
+        for number in has_any:
+            self._start(number)
+        weight = self._weight if self._weighted else 1.0
+        standing = Standing.SPOILED if self._spoiled else Standing.WORKS
+        status = self._exchange(standing, weight=weight)
+        for number in range(self.num_buckets):
+            self._start_if_used(number, status)
+        self._conclude(status, standing)
+
+    def _give_up(self) -> None:
+        """The last backward was left by an exception: let the others end theirs, and tell them."""
+        averages, state = self._averages, self._state
+        if averages:
+            for number, bucket in enumerate(self.buckets.plan):
+                if not state.has_left(number):
+                    self.buckets.zero(bucket.members)
+            status = self._exchange(Standing.BROKE, weight=1.0)
+            for number in range(self.num_buckets):
+                self._start_if_used(number, status)
+            self.buckets.wait()
+            self._end_step()
+        self._in_backward = False
+
+    def _exchange(self, standing: Standing, *, weight: float) -> Status:
+        """Tell the others what this rank has, and hear what they have; a collective."""
+        joined = standing in {Standing.JOINED, Standing.BROKE}
+        own = self._layout.encode(
+            self._group.rank,
+            present=[
+                not joined and r.param.grad is not None and r.param.requires_grad
+                for r in self._records
+            ],
+            spoiled=[p in self._spoiled for p in range(len(self._records))],
+            trained=self._trained,
+            standing=standing,
+            weight=weight,
+            buffers=self.buffers_used and not joined,
         )
-        self._under_way[bucket] = (self._requests[bucket].start(lazily=True), span)
+        self._status.copy_(torch.tensor(own, dtype=torch.float64))
+        self._status_request.start().wait()
+        status = self._layout.decode(self._status.tolist())
+        self._check_trained(status)
+        return status
+
+    def _start_if_used(self, number: int, status: Status) -> None:
+        """Let a bucket go of which this rank has nothing, if some other rank has."""
+        members = self.buckets.plan[number].members
+        used = any(status.present[p] for p in members) or status.ranks(Standing.BROKE)
+        if used and not self._state.has_left(number):
+            self._start(number)
+
+    def _conclude(self, status: Status, standing: Standing) -> None:
+        self.buckets.wait()
+        broke = status.ranks(Standing.BROKE)
+        if broke:
+            self._end_step()
+            raise CommError(_broken(self._group, broke))
+        mean = status.weight / self._group.size
+        if mean != 1.0 and mean > 0:
+            self.buckets.scale(1.0 / mean)
+        for position in self._sparse:
+            if status.present[position]:
+                param = self._records[position].param
+                grad = param.grad if standing is not Standing.JOINED else None
+                param.grad = average_sparse(self._group, param, grad, mean)
+        for position, view in self.buckets.views.items():
+            param = self._records[position].param
+            if status.present[position] and param.grad is None:  # some other rank has used it
+                param.grad = view
+        outcome = Outcome(self.num_reductions + 1, status, self._records)
+        if not self._learnt:
+            self._learnt = True
+            if self._options.static_graph:
+                self._state.learn()
+            else:
+                self._plan_again()
+        self._end_step()
+        if self.on_outcome is not None:
+            self.on_outcome(outcome)
+
+    def _end_step(self) -> None:
+        self.num_reductions += 1
+        self._state.reset()
+        self._reset_counts()
+
+    # What must not be.
+
+    def _refuse_grad(self) -> None:
+        """Gradients have been computed, and none has been accumulated: was it torch.autograd.grad?"""
+        for record in self._records:
+            if not record.param.requires_grad:
+                continue
+            node = torch.autograd.graph.get_gradient_edge(record.param).node
+            try:
+                torch._C._will_engine_execute_node(node)  # noqa: SLF001 - no public way
+            except RuntimeError as exc:
+                if "autograd.grad" not in str(exc):
+                    raise
+                msg = (
+                    f"expected backward(), which averages gradients over ranks, found torch.autograd.grad of {record.name!r}: its result is "
+                    "this rank's alone; call loss.backward() and read .grad, or use the wrapped module itself (.module) for "
+                    "gradients of one rank"
+                )
+                raise ConfigError(msg) from exc
+
+    def _check_trained(self, status: Status) -> None:
+        size = self._group.size
+        differ = [
+            f"{record.name!r} requires a gradient on {count} of {size} ranks"
+            for record, count in zip(self._records, status.trained, strict=True)
+            if 0 < count < size
+        ]
+        if differ:
+            msg = (
+                f"expected the same parameters to be trained on every rank, found that {'; '.join(differ[:8])}: freeze and unfreeze "
+                "parameters on all ranks in the same step"
+            )
+            raise MismatchError(msg)
+
+
+@dataclass(slots=True)
+class _Forward:
+    weight: float | None
+    counted: bool = False
+
+
+def _device(group: Group) -> torch.device:
+    """Where a group takes small messages."""
+    kinds = group.engine.device_types
+    return torch.device("cpu" if "cpu" in kinds else min(kinds))
+
+
+def _broken(group: Group, broke: list[int]) -> str:
+    ranks = [group.ranks[rank] for rank in broke]
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return (
+        f"expected gradients of all {group.size} ranks, found that {named} left backward by an exception (see there): gradients of this step "
+        "mean nothing on any rank; zero them and go on with the next batch, or stop"
+    )

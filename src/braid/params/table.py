@@ -10,7 +10,7 @@ shows which lines differ on which rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,13 +30,15 @@ class ParamRecord(NamedTuple):
 
     Attributes:
         names: Every name it has in the module, the first in registration order first.
-        spec: Shape, dtype and whether it is trained.
+        spec: Shape, dtype and whether it was trained when the module was walked.
         param: The parameter itself.
+        sparse: Whether its gradients are sparse.
     """
 
     names: tuple[str, ...]
     spec: TensorSpec
     param: nn.Parameter
+    sparse: bool = False
 
     @property
     def name(self) -> str:
@@ -46,7 +48,8 @@ class ParamRecord(NamedTuple):
     def __str__(self) -> str:
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         frozen = "" if self.spec.requires_grad else " frozen"
-        return f"{self.name}{tied} {self.spec}{frozen}"
+        sparse = " sparse" if self.sparse else ""
+        return f"{self.name}{tied} {self.spec}{frozen}{sparse}"
 
 
 class ParamTable:
@@ -56,17 +59,34 @@ class ParamTable:
         self.records = records
 
     @classmethod
-    def of(cls, module: nn.Module) -> ParamTable:
-        """Walk `module`."""
+    def of(cls, module: nn.Module, ignored: Collection[str] = ()) -> ParamTable:
+        """Walk `module`.
+
+        Args:
+            module: Any.
+            ignored: Names of parameters to leave out; a tied one by any of its names.
+        """
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             names.setdefault(param, []).append(name)
-        return cls(tuple(ParamRecord(tuple(found), _spec(p), p) for p, found in names.items()))
+        sparse = {
+            weight
+            for part in module.modules()
+            if getattr(part, "sparse", False)
+            and isinstance(weight := getattr(part, "weight", None), nn.Parameter)
+        }
+        return cls(
+            tuple(
+                ParamRecord(tuple(found), _spec(p), p, p in sparse)
+                for p, found in names.items()
+                if not any(name in ignored for name in found)
+            )
+        )
 
     @property
     def trained(self) -> tuple[ParamRecord, ...]:
-        """Records of parameters that require a gradient."""
-        return tuple(record for record in self.records if record.spec.requires_grad)
+        """Records of parameters that require a gradient now."""
+        return tuple(record for record in self.records if record.param.requires_grad)
 
     def digest_table(self) -> str:
         """One line per parameter; equal tables mean models that can be trained together."""

@@ -1,0 +1,118 @@
+"""Forward and backward in 16 bits, parameters and their gradients in 32.
+
+Problem: matrices in bfloat16 multiply faster and their gradients are half as long, but an optimizer that adds small updates to
+16-bit parameters loses most of them.
+
+Idea: the module is called with a 16-bit copy of each parameter in its place (`torch.func.functional_call`). The copy is made by an operation
+that autograd follows, so gradients arrive at the 32-bit parameter by themselves, in 32 bits, and what averages them needs to know nothing.
+
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from braid.data_parallel.outputs import mapped
+from braid.errors import ConfigError
+
+__all__ = ["MixedPrecision", "Precision", "precision_of"]
+
+WIRES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedPrecision:
+    """Which dtype is used for what; None leaves it as it is.
+
+    Attributes:
+        param_dtype: Of parameters and inputs in forward and backward.
+        reduce_dtype: Of gradients on their way over a network.
+        buffer_dtype: Of floating buffers, from wrapping on.
+        cast_forward_inputs: Whether floating inputs are cast, too.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+class Precision:
+    """How a module is called.
+
+    Args:
+        wanted: What for which dtype is wanted.
+        module: Any.
+    """
+
+    def __init__(self, wanted: MixedPrecision, module: nn.Module) -> None:
+        self._wanted = wanted
+        if wanted.buffer_dtype is not None:
+            for owner in module.modules():
+                for name, buffer in owner.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        setattr(owner, name, buffer.to(wanted.buffer_dtype))
+
+    @property
+    def wire(self) -> str | None:
+        """Format of gradients on a network."""
+        dtype = self._wanted.reduce_dtype
+        return None if dtype is None or dtype == torch.float32 else WIRES[dtype]
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module returns."""
+        dtype = self._wanted.param_dtype
+        if dtype is None:
+            return module(*args, **kwargs)
+        if self._wanted.cast_forward_inputs:
+            args, kwargs = (
+                mapped(given, lambda x: x.to(dtype) if x.is_floating_point() else x)
+                for given in (args, kwargs)
+            )
+        # tied parameters share one copy; without remove_duplicate every name gets its own
+        cast: dict[int, torch.Tensor] = {}
+        named = {
+            name: cast.setdefault(
+                id(param), param.to(dtype) if param.is_floating_point() else param
+            )
+            for name, param in module.named_parameters(remove_duplicate=False)
+        }
+        return functional_call(module, named, args, kwargs, tie_weights=False)
+
+
+def precision_of(wanted: Any, module: nn.Module) -> Precision:
+    """How `module` is called.
+
+    Args:
+        wanted: A MixedPrecision, or torch's; None for no change.
+        module: Any.
+
+    Raises:
+        ConfigError: It is neither, or a dtype is no floating one.
+    """
+    if wanted is None:
+        return Precision(MixedPrecision(), module)
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    if not all(hasattr(wanted, name) for name in names):
+        msg = f"expected mixed_precision to be a MixedPrecision, found {type(wanted).__name__}"
+        raise ConfigError(msg)
+    dtypes = {name: getattr(wanted, name) for name in names}
+    wrong = [f"{n}={d}" for n, d in dtypes.items() if d is not None and not _floating(d)]
+    reduce_dtype = dtypes["reduce_dtype"]
+    if reduce_dtype not in {None, torch.float32, *WIRES}:
+        wrong.append(f"reduce_dtype={reduce_dtype}")
+    if wrong:
+        msg = f"expected floating dtypes, and float32, bfloat16 or float16 to reduce in, found {', '.join(wrong)}"
+        raise ConfigError(msg)
+    casts = bool(getattr(wanted, "cast_forward_inputs", True))
+    return Precision(MixedPrecision(**dtypes, cast_forward_inputs=casts), module)
+
+
+def _floating(dtype: Any) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point

@@ -1,0 +1,66 @@
+"""Sparse gradients of all ranks, averaged: rows of an embedding that some shard has used.
+
+Ranks have different rows, and different numbers of them, so there is nothing to add in place: rows and their numbers are gathered, and each
+rank adds them in the order of ranks, which is what one process does that sums the ranks' gradients one by one.
+
+Cost: one all_gather of a count, and two of as many rows as the rank has that has most.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.comm import Group
+
+__all__ = ["average_sparse"]
+
+
+def average_sparse(
+    group: Group, param: torch.Tensor, grad: torch.Tensor | None, mean_weight: float
+) -> torch.Tensor:
+    """Average of a parameter's gradients; a collective.
+
+    Args:
+        group: All that take part.
+        param: The parameter.
+        grad: Sparse in the first dim, or dense, or None where it was not used.
+        mean_weight: What the sum is divided by, besides the number of ranks.
+
+    Returns:
+        A coalesced sparse tensor.
+    """
+    own = _rows(param, grad)
+    indices, values = own.indices()[0], own.values()
+    counts = group.all_gather(torch.tensor([len(indices)], device=param.device)).tolist()
+    most = max(counts)
+    padded = indices.new_zeros(most)
+    padded[: len(indices)] = indices
+    full = values.new_zeros((most, *values.shape[1:]))
+    full[: len(values)] = values
+    all_indices = group.all_gather(padded).view(group.size, most)
+    all_values = group.all_gather(full).view(group.size, *full.shape)
+    total = torch.cat([row[:count] for row, count in zip(all_indices, counts, strict=True)])
+    rows, places = torch.unique(total, return_inverse=True)
+    summed = values.new_zeros((len(rows), *values.shape[1:]))
+    start = 0
+    for found, count in zip(all_values, counts, strict=True):  # a rank's own rows are all different
+        summed[places[start : start + count]] += found[:count]
+        start += count
+    summed /= group.size
+    if mean_weight != 1.0:
+        summed /= mean_weight
+    return torch.sparse_coo_tensor(
+        rows[None], summed, param.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _rows(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    if grad is None:
+        return torch.sparse_coo_tensor(
+            torch.zeros((1, 0), dtype=torch.int64, device=param.device),
+            param.new_zeros((0, *param.shape[1:])),
+            param.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+    return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
