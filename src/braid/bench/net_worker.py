@@ -112,7 +112,6 @@ def _measure(
     plan: Plan,
 ) -> dict[str, list[float]]:
     """Seconds of the slowest rank, by library and turn."""
-
     drain = torch.zeros(plan.drain_bytes // 4)
 
     def once(run: Callable[[], object]) -> float:
