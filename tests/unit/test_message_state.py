@@ -389,6 +389,21 @@ def test_urgent_arrivals_are_received_first_then_the_oldest():
     assert [pair.b.next_delivery(0).id for _ in range(4)] == [3, 1, 4, 2]
 
 
+def test_what_one_life_said_comes_before_the_next_however_urgent():
+    pair = Pair()
+    pair.send(1, text="old", priority=0)
+    pair.b.link_lost(1, "cut")
+    pair.a = VanState("worker:0", SCHEMA, VanConfig(), incarnation=20)
+    pair.connect(2)
+    pair.send(1, text="new", priority=9)
+    found = [pair.b.next_delivery(0) for _ in range(3)]
+    assert [(each.incarnation, each.message) for each in found] == [
+        (10, Note("old")),
+        (10, PeerLost("cut")),
+        (20, Note("new")),
+    ]
+
+
 def test_another_life_under_the_same_name_replaces_the_first():
     pair = Pair()
     kept = outgoing(1)

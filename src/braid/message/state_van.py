@@ -39,6 +39,11 @@ class _QueuedSending:
         return self._outgoing.head.id
 
     @property
+    def life(self) -> int:
+        """See `Sending.life`."""
+        return self._outgoing.life
+
+    @property
     def done(self) -> bool:
         """Whether its buffers may be reused."""
         return self._outgoing.done

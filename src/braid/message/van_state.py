@@ -18,6 +18,7 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
     ... of an epoch that is over           dropped, and the sender is told the epoch     Carry
     ... when the peer's share is full      its links are not read (wants_read)           -
     next_delivery makes room again         silence while unread is forgiven              Read
+    a peer that was lost is here again     its last words come before its first ones     -
     Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
     ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
                                            last message
@@ -147,6 +148,7 @@ class VanState:
             entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
             self._peers[peer] = entry.peer
             self._lost.pop(peer, None)
+            self.inbox.succeed(peer)
         outbox.say(Hello(self.incarnation, self.epoch, config.max_message_bytes))
         self.instructions.append(Carry(link))
 
@@ -207,6 +209,7 @@ class VanState:
         link = self._links[peer.links[0]]
         if not link.outbox.has_room(head.nbytes):
             return False
+        outgoing.life = peer.incarnation
         link.outbox.put(outgoing)
         self.instructions.append(Carry(link.number))
         return True
@@ -366,6 +369,7 @@ class VanState:
             peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
             self._peers[link.name] = peer
             self._lost.pop(link.name, None)
+            self.inbox.succeed(link.name)
         peer.epoch = max(peer.epoch, hello.epoch)
         peer.links.append(link.number)
         link.peer = peer
