@@ -46,7 +46,11 @@ def knock(
         except OSError:
             failed[key] = "name unknown"
             continue
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as exc:  # descriptors ran out, which is no fault of the network
+            failed[key] = _words(exc.errno or 0)
+            continue
         sock.setblocking(False)
         code = sock.connect_ex(where)
         if code in {0, errno.EINPROGRESS}:
