@@ -18,9 +18,9 @@ from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Health, Network, connect, meeting
+from braid.transport import Health, Network, calling, connect, meeting
 from braid.transport.reach import knock, matrix, own_address_towards
-from braid.wire import Secret
+from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs
 
@@ -195,6 +195,20 @@ def test_a_host_with_another_secret_is_refused():
     assert "expected connections from ranks [1]" in str(zero)
     assert "it has another secret" in str(zero)
     assert isinstance(one, RendezvousError)
+
+
+def test_ranks_of_a_job_have_one_name_and_another_job_with_their_secret_has_another(monkeypatch):
+    jobs: list[str] = []
+
+    def listen(address, secret, identity, **options):
+        jobs.append(identity.run_id)
+        return Listener(address, secret, identity, **options)
+
+    monkeypatch.setattr(calling, "Listener", listen)
+    for _ in range(2):
+        for transport in _join_all([{"host": h, "secret": Secret(bytes(32))} for h in "ab"]):
+            transport.close()
+    assert (jobs[0] == jobs[1], jobs[2] == jobs[3], len(set(jobs))) == (True, True, 2)
 
 
 def test_a_host_with_another_version_is_named_on_all(monkeypatch):
