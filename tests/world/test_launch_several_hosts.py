@@ -115,7 +115,10 @@ def test_the_output_is_complete(run, tmp_path):
     assert [line.replace(b"rank 0", b"rank 1") for line in logs[0]] == logs[1]
 
 
-def test_a_rank_that_keeps_another_host_waiting_is_named_with_its_line(tmp_path, console):
+def test_a_rank_that_keeps_another_host_waiting_is_named_with_its_line(
+    tmp_path, console, monkeypatch
+):
+    monkeypatch.setenv("HANG_JOBS_S", "3")  # what is seen goes through agents, on a busy machine
     jobs = Path(__file__).with_name("hang_jobs.py")
     job = JobSpec(command=(str(jobs), "out_of_batches"), threads=1, hang_report_s=0.5, log_dir=str(tmp_path / "run"))  # fmt: skip
     outcome = HostsSupervisor(console).run(job, Hosts(hosts=parse_hosts("a:1,b:1"), rsh=HERE))

@@ -197,6 +197,8 @@ class _Run:
             limit_s=self._job.timeout_s,
             has_timeline=has_timeline,
         )
+        if outcome.ok:
+            self._hangs.all_ended_well()
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
         record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))
