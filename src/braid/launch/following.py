@@ -81,9 +81,16 @@ def follow(
         _check_name(nodes.meeting.host)
         addresses = [nodes.meeting.address]
     else:
-        theirs, *addresses = meeting.find(nodes.join_limit_s)
+        theirs, *found = meeting.find(nodes.join_limit_s)
+        addresses = found
         if theirs != machine():  # loopback leads to oneself
-            addresses = [a for a in addresses if not Address.parse(a).is_loopback]
+            addresses = [a for a in found if not Address.parse(a).is_loopback]
+        if not addresses:
+            msg = (
+                f"expected an address of node 0 in {nodes.meeting.path} that leads there from node {node}, found "
+                f"{', '.join(found) or 'none'}: see that node 0 is in a network, and is told of it by --network-interface if at all"
+            )
+            raise ConfigError(msg)
     link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
     volunteer = Volunteer(node, nodes.meeting.num_nodes, nodes.slots, job.command, secret)
     notice(f"node {node} has joined node 0, which shows the output of all ranks")

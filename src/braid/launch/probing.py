@@ -205,7 +205,10 @@ class _Try:
             self._not_now(OSError(problem, os.strerror(problem)))
             return
         self._selector.modify(sock, selectors.EVENT_READ, self._readable)
-        self._obey(handshake.start())
+        try:
+            self._obey(handshake.start())
+        except OSError as exc:  # a listener that is busy may have closed it already
+            self._not_now(exc)
 
     def _readable(self) -> None:
         sock, handshake = self._socket, self._handshake
