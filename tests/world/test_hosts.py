@@ -19,7 +19,7 @@ from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.transport import Health, Network, calling, connect, meeting
-from braid.transport.reach import knock, matrix, own_address_towards
+from braid.transport.reach import knock, own_address_towards
 from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs
@@ -236,15 +236,6 @@ def test_what_cannot_be_reached_is_known_within_the_time(tmp_path):
     assert (
         time.monotonic() - begun < 60
     )  # of no use but to end: an unknown name may take a resolver's time
-
-
-def test_the_matrix_says_who_cannot_reach_whom():
-    found = matrix(["a 10.0.0.1", "b 10.0.0.2"], {(1, 0): "timed out"})
-    assert found.splitlines() == [
-        "  from \\ to   a 10.0.0.1  b 10.0.0.2",
-        "  a 10.0.0.1  -           ok",
-        "  b 10.0.0.2  timed out   -",
-    ]
 
 
 def test_the_own_address_is_the_one_that_leads_there():

@@ -11,6 +11,7 @@ from braid.diagnose.block import (
 )
 from braid.diagnose.hang import HangReport, find_hang
 from braid.diagnose.hang_view import Process, RankView, SpanView
+from braid.diagnose.reach_table import reach_table, why_unreachable
 from braid.diagnose.run_record import RunRecord
 from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
@@ -49,8 +50,10 @@ __all__ = [
     "parse_error",
     "parse_stack",
     "rank_list",
+    "reach_table",
     "render_block",
     "short_site",
     "signal_name",
     "testimony",
+    "why_unreachable",
 ]

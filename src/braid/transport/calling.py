@@ -5,7 +5,7 @@ listen, 32 random bytes that rank 0 puts into the store do as well, so that whoe
 here; over a network they do only if the user says so. Jobs of one user may share a secret file, so both ends also name
 their job: by a word that rank 0 has drawn and all have heard in the store.
 
-Before anybody waits, all ranks of several hosts knock at each other's addresses, and if somebody cannot reach somebody, all
+Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody cannot reach somebody, all
 raise the same table within some seconds.
 """
 
@@ -18,9 +18,10 @@ import secrets
 import socket
 from typing import NamedTuple
 
+from braid.diagnose import reach_table
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.transport.meeting import LOOK_S, Meeting
-from braid.transport.reach import knock, matrix, own_address_towards
+from braid.transport.reach import knock, own_address_towards
 from braid.wire import Address, Identity, Listener, Secret, SocketConnection
 from braid.wire import connect as dial
 
@@ -227,7 +228,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     firsts = [said[hosts.index(number)] for number in range(max(hosts) + 1)]
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
-        f"expected all {len(names)} hosts to reach each other, found\n{matrix(names, found)}\n"
+        f"expected all {len(names)} hosts to reach each other, found\n{reach_table(names, found)}\n"
         "open the ports between them in both directions, or name an address on a network that all share with BRAID_LISTEN (or "
         "`braid run --network-interface`)"
     )
