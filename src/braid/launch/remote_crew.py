@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from braid.clock import Clock
-from braid.diagnose import MemoryKill
+from braid.diagnose import MemoryKill, RunHost
 from braid.launch.agent_messages import (
     Ask,
     Changed,
@@ -102,10 +102,14 @@ class RemoteCrew:
         return str(Address(host=self._mustered.addresses[LAUNCHER], port=port))
 
     @property
-    def where(self) -> str:
-        """` on a:2,b:2`."""
+    def hosts(self) -> tuple[RunHost, ...]:
+        """Where ranks are, in their order."""
         sizes = {p.node: p.local_world_size for p in self._mustered.places}
-        return " on " + ",".join(f"{self._agents[node].name}:{n}" for node, n in sizes.items())
+        addresses = self._mustered.addresses
+        return tuple(
+            RunHost(name=self._agents[node].name, address=addresses[node], num_ranks=size)
+            for node, size in sizes.items()
+        )
 
     @property
     def deadline_ns(self) -> int | None:
