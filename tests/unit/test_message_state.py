@@ -275,6 +275,37 @@ def test_memory_of_the_wrong_size_or_kind_is_refused():
             inflow.allocate(head, (4,), 0)
 
 
+def test_a_message_for_which_there_is_no_memory_is_refused_by_size():
+    inflow = new_inflow(limit=1 << 50)
+    head = pack(Open(1, "note", 0, 0, 0, 0, SCHEMA.encode(Note())[1], 0, (1 << 47,)))
+    with pytest.raises(
+        CommError, match=f"memory for {1 << 47} bytes of message 'note' from worker"
+    ):
+        inflow.allocate(head, (4,), 0)
+
+
+def test_whatever_a_type_raises_about_its_fields_is_a_comm_error():
+    class Picky(msgspec.Struct, tag="picky"):
+        key: str
+
+        def __post_init__(self) -> None:
+            {"a": 1}[self.key]
+
+    with pytest.raises(CommError, match="from worker:1 a message 'picky' with the fields of its"):
+        Schema(Picky).decode(
+            "picky", msgspec.msgpack.encode({"type": "picky", "key": "b"}), sender="worker:1"
+        )
+
+
+def test_room_that_a_later_epoch_makes_is_used():
+    pair = Pair(VanConfig(max_unread_messages=1))
+    pair.send(1)
+    assert not pair.b.wants_read(1)
+    pair.b.instructions.clear()
+    pair.b.advance_epoch(1, 0)
+    assert (pair.b.wants_read(1), Read(1) in pair.b.instructions) == (True, True)
+
+
 COUNTS = st.sampled_from([0, 1, 2, 8, 100, 4 << 30, (1 << 63) - 1])
 BODY = SCHEMA.encode(Note("fuzz"))[1]
 HEADS = st.one_of(

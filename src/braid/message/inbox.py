@@ -78,6 +78,17 @@ class Inbox:
         """`peer` is lost; `notice` says so after its last message."""
         self._farewells.append((peer, notice))
 
+    def drop_before(self, epoch: int) -> list[Peer]:
+        """Forget the messages of earlier epochs; returns whose each was."""
+        dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
+        if dropped:
+            self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
+            heapq.heapify(self._waiting)
+        for _, _, peer, nbytes, _ in dropped:
+            peer.unread -= 1
+            peer.unread_bytes -= nbytes
+        return [entry[2] for entry in dropped]
+
     def succeed(self, name: str) -> None:
         """A new life of `name` begins: what is left of the last one becomes more urgent than anything."""
         if all(peer.name != name for peer, _ in self._farewells):

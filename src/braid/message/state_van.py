@@ -239,7 +239,7 @@ class StateVan(ABC):
         """See `Van.advance_epoch`."""
         with self._guard:
             self._check_open()
-            self._state.advance_epoch(epoch)
+            self._state.advance_epoch(epoch, self._clock.now_ns())
             self._act()
 
     def statistics(self, peer: str | None = None) -> VanStatistics:
