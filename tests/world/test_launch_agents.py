@@ -13,12 +13,13 @@ import pytest
 
 from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError
-from braid.launch.following import follow
+from braid.launch.following import follow, open_lobby
 from braid.launch.host_agent import END_LIMIT_S
 from braid.launch.job import JobSpec
 from braid.launch.placement import LocalPlacement, RshPlacement
 from braid.launch.switchboard import Switchboard
 from braid.launch.where import Nodes
+from braid.rendezvous.file_meeting import FileMeeting
 from braid.rendezvous.meeting import MeetingPoint
 from braid.testing.leaks import no_leaks
 from braid.wire import Identity, SocketConnection
@@ -91,6 +92,20 @@ def test_a_host_that_has_no_descriptors_left_says_so_and_not_that_ssh_is_missing
     monkeypatch.setattr(subprocess, "Popen", fail)
     with pytest.raises(ConfigError, match=r"Too many open files; use fewer hosts, or raise"):
         placement.start()
+
+
+def test_a_node_0_that_cannot_open_a_lobby_leaves_no_file_for_the_next_run(tmp_path):
+    path = str(tmp_path / "meeting")
+    nodes = Nodes(
+        meeting=MeetingPoint(2, 0, path=path), insecure_network=True, interfaces=("eth77",)
+    )
+    with (
+        FileMeeting(path, 2, 0) as meeting,
+        pytest.raises(ConfigError, match="address on eth77"),
+        open_lobby(nodes, MonotonicClock(), meeting),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_node_0_that_only_its_own_host_can_reach_is_named_at_once(tmp_path):

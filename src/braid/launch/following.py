@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from braid.clock import Clock
 from braid.errors import ConfigError, RendezvousError
@@ -39,20 +39,18 @@ def open_lobby(nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None) -
     Raises:
         ConfigError: The address is not this host's, or in use.
     """
-    secret = node_secret(nodes)
-    point = nodes.meeting
-    addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
-    if meeting is not None:
-        addresses = _own_addresses(nodes)
-    lobby = Lobby(addresses, secret, clock)
-    try:
+    with ExitStack() as stack:
+        if meeting is not None:  # however this ends, the next run may use the file's name
+            stack.callback(meeting.remove)
+        point = nodes.meeting
+        addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
+        if meeting is not None:
+            addresses = _own_addresses(nodes)
+        lobby = Lobby(addresses, node_secret(nodes), clock)
+        stack.callback(lobby.close)
         if meeting is not None:
             meeting.publish([machine(), *lobby.addresses])
         yield lobby
-    finally:
-        lobby.close()
-        if meeting is not None:
-            meeting.remove()
 
 
 def follow(

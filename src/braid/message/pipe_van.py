@@ -152,7 +152,7 @@ class PipeVan(StreamVan):
             stream: A `PipeStream`, or a connection after its handshake; owned and closed by this van from now on.
 
         Raises:
-            ConfigError: The name is none, or is taken.
+            ConfigError: The name is none, or is taken; the stream is still the caller's.
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)
