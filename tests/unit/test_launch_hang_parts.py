@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from braid.diagnose import Process
 from braid.events import EventRing, Recorder
-from braid.launch.hang_state import STACKS_NS, AskStacks, HangState, Look, OpenWait, Report, Resume
+from braid.launch.hang_state import (
+    LATE_NS,
+    STACKS_NS,
+    AskStacks,
+    HangState,
+    Look,
+    OpenWait,
+    Report,
+    Resume,
+)
 from braid.launch.open_spans import OpenSpans
 from braid.launch.process_facts import Sample, catches, parse_sample, process_between, sample
 
@@ -82,6 +91,24 @@ def test_the_end_of_a_reported_wait_is_told_once():
     watch(state, [wait], 12)
     told = [ask(state, [other], 15 * S), ask(state, [other], 16 * S + STACKS_NS)]
     assert told == [[Resume((wait,))], []]
+
+
+def test_the_end_of_a_reported_wait_is_told_though_the_run_ends_before_the_next_look():
+    state, wait = HangState(LIMIT, 0), OpenWait(0, HERE, seq=9, t_ns=0)
+    assert watch(state, [wait], 11)
+    assert (state.all_ended_well(), state.all_ended_well()) == ([Resume((wait,))], [])
+
+
+def test_a_report_waits_a_moment_for_the_answers_of_other_hosts():
+    state, wait = HangState(LIMIT, 0), OpenWait(0, HERE, seq=9, t_ns=0)
+    assert state.tick(LIMIT) == [Look()]
+    assert state.looked([wait], LIMIT) == [AskStacks()]
+    now_ns = LIMIT
+    found = []
+    while not found:
+        now_ns = state.deadline_ns
+        found = state.tick(now_ns, answered=False)
+    assert (found, now_ns - LIMIT) == ([Report()], STACKS_NS + LATE_NS)
 
 
 def test_a_place_that_was_quiet_starts_anew():

@@ -275,6 +275,37 @@ def test_memory_of_the_wrong_size_or_kind_is_refused():
             inflow.allocate(head, (4,), 0)
 
 
+def test_a_message_for_which_there_is_no_memory_is_refused_by_size():
+    inflow = new_inflow(limit=1 << 50)
+    head = pack(Open(1, "note", 0, 0, 0, 0, SCHEMA.encode(Note())[1], 0, (1 << 47,)))
+    with pytest.raises(
+        CommError, match=f"memory for {1 << 47} bytes of message 'note' from worker"
+    ):
+        inflow.allocate(head, (4,), 0)
+
+
+def test_whatever_a_type_raises_about_its_fields_is_a_comm_error():
+    class Picky(msgspec.Struct, tag="picky"):
+        key: str
+
+        def __post_init__(self) -> None:
+            {"a": 1}[self.key]
+
+    with pytest.raises(CommError, match="from worker:1 a message 'picky' with the fields of its"):
+        Schema(Picky).decode(
+            "picky", msgspec.msgpack.encode({"type": "picky", "key": "b"}), sender="worker:1"
+        )
+
+
+def test_room_that_a_later_epoch_makes_is_used():
+    pair = Pair(VanConfig(max_unread_messages=1))
+    pair.send(1)
+    assert not pair.b.wants_read(1)
+    pair.b.instructions.clear()
+    pair.b.advance_epoch(1, 0)
+    assert (pair.b.wants_read(1), Read(1) in pair.b.instructions) == (True, True)
+
+
 COUNTS = st.sampled_from([0, 1, 2, 8, 100, 4 << 30, (1 << 63) - 1])
 BODY = SCHEMA.encode(Note("fuzz"))[1]
 HEADS = st.one_of(
@@ -387,6 +418,21 @@ def test_urgent_arrivals_are_received_first_then_the_oldest():
     for number, priority in enumerate((1, 0, 5, 1), start=1):
         pair.send(number, priority=priority)
     assert [pair.b.next_delivery(0).id for _ in range(4)] == [3, 1, 4, 2]
+
+
+def test_what_one_life_said_comes_before_the_next_however_urgent():
+    pair = Pair()
+    pair.send(1, text="old", priority=0)
+    pair.b.link_lost(1, "cut")
+    pair.a = VanState("worker:0", SCHEMA, VanConfig(), incarnation=20)
+    pair.connect(2)
+    pair.send(1, text="new", priority=9)
+    found = [pair.b.next_delivery(0) for _ in range(3)]
+    assert [(each.incarnation, each.message) for each in found] == [
+        (10, Note("old")),
+        (10, PeerLost("cut")),
+        (20, Note("new")),
+    ]
 
 
 def test_another_life_under_the_same_name_replaces_the_first():

@@ -10,6 +10,7 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -304,6 +305,18 @@ def test_a_listener_without_descriptors_pauses_and_loses_no_client():
         clock.advance(10**8)
         listener.accept_ready()
         assert "1 half open" in repr(listener)
+
+
+def test_more_hosts_than_a_small_backlog_can_knock_before_anybody_looks():
+    most = Path("/proc/sys/net/core/somaxconn")
+    if not most.exists() or int(most.read_text()) < 200:
+        pytest.skip("the system keeps fewer clients waiting")
+    with Listener("tcp://127.0.0.1:0", SECRET, SERVER) as listener:
+        crowd = [raw_client(listener) for _ in range(200)]
+        for each in crowd:
+            each.close()
+        assert listener.accept_ready() == []
+        assert (listener.refusals, listener.next_deadline_ns()) == ((), None)
 
 
 def test_half_open_clients_are_limited_and_make_room_when_overdue():

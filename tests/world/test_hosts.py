@@ -18,9 +18,9 @@ from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Network, meeting
-from braid.transport.reach import knock, matrix, own_address_towards
-from braid.wire import Secret
+from braid.transport import Network, calling, meeting
+from braid.transport.reach import knock, own_address_towards
+from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs
 
@@ -178,6 +178,20 @@ def test_a_host_with_another_secret_is_refused():
     assert isinstance(one, RendezvousError)
 
 
+def test_ranks_of_a_job_have_one_name_and_another_job_with_their_secret_has_another(monkeypatch):
+    jobs: list[str] = []
+
+    def listen(address, secret, identity, **options):
+        jobs.append(identity.run_id)
+        return Listener(address, secret, identity, **options)
+
+    monkeypatch.setattr(calling, "Listener", listen)
+    for _ in range(2):
+        for transport in _join_all([{"host": h, "secret": Secret(bytes(32))} for h in "ab"]):
+            transport.close()
+    assert (jobs[0] == jobs[1], jobs[2] == jobs[3], len(set(jobs))) == (True, True, 2)
+
+
 def test_a_host_with_another_version_is_named_on_all(monkeypatch):
     versions = iter(["1.0", "1.0", "2.0"])
 
@@ -203,15 +217,6 @@ def test_what_cannot_be_reached_is_known_within_the_time(tmp_path):
     assert (
         time.monotonic() - begun < 60
     )  # of no use but to end: an unknown name may take a resolver's time
-
-
-def test_the_matrix_says_who_cannot_reach_whom():
-    found = matrix(["a 10.0.0.1", "b 10.0.0.2"], {(1, 0): "timed out"})
-    assert found.splitlines() == [
-        "  from \\ to   a 10.0.0.1  b 10.0.0.2",
-        "  a 10.0.0.1  -           ok",
-        "  b 10.0.0.2  timed out   -",
-    ]
 
 
 def test_the_own_address_is_the_one_that_leads_there():

@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from braid.diagnose import RunHost, RunRecord
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.several_hosts import HostsSupervisor
@@ -49,6 +51,15 @@ def lines(console: QuietConsole, rank: int) -> list[str]:
 
 def guilty(outcome: Outcome) -> list[tuple[int, str]]:
     return [(end.rank, end.host) for end in outcome.guilty]
+
+
+def test_the_record_of_a_run_says_on_which_hosts_it_was(run, tmp_path):
+    assert run("environment", threads=1).ok
+    record = msgspec.json.decode((tmp_path / "run/run.json").read_bytes(), type=RunRecord)
+    assert record.hosts == (
+        RunHost(name="a", address="127.0.0.1", num_ranks=1),
+        RunHost(name="b", address="127.0.0.1", num_ranks=2),
+    )
 
 
 def test_ranks_know_their_places(run, console):
@@ -115,7 +126,10 @@ def test_the_output_is_complete(run, tmp_path):
     assert [line.replace(b"rank 0", b"rank 1") for line in logs[0]] == logs[1]
 
 
-def test_a_rank_that_keeps_another_host_waiting_is_named_with_its_line(tmp_path, console):
+def test_a_rank_that_keeps_another_host_waiting_is_named_with_its_line(
+    tmp_path, console, monkeypatch
+):
+    monkeypatch.setenv("HANG_JOBS_S", "3")  # what is seen goes through agents, on a busy machine
     jobs = Path(__file__).with_name("hang_jobs.py")
     job = JobSpec(command=(str(jobs), "out_of_batches"), threads=1, hang_report_s=0.5, log_dir=str(tmp_path / "run"))  # fmt: skip
     outcome = HostsSupervisor(console).run(job, Hosts(hosts=parse_hosts("a:1,b:1"), rsh=HERE))

@@ -172,6 +172,32 @@ def test_peer_that_ends_before_it_answers_is_named(vans):
     assert caught.value.rank == 3
 
 
+def test_a_call_to_the_next_life_is_not_ended_by_the_notice_of_the_last():
+    network = LocalNetwork(SCHEMA)
+    with Service(network.join("worker:0")) as asker:
+        for life in range(2):
+            with serving(network.join("driver"), {Ask: lambda _, life=life: Answer(life)}):
+                asker.van.connect("driver")
+                assert asker.call("driver", Ask(1), 10).message == Answer(life)
+
+
+def test_a_request_is_done_once_though_an_earlier_life_asked_less_urgently():
+    network = LocalNetwork(SCHEMA)
+    handled = []
+    with Service(network.join("driver"), {Tell: lambda found: handled.append(found.id)}) as driver:
+        with network.join("worker:0") as old:
+            old.connect("driver")
+            old.send("driver", Tell(), message_id=7)
+            old.close(0)
+        with network.join("worker:0") as new:
+            new.connect("driver")
+            for _ in range(2):
+                new.send("driver", Tell(), priority=5, message_id=8)
+                while driver.serve(0):
+                    pass
+    assert handled == [7, 8]
+
+
 def test_loss_of_a_peer_is_routed_like_a_message(vans):
     asker, server = vans("worker:0", "driver")
     found = []

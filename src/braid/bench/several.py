@@ -83,8 +83,11 @@ def run_ranks(
             for line in process.stdout:
                 if text := figures_in(line):
                     hear(text)
-        finally:
-            code = _end(process)
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # so that it ends its ranks on all hosts
+            _end(process)
+            raise
+        code = _end(process)
         said.seek(0)
         if code:
             msg = (
@@ -99,10 +102,8 @@ def figures_in(line: str) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> int:
-    """Let it end by itself if its output has; else interrupt it, so that it ends its ranks on all hosts."""
+    """Let it end by itself, but not for ever."""
     with process:
-        if sys.exc_info()[0] is not None and process.poll() is None:
-            process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             return process.wait(END_S)
         process.kill()

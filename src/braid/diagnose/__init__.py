@@ -11,7 +11,8 @@ from braid.diagnose.block import (
 )
 from braid.diagnose.hang import HangReport, find_hang
 from braid.diagnose.hang_view import Process, RankView, SpanView
-from braid.diagnose.run_record import RunRecord
+from braid.diagnose.reach_table import reach_table, why_unreachable
+from braid.diagnose.run_record import RunHost, RunRecord
 from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
 from braid.diagnose.verdict import (
@@ -33,6 +34,7 @@ __all__ = [
     "Process",
     "RankEnd",
     "RankView",
+    "RunHost",
     "RunRecord",
     "SavedCheckpoint",
     "SpanView",
@@ -49,8 +51,10 @@ __all__ = [
     "parse_error",
     "parse_stack",
     "rank_list",
+    "reach_table",
     "render_block",
     "short_site",
     "signal_name",
     "testimony",
+    "why_unreachable",
 ]

@@ -10,7 +10,22 @@ from dataclasses import dataclass
 
 from braid.diagnose.block import StopReport
 
-__all__ = ["RunRecord"]
+__all__ = ["RunHost", "RunRecord"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHost:
+    """A host on which ranks ran.
+
+    Attributes:
+        name: As the launcher calls it.
+        address: Where others reach it.
+        num_ranks: Ranks there, whose numbers follow those of the host before.
+    """
+
+    name: str
+    address: str
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +40,7 @@ class RunRecord:
         run_id: Tells it from other runs.
         started: When, as ISO 8601 with the time zone.
         threads: OMP_NUM_THREADS of each rank, and the reason.
+        hosts: Where its ranks ran, in the order of their ranks; the launcher may have been elsewhere.
         hangs: Reports of ranks that stood still, in order.
         outcome: How it ended; None while it lasts, or when its launcher was killed.
     """
@@ -36,5 +52,6 @@ class RunRecord:
     run_id: str = ""
     started: str = ""
     threads: str = ""
+    hosts: tuple[RunHost, ...] = ()
     hangs: tuple[str, ...] = ()
     outcome: StopReport | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from braid.clock import Clock
-from braid.diagnose import MemoryKill
+from braid.diagnose import MemoryKill, RunHost
 from braid.launch.black_box import BlackBox
 from braid.launch.output import RankOutput
 from braid.launch.processes import Change
@@ -81,8 +81,8 @@ class Crew(Protocol):
         ...
 
     @property
-    def where(self) -> str:
-        """What to say of the hosts: ` on a:2,b:2`; empty for this one."""
+    def hosts(self) -> tuple[RunHost, ...]:
+        """Where ranks are, in their order."""
         ...
 
     @property

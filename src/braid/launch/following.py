@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from braid.clock import Clock
 from braid.errors import ConfigError, RendezvousError
@@ -39,20 +39,18 @@ def open_lobby(nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None) -
     Raises:
         ConfigError: The address is not this host's, or in use.
     """
-    secret = node_secret(nodes)
-    point = nodes.meeting
-    addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
-    if meeting is not None:
-        addresses = _own_addresses(nodes)
-    lobby = Lobby(addresses, secret, clock)
-    try:
+    with ExitStack() as stack:
+        if meeting is not None:  # however this ends, the next run may use the file's name
+            stack.callback(meeting.remove)
+        point = nodes.meeting
+        addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
+        if meeting is not None:
+            addresses = _own_addresses(nodes)
+        lobby = Lobby(addresses, node_secret(nodes), clock)
+        stack.callback(lobby.close)
         if meeting is not None:
             meeting.publish([machine(), *lobby.addresses])
         yield lobby
-    finally:
-        lobby.close()
-        if meeting is not None:
-            meeting.remove()
 
 
 def follow(
@@ -81,9 +79,16 @@ def follow(
         _check_name(nodes.meeting.host)
         addresses = [nodes.meeting.address]
     else:
-        theirs, *addresses = meeting.find(nodes.join_limit_s)
+        theirs, *found = meeting.find(nodes.join_limit_s)
+        addresses = found
         if theirs != machine():  # loopback leads to oneself
-            addresses = [a for a in addresses if not Address.parse(a).is_loopback]
+            addresses = [a for a in found if not Address.parse(a).is_loopback]
+        if not addresses:
+            msg = (
+                f"expected an address of node 0 in {nodes.meeting.path} that leads there from node {node}, found "
+                f"{', '.join(found) or 'none'}: see that node 0 is in a network, and is told of it by --network-interface if at all"
+            )
+            raise ConfigError(msg)
     link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
     volunteer = Volunteer(node, nodes.meeting.num_nodes, nodes.slots, job.command, secret)
     notice(f"node {node} has joined node 0, which shows the output of all ranks")

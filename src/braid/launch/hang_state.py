@@ -8,10 +8,12 @@ place at once; asking ranks for their stacks costs them something, so it is done
     WATCHING    it is time                                          Look              same
     WATCHING    Looked: a wait is older than the limit, and its     AskStacks         ASKED until +0.25 s
                 place is due
-    ASKED       it is time                                          Report            WATCHING
+    ASKED       it is time, and all have answered                   Report            WATCHING
+    ASKED       it is time, and some have not                       -                 ASKED until +0.12 s, eight times at most
     WATCHING    Reported: somebody is stuck                         -                 that place: not before 2, 6, 18, ... limits
     WATCHING    Reported: nobody is                                 -                 that place: not before 1 limit
     WATCHING    Looked: the waits of the last report are over       Resume            same
+    any         all ranks have ended well, who were waiting         Resume            same
 
 The first collective of a channel is given three limits: ranks that start together do not arrive together.
 """
@@ -27,6 +29,7 @@ __all__ = ["AskStacks", "HangState", "Instruction", "Look", "OpenWait", "Report"
 LOOK_NS = 1_000_000_000
 LOOKS_PER_LIMIT = 2  # a wait is seen at most half a limit late
 STACKS_NS = 250_000_000  # faulthandler needs microseconds, and a rank may be waiting for a core
+LATE_NS = 1_000_000_000  # what an answer from another host may take longer
 START_LIMITS = 3
 GROWTH = 3
 
@@ -99,6 +102,7 @@ class HangState:
         self._phase = _Phase.WATCHING
         self._places: dict[int, _Place] = {}
         self._asked: tuple[OpenWait, ...] = ()
+        self._latest_ns = 0  # of the report
         self._told: frozenset[OpenWait] = frozenset()
 
     @property
@@ -106,9 +110,12 @@ class HangState:
         """When `tick` is due; None when reports are off."""
         return self._next_ns if self._limit_ns else None
 
-    def tick(self, now_ns: int) -> list[Instruction]:
-        """Time has passed."""
+    def tick(self, now_ns: int, *, answered: bool = True) -> list[Instruction]:
+        """Time has passed; `answered` tells whether all ranks that were asked for their stacks have."""
         if not self._limit_ns or now_ns < self._next_ns:
+            return []
+        if self._phase is _Phase.ASKED and not answered and now_ns < self._latest_ns:
+            self._next_ns = now_ns + LATE_NS // 8
             return []
         self._next_ns = now_ns + self._look_ns
         if self._phase is _Phase.ASKED:
@@ -119,17 +126,19 @@ class HangState:
     def looked(self, waits: Iterable[OpenWait], now_ns: int) -> list[Instruction]:
         """What all ranks are inside of now."""
         present = frozenset(waits)
-        out: list[Instruction] = []
-        if self._told and not self._told & present:
-            out.append(Resume(tuple(sorted(self._told))))
-            self._told = frozenset()
+        out = self._over() if not self._told & present else []
         old = tuple(wait for wait in present if now_ns - wait.t_ns >= self._patience_ns(wait))
         self._forget({wait.place for wait in present}, now_ns)
         if any(now_ns >= self._due_ns(wait) for wait in old):
             self._asked, self._phase = old, _Phase.ASKED
             self._next_ns = now_ns + STACKS_NS
+            self._latest_ns = self._next_ns + LATE_NS
             out.append(AskStacks())
         return out
+
+    def all_ended_well(self) -> list[Instruction]:
+        """Nobody waits any more, and nobody will look again."""
+        return self._over()
 
     def reported(self, ranks: Iterable[int], now_ns: int) -> None:
         """What came of `Report`: the ranks that are stuck, none when it was a false alarm."""
@@ -142,6 +151,10 @@ class HangState:
             distance = 2 * limits if stuck else 1
             later = GROWTH * limits if stuck else limits
             self._places[place] = _Place(now_ns + distance * self._limit_ns, later)
+
+    def _over(self) -> list[Instruction]:
+        told, self._told = self._told, frozenset()
+        return [Resume(tuple(sorted(told)))] if told else []
 
     def _patience_ns(self, wait: OpenWait) -> int:
         return self._limit_ns * (START_LIMITS if wait.seq <= 1 else 1)

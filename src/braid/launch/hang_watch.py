@@ -70,8 +70,14 @@ class HangWatch:
             OSError: A report cannot be written; it has been shown.
         """
         now_ns = self._clock.now_ns()
-        for instruction in self._state.tick(now_ns):
+        answered = all(rank.has_answered for rank in self._ranks.values())
+        for instruction in self._state.tick(now_ns, answered=answered):
             self._obey(instruction, now_ns)
+
+    def all_ended_well(self) -> None:
+        """Whoever was reported went on, even if the run ended before the next look."""
+        for instruction in self._state.all_ended_well():
+            self._obey(instruction, self._clock.now_ns())
 
     def _obey(self, instruction: Instruction, now_ns: int) -> None:
         if isinstance(instruction, Look):

@@ -17,7 +17,7 @@ from braid.launch.link import FirstLine
 from braid.launch.placement import Placed
 from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
-__all__ = ["SILENCE_S", "HostAgent", "OnLost", "OnMessage"]
+__all__ = ["END_LIMIT_S", "SILENCE_S", "HostAgent", "OnLost", "OnMessage"]
 
 SILENCE_S = 30.0  # as long as a stopped rank may be silent
 NUM_PINGS = 16  # one after the other; the shortest tells the time, to half of what it took
@@ -82,6 +82,11 @@ class HostAgent:
             self._raw = {placed.reader: self._read_line, placed.errors: self._read_errors}
         self._selector: selectors.BaseSelector | None = None
 
+    @property
+    def came_by_itself(self) -> bool:
+        """Whether nothing here carries it."""
+        return self._placed is None
+
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on."""
         self.unwatch()
@@ -104,6 +109,16 @@ class HostAgent:
         """Say good-bye; `close` waits for it to go."""
         self.send(Bye(exit_code, text))
 
+    def hang_up(self) -> None:
+        """Close pipes that the van never had: an agent at their other end ends. Idempotent."""
+        self.unwatch()
+        placed = self._placed
+        if placed is not None and not self._is_attached:
+            os.close(placed.reader)
+            os.close(placed.writer)
+            self._raw.pop(placed.reader, None)
+            self._is_attached = True
+
     def hear(self, delivery: Delivery) -> None:
         """Take what it says, or that it is gone."""
         message = delivery.message
@@ -119,17 +134,11 @@ class HostAgent:
                 self.send(Ping(self._clock.now_ns()))
             self.on_message(self, message, delivery.buffers)
 
-    def close(self) -> None:
-        """Close what the van does not, once that is closed: then the agent ends. Idempotent."""
-        self.unwatch()
-        placed = self._placed
-        if placed is not None:
-            if not self._is_attached:
-                os.close(placed.reader)
-                os.close(placed.writer)
-                self._raw.pop(placed.reader, None)
-                self._is_attached = True
-            placed.wait(END_LIMIT_S)
+    def close(self, deadline_ns: int) -> None:
+        """Close what the van does not, once that is closed: then the agent ends, or is ended at the deadline. Idempotent."""
+        self.hang_up()
+        if self._placed is not None:
+            self._placed.wait(max(0.0, (deadline_ns - self._clock.now_ns()) / 1e9))
         for fd in self._raw:
             os.close(fd)
         self._raw = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import psutil
 
-from braid.diagnose import MemoryKill
+from braid.diagnose import MemoryKill, RunHost
 from braid.launch.crew import OnChange, OnSignal, Seat, Seating
 from braid.launch.job import JobSpec, choose_threads, command_line, inherited
 from braid.launch.memory import MemoryWatch
@@ -23,6 +24,8 @@ from braid.launch.rank_process import RankProcess
 from braid.wire import Secret
 
 __all__ = ["LocalCrew"]
+
+ADDRESS = "127.0.0.1"
 
 
 class LocalCrew:
@@ -37,7 +40,6 @@ class LocalCrew:
     """
 
     spans_hosts = False
-    where = ""
     deadline_ns: int | None = None
 
     def __init__(self, job: JobSpec, *, owns_process: bool = False) -> None:
@@ -48,6 +50,7 @@ class LocalCrew:
         self._known = frozenset(child.pid for child in psutil.Process().children())
         self._memory = MemoryWatch.of_this_process()
         self._threads, reason = choose_threads(job)
+        self.hosts = (RunHost(name=socket.gethostname(), address=ADDRESS, num_ranks=job.num_ranks),)
         self.threads = f"{self._threads} ({reason})"
         self._argv = command_line(job)
         self._ranks: dict[int, RankProcess] = {}
@@ -63,7 +66,7 @@ class LocalCrew:
     def store_address(self) -> str:
         """Where the store shall listen."""
         if sys.platform != "linux" or self._job.environ.get("BRAID_PORTABLE") == "1":
-            return "tcp://127.0.0.1:0"
+            return f"tcp://{ADDRESS}:0"
         return f"unix:@braid-{self.run_id}"
 
     def told_address(self, listening: str) -> str:
@@ -88,7 +91,7 @@ class LocalCrew:
     def place(self, rank: int) -> Seating:
         """Where a rank stands."""
         size = self._job.num_ranks
-        return Seating(rank, size, 0, 1, "127.0.0.1", self._port, "")
+        return Seating(rank, size, 0, 1, ADDRESS, self._port, "")
 
     def start(self, seat: Seat) -> Rank:
         """Start a rank."""

@@ -6,6 +6,7 @@ Nothing but the agent is started this way; the ranks are its children.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import socket
@@ -34,6 +35,8 @@ __all__ = [
 AGENT = ("-m", "braid.launch.agent_main")
 # asks for no password, and notices within half a minute that the other host is gone
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=10 {host}"
+# of this host, and no fault of the command
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
 JOINS_WORDS = frozenset({"ssh", "rsh"})  # they hand their arguments, joined, to a shell
 
 
@@ -115,7 +118,7 @@ class LocalPlacement:
 
     def start(self) -> Placed:
         """Start it."""
-        return Placed([sys.executable, *AGENT])
+        return _placed([sys.executable, *AGENT], "this host", "is there an interpreter?")
 
 
 class RshPlacement:
@@ -149,14 +152,8 @@ class RshPlacement:
 
     def start(self) -> Placed:
         """Run the command."""
-        try:
-            return Placed(self.argv)
-        except OSError as exc:
-            msg = (
-                f"cannot reach host {self._host}: {self._words[0]}: {exc.strerror}; "
-                "install it, or name another way with --rsh"
-            )
-            raise ConfigError(msg) from exc
+        advice = "install it, or name another way with --rsh"
+        return _placed(self.argv, f"host {self._host}", advice)
 
 
 def is_here(name: str) -> bool:
@@ -166,6 +163,18 @@ def is_here(name: str) -> bool:
         return True
     addresses = (a.address for found in psutil.net_if_addrs().values() for a in found)
     return name.strip("[]") in set(addresses)
+
+
+def _placed(argv: Sequence[str], host: str, advice: str) -> Placed:
+    try:
+        return Placed(argv)
+    except OSError as exc:
+        if exc.errno in EXHAUSTED:
+            advice = (
+                "use fewer hosts, or raise the limits of files and processes (ulimit -n, ulimit -u)"
+            )
+        msg = f"cannot reach {host}: {argv[0]}: {exc.strerror}; {advice}"
+        raise ConfigError(msg) from exc
 
 
 def _words(text: str, option: str) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from braid.clock import Clock
+from braid.diagnose import why_unreachable
 from braid.errors import ConfigError
 from braid.launch.interfaces import Interface
 from braid.launch.reach import Attempt, Endpoint
@@ -26,7 +27,7 @@ __all__ = ["Beacons", "Prober"]
 PROBE_ROLE = "probe"
 NONCE_BYTES = 32
 AGAIN_NS = 200_000_000  # a listener that is busy closes the connection and is worth another try
-NO_ROUTE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL}
+FINAL = {"no route", "timed out"}  # the system has tried for long enough
 
 
 class Beacons:
@@ -205,7 +206,10 @@ class _Try:
             self._not_now(OSError(problem, os.strerror(problem)))
             return
         self._selector.modify(sock, selectors.EVENT_READ, self._readable)
-        self._obey(handshake.start())
+        try:
+            self._obey(handshake.start())
+        except OSError as exc:  # a listener that is busy may have closed it already
+            self._not_now(exc)
 
     def _readable(self) -> None:
         sock, handshake = self._socket, self._handshake
@@ -235,14 +239,11 @@ class _Try:
     def _not_now(self, exc: OSError) -> None:
         """Note the reason; what may pass is tried again until the deadline."""
         self.end()
-        if exc.errno in NO_ROUTE:
-            self._conclude("no route")
-        elif exc.errno == errno.ETIMEDOUT:
-            self._conclude("timed out")
+        why = why_unreachable(exc.errno or 0)
+        if why in FINAL:
+            self._conclude(why)
         else:
-            self.last = "refused"
-            if exc.errno != errno.ECONNREFUSED:
-                self.last = f"refused: {(exc.strerror or str(exc)).lower()}"
+            self.last = why if why == "refused" else f"refused: {why}"
             self.again_ns = self._clock.now_ns() + AGAIN_NS
 
     def _conclude(self, reason: str) -> None:

@@ -100,6 +100,11 @@ class Rank(ABC):
     def ask(self) -> None:
         """Ask it for its stack; `view` has it after a moment."""
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether what was asked for is here as far as it will ever be; not so while another host has not said it."""
+        return True
+
     @abstractmethod
     def view(self) -> RankView:
         """What is seen of it from outside, on the launcher's clock."""

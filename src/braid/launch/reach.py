@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Collection, Mapping, Sequence
-from io import StringIO
 from typing import NamedTuple
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from braid.diagnose import reach_table
 
 __all__ = ["LAUNCHER", "Attempt", "Endpoint", "Reachability", "decide", "eligible", "matrix_text"]
 
@@ -138,16 +135,13 @@ def matrix_text(
     names: Mapping[int, str], endpoints: Sequence[Endpoint], attempts: Sequence[Attempt]
 ) -> str:
     """The table of hosts by hosts: a row tries, a column is tried."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("from \\ to")
-    for name in names.values():
-        table.add_column(name)
-    for source, name in names.items():
-        cells = [_cell(source, target, endpoints, attempts) for target in names]
-        table.add_row(name, *cells)
-    out = StringIO()
-    Console(file=out, width=40 + 24 * len(names), color_system=None).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines() if line.strip())
+    failed = {
+        (row, column): cell
+        for row, source in enumerate(names)
+        for column, target in enumerate(names)
+        if (cell := _cell(source, target, endpoints, attempts)) not in {"ok", "-"}
+    }
+    return reach_table(list(names.values()), failed)
 
 
 def _is_wanted(endpoint: Endpoint, wanted: Collection[str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from braid.clock import Clock
-from braid.diagnose import MemoryKill
+from braid.diagnose import MemoryKill, RunHost
 from braid.launch.agent_messages import (
     Ask,
     Changed,
@@ -84,6 +84,7 @@ class RemoteCrew:
         self._agents = mustered.agents
         self._clock = clock
         self._ranks: dict[int, RemoteRank] = {}
+        self._by_node: dict[int, list[RemoteRank]] = {node: [] for node in self._agents}
         self._settled: set[int] = set()
         self._on_change: OnChange = _unheard
         self._on_signal: OnSignal = _unheard
@@ -101,10 +102,14 @@ class RemoteCrew:
         return str(Address(host=self._mustered.addresses[LAUNCHER], port=port))
 
     @property
-    def where(self) -> str:
-        """` on a:2,b:2`."""
+    def hosts(self) -> tuple[RunHost, ...]:
+        """Where ranks are, in their order."""
         sizes = {p.node: p.local_world_size for p in self._mustered.places}
-        return " on " + ",".join(f"{self._agents[node].name}:{n}" for node, n in sizes.items())
+        addresses = self._mustered.addresses
+        return tuple(
+            RunHost(name=self._agents[node].name, address=addresses[node], num_ranks=size)
+            for node, size in sizes.items()
+        )
 
     @property
     def deadline_ns(self) -> int | None:
@@ -154,6 +159,7 @@ class RemoteCrew:
         """Have a rank started."""
         agent = self._agents[self._mustered.places[seat.told.rank].node]
         rank = self._ranks[seat.told.rank] = RemoteRank(seat, agent)
+        self._by_node[agent.node].append(rank)
         agent.send(Start(seat.told))
         return rank
 
@@ -163,7 +169,7 @@ class RemoteCrew:
     def attend(self) -> None:
         """Do what is due."""
         for node in self._asking():
-            asked = [r for r in self._on(node) if r.wants_stacks]
+            asked = [r for r in self._by_node[node] if r.wants_stacks]
             handlers = tuple(r.rank for r in asked if r.has_said_hello and r.alive)
             self._agents[node].send(Ask(handlers))
             for rank in asked:
@@ -198,29 +204,27 @@ class RemoteCrew:
         elif isinstance(message, Signalled):
             self._on_signal(message.signum, agent.name)
         elif isinstance(message, Waits):
-            for rank in self._on(agent.node):
+            for rank in self._by_node[agent.node]:
                 rank.waiting([wait for wait in message.waits if wait.rank == rank.rank])
         elif isinstance(message, Seen):
             for view in message.views:
                 if view.rank in self._ranks:
                     self._ranks[view.rank].seen(view)
         elif isinstance(message, Started | NotStarted | Output | Remains | Changed):
-            for rank in self._on(agent.node):
-                if rank.rank == message.rank and rank.alive:
-                    change = rank.take(message, buffers)
-                    if change is not None:
-                        self._on_change(rank, change)
+            said_of = self._ranks.get(message.rank)
+            here = self._by_node[agent.node]
+            if said_of is not None and said_of in here and said_of.alive:
+                change = said_of.take(message, buffers)
+                if change is not None:
+                    self._on_change(said_of, change)
 
     def _on_lost(self, agent: HostAgent, why: str) -> None:
-        for rank in self._on(agent.node):
+        for rank in self._by_node[agent.node]:
             if rank.alive:
                 self._on_change(rank, rank.lost(f"host {agent.name} {why}"))
 
-    def _on(self, node: int) -> list[RemoteRank]:
-        return [r for r in self._ranks.values() if self._mustered.places[r.rank].node == node]
-
     def _asking(self) -> list[int]:
-        return [node for node in self._agents if any(rank.wants_stacks for rank in self._on(node))]
+        return [n for n, ranks in self._by_node.items() if any(r.wants_stacks for r in ranks)]
 
     def _refuse_late(self, knocking: HostAgent) -> str:
         said = knocking.said

@@ -112,6 +112,11 @@ class RemoteRank(Rank):
         self._view = None
         self.wants_stacks = True
 
+    @property
+    def has_answered(self) -> bool:
+        """Whether its agent has said what it saw."""
+        return not self.alive or self._view is not None
+
     def view(self) -> RankView:
         """What its agent saw; what it has left, when it has ended."""
         ended = clause(self.end) if self.end is not None else ""
@@ -123,9 +128,12 @@ class RemoteRank(Rank):
         spans = tuple(span._replace(t_ns=span.t_ns + shift_ns) for span in view.spans)
         return view._replace(spans=spans, ended=ended)
 
-    def lasted_ns(self, wait: OpenWait) -> int | None:  # noqa: ARG002 - see below
-        """Not known: its record is on its host."""
-        return None
+    def lasted_ns(self, wait: OpenWait) -> int | None:
+        """From its record, of which there is a copy here once it has ended."""
+        if self.alive:
+            return None
+        look = RankLook(self.rank, self.pid, self.box, self._clock)
+        return look.lasted_ns(wait._replace(t_ns=wait.t_ns - self._agent.offset_ns))
 
     def close(self) -> None:
         """End it if it lives, and close everything. Idempotent."""

@@ -117,11 +117,14 @@ class _Run:
             num_ranks=job.num_ranks,
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
             threads=crew.threads,
+            hosts=crew.hosts,
         )
         self._keep(partial(write_record, Path(self._log_dir), self._record))
         plural = "s" if job.num_ranks > 1 else ""
+        listed = ",".join(f"{host.name}:{host.num_ranks}" for host in crew.hosts)
+        where = f" on {listed}" if crew.spans_hosts else ""
         self._console.notice(
-            f"{job.num_ranks} rank{plural}{crew.where}, logs in {self._log_dir}, "
+            f"{job.num_ranks} rank{plural}{where}, logs in {self._log_dir}, "
             f"OMP_NUM_THREADS={crew.threads}"
         )
         self._hangs = HangWatch(
@@ -197,6 +200,8 @@ class _Run:
             limit_s=self._job.timeout_s,
             has_timeline=has_timeline,
         )
+        if outcome.ok:
+            self._hangs.all_ended_well()
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
         record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import selectors
 from contextlib import ExitStack
 
 from braid.clock import Clock
 from braid.launch.agent_messages import AGENT_ROLE, AGENT_SCHEMA
 from braid.launch.channel import MESSAGES_PER_TURN, van_config
-from braid.launch.host_agent import SILENCE_S, HostAgent, OnLost, OnMessage
+from braid.launch.host_agent import END_LIMIT_S, SILENCE_S, HostAgent, OnLost, OnMessage
 from braid.launch.placement import Placed, Placement
 from braid.message import PipeVan
 from braid.wire import SocketConnection
@@ -19,7 +20,8 @@ __all__ = ["Switchboard"]
 class Switchboard:
     """All agents of a launcher, on one van; closing it ends them.
 
-    Agents have numbers of their own on the van: several may come and say that they are the same host.
+    Agents have numbers of their own on the van: several may come and say that they are the same host. One that has come by
+    itself is forgotten when it is gone, so that it may come again however often.
 
     Args:
         clock: Time source.
@@ -29,6 +31,7 @@ class Switchboard:
         self._clock = clock
         self._van = PipeVan("launcher", AGENT_SCHEMA, config=van_config(SILENCE_S), clock=clock)
         self._agents: dict[str, HostAgent] = {}
+        self._numbers = itertools.count()
         self._selector: selectors.BaseSelector | None = None
 
     def start(
@@ -46,15 +49,15 @@ class Switchboard:
         Raises:
             ConfigError: It cannot be started.
         """
-        return self._add(node, name, placement.start(), on_message, on_lost)
+        return self._add(self._new_peer(), node, name, placement.start(), on_message, on_lost)
 
     def admit(
         self, connection: SocketConnection, on_message: OnMessage, on_lost: OnLost
     ) -> HostAgent:
         """Take one that has come by itself, and knows the secret; otherwise like `start`."""
-        self._van.attach(self._next_peer, connection)
-        node = connection.peer.rank
-        return self._add(node, f"node {node}", None, on_message, on_lost)
+        peer, node = self._new_peer(), connection.peer.rank
+        self._van.attach(peer, connection)
+        return self._add(peer, node, f"node {node}", None, on_message, on_lost)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on, whose keys' data is what to call."""
@@ -73,21 +76,28 @@ class Switchboard:
                 agent.unwatch()
 
     def close(self) -> None:
-        """Say good-bye to all; agents that are still there end their ranks. Idempotent."""
+        """Say good-bye to all; agents that are still there end their ranks, all at the same time. Idempotent."""
         self.unwatch()
+        deadline_ns = self._clock.now_ns() + round(END_LIMIT_S * 1e9)
         with ExitStack() as stack:
             for agent in self._agents.values():
-                stack.callback(agent.close)
+                stack.callback(agent.close, deadline_ns)
+            for agent in self._agents.values():
+                stack.callback(agent.hang_up)
             self._van.close()
 
-    @property
-    def _next_peer(self) -> str:
-        return f"{AGENT_ROLE}:{len(self._agents)}"
+    def _new_peer(self) -> str:
+        return f"{AGENT_ROLE}:{next(self._numbers)}"
 
     def _add(
-        self, node: int, name: str, placed: Placed | None, on_message: OnMessage, on_lost: OnLost
+        self,
+        peer: str,
+        node: int,
+        name: str,
+        placed: Placed | None,
+        on_message: OnMessage,
+        on_lost: OnLost,
     ) -> HostAgent:
-        peer = self._next_peer
         agent = self._agents[peer] = HostAgent(
             node,
             name,
@@ -108,4 +118,7 @@ class Switchboard:
             delivery = self._van.try_recv()
             if delivery is None:
                 return
-            self._agents[delivery.sender].hear(delivery)
+            agent = self._agents[delivery.sender]
+            agent.hear(delivery)
+            if not agent.alive and agent.came_by_itself:
+                del self._agents[delivery.sender]

@@ -1,10 +1,12 @@
 """What has arrived and was not received yet: by urgency, then by age, in shares of the senders.
 
 Problem: with one bound for all, a peer that floods this node keeps the messages of the others out. With a notice of loss in
-the same queue, an urgent one overtakes the last words of the peer it speaks of.
+the same queue, an urgent one overtakes the last words of the peer it speaks of. With priorities alone, what a restarted
+peer says overtakes what it said in its last life.
 
 Idea: every peer has its own share, and the van stops reading from one whose share is full. The notice that a peer is lost
-waits until the last of its messages has been received, and then comes before everything else.
+waits until the last of its messages has been received, and then comes before everything else. When the peer is there again,
+what is left of its last life comes at once, before anything of the new one.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from braid.message.van import Delivery, VanConfig
+from braid.message.van import NUM_PRIORITIES, Delivery, VanConfig
 
 __all__ = ["Inbox", "Peer"]
 
@@ -75,6 +77,27 @@ class Inbox:
     def say_farewell(self, peer: Peer, notice: Delivery) -> None:
         """`peer` is lost; `notice` says so after its last message."""
         self._farewells.append((peer, notice))
+
+    def drop_before(self, epoch: int) -> list[Peer]:
+        """Forget the messages of earlier epochs; returns whose each was."""
+        dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
+        if dropped:
+            self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
+            heapq.heapify(self._waiting)
+        for _, _, peer, nbytes, _ in dropped:
+            peer.unread -= 1
+            peer.unread_bytes -= nbytes
+        return [entry[2] for entry in dropped]
+
+    def succeed(self, name: str) -> None:
+        """A new life of `name` begins: what is left of the last one becomes more urgent than anything."""
+        if all(peer.name != name for peer, _ in self._farewells):
+            return
+        self._waiting = [
+            (-NUM_PRIORITIES, *entry[1:]) if entry[2].name == name else entry
+            for entry in self._waiting
+        ]
+        heapq.heapify(self._waiting)
 
     def pop(self) -> tuple[Peer, Delivery] | None:
         """The next delivery and whose share it frees; None if there is none."""

@@ -9,20 +9,16 @@ that its holder gives it: messages queue up before the other end has said a word
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 
 from braid.clock import Clock
 from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.message.schema import Schema
 from braid.message.stream_van import FRAME_LIMITS, Stream, StreamVan
 from braid.message.van import VanConfig, split_node
-from braid.wire import Allocate, Buffer, Frame, FrameDecoder, encode
+from braid.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
 
 __all__ = ["PipeStream", "PipeVan"]
-
-_MAX_PIECES = 512  # per system call; below IOV_MAX
 
 
 class PipeStream:
@@ -43,7 +39,7 @@ class PipeStream:
         self._writer = writer
         self._received = memoryview(received)
         self._decoder = FrameDecoder(FRAME_LIMITS)
-        self._outbox: deque[memoryview] = deque()
+        self._outbox = Unsent(lambda pieces: os.writev(self._writer, pieces))
 
     @property
     def peer(self) -> str:
@@ -64,27 +60,16 @@ class PipeStream:
         Raises:
             PeerLostError: Nobody reads any more.
         """
-        self._outbox.extend(encode(meta, buffers, FRAME_LIMITS))
+        self._outbox.add(encode(meta, buffers, FRAME_LIMITS))
         return self.flush()
 
     def flush(self) -> int:
         """Write what the pipe takes now of what is queued; returns the bytes still queued."""
-        outbox = self._outbox
         try:
-            while outbox:
-                nbytes = os.writev(self._writer, list(islice(outbox, _MAX_PIECES)))
-                while nbytes:
-                    piece = outbox.popleft()
-                    if nbytes < len(piece):
-                        outbox.appendleft(piece[nbytes:])
-                        break
-                    nbytes -= len(piece)
-        except BlockingIOError:
-            pass
+            self._outbox.drain()
         except OSError as exc:
-            outbox.clear()
             raise self._lost(exc) from exc
-        return sum(map(len, outbox))
+        return self._outbox.nbytes
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
         """The next frame if it is here.
@@ -167,7 +152,7 @@ class PipeVan(StreamVan):
             stream: A `PipeStream`, or a connection after its handshake; owned and closed by this van from now on.
 
         Raises:
-            ConfigError: The name is none, or is taken.
+            ConfigError: The name is none, or is taken; the stream is still the caller's.
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)

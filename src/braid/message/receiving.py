@@ -172,7 +172,7 @@ class Inflow:
         if head.body and head.body_bytes:
             raise self._broken(f"two bodies of message {head.name!r}")
         deadline_ns = now_ns + 1000 * head.remaining_us if head.remaining_us else None
-        assembly = _Assembly(head, deadline_ns, memoryview(bytearray(head.body_bytes)))
+        assembly = _Assembly(head, deadline_ns, self._new_memory(head.body_bytes, head.name))
         if not head.body_bytes:
             self._decode(assembly, head.body)
         self._open[head.priority] = assembly
@@ -197,10 +197,11 @@ class Inflow:
         head = assembly.head
         assembly.message = message = self._schema.decode(head.name, body, sender=self._peer)
         if head.sizes:
-            assembly.buffers = self._memory(message, head.sizes)
+            assembly.buffers = self._memory(message, head)
             assembly.missing = [buffer for buffer in assembly.buffers if len(buffer)]
 
-    def _memory(self, message: Message, sizes: tuple[int, ...]) -> list[memoryview]:
+    def _memory(self, message: Message, head: Open) -> list[memoryview]:
+        sizes = head.sizes
         allocate = self._allocators.get(type(message))
         chosen: list[memoryview] | None = None
         if allocate is not None:
@@ -214,7 +215,7 @@ class Inflow:
                 )
                 raise CommError(msg) from exc
         if chosen is None:
-            return [memoryview(bytearray(size)) for size in sizes]
+            return [self._new_memory(size, head.name) for size in sizes]
         found_sizes = tuple(map(len, chosen))
         if found_sizes != sizes or any(len(each) and each.readonly for each in chosen):
             msg = (
@@ -223,6 +224,16 @@ class Inflow:
             )
             raise CommError(msg)
         return chosen
+
+    def _new_memory(self, size: int, name: str) -> memoryview:
+        try:
+            return memoryview(bytearray(size))
+        except MemoryError as exc:
+            msg = (
+                f"expected memory for {size} bytes of message {name!r} from {self._peer}, found that there is not so "
+                "much: send it in parts, or receive_into memory that is there"
+            )
+            raise CommError(msg) from exc
 
     def _broken(self, found: str) -> CommError:
         msg = f"expected from {self._peer} the frames of a braid van, found {found}"

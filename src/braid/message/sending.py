@@ -64,6 +64,7 @@ class Outgoing:
         body: What has not been cut yet of a body that the head does not hold.
         buffers: What has not been cut yet of the buffers.
         deadline_ns: When it is worth nothing any more; None for never.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that has not greeted.
         begun: Whether its head has left.
         done: Whether the van is finished with it.
         error: Why it did not leave; None if it did, or may yet.
@@ -73,6 +74,7 @@ class Outgoing:
     body: memoryview
     buffers: deque[memoryview]
     deadline_ns: int | None = None
+    life: int = 0
     begun: bool = False
     done: bool = False
     error: BraidError | None = None

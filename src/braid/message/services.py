@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.message.schema import Failed, Message, PeerLost
-from braid.message.van import Delivery, Van, split_node
+from braid.message.van import Delivery, Sending, Van, split_node
 from braid.wire import Buffer
 
 __all__ = ["Handler", "Reply", "Service"]
@@ -56,7 +56,17 @@ class _Call:
     def __init__(self, to: str) -> None:
         self.to = to
         self.answer: Delivery | None = None
-        self.lost = ""  # how the peer was lost
+        self.sending: Sending | None = None  # the last; none until the first has been queued
+        self.losses: dict[int, str] = {}  # how lives of the peer were lost meanwhile
+
+    @property
+    def lost(self) -> str:
+        """How the life of the peer that was asked was lost; the notice of an earlier one may come late."""
+        if self.sending is None:
+            return ""
+        if not self.sending.life:  # it was asked before it had said which it is
+            return next(iter(self.losses.values()), "")
+        return self.losses.get(self.sending.life, "")
 
 
 class _Memory:
@@ -141,7 +151,7 @@ class Service:
         with self._changed:
             self._calls[number] = call
         try:
-            first = sending = self._van.send(
+            first = call.sending = self._van.send(
                 to,
                 message,
                 buffers=buffers,
@@ -155,7 +165,7 @@ class Service:
                     name = type(message).__name__
                     msg = f"expected {to} to answer {name} #{number} within {seconds:g} s, found no answer"
                     raise CommTimeout(msg)
-                if sending.done:
+                if call.sending.done:
                     again = self._van.try_send(
                         to,
                         message,
@@ -164,7 +174,7 @@ class Service:
                         deadline_s=left_s,
                         message_id=number,
                     )
-                    sending = again or sending
+                    call.sending = again or call.sending
         finally:
             with self._changed:
                 del self._calls[number]
@@ -278,7 +288,7 @@ class Service:
         elif isinstance(delivery.message, PeerLost):
             for call in self._calls.values():
                 if call.to == delivery.sender:
-                    call.lost = delivery.message.reason
+                    call.losses[delivery.incarnation] = delivery.message.reason
         self._changed.notify_all()
 
     def _dispatch(self, delivery: Delivery) -> None:

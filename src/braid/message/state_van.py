@@ -39,6 +39,11 @@ class _QueuedSending:
         return self._outgoing.head.id
 
     @property
+    def life(self) -> int:
+        """See `Sending.life`."""
+        return self._outgoing.life
+
+    @property
     def done(self) -> bool:
         """Whether its buffers may be reused."""
         return self._outgoing.done
@@ -234,7 +239,7 @@ class StateVan(ABC):
         """See `Van.advance_epoch`."""
         with self._guard:
             self._check_open()
-            self._state.advance_epoch(epoch)
+            self._state.advance_epoch(epoch, self._clock.now_ns())
             self._act()
 
     def statistics(self, peer: str | None = None) -> VanStatistics:

@@ -13,7 +13,8 @@ What is promised
 * Messages of one sender and one priority arrive in the order in which they were sent. Of those that wait at the sender,
   the more urgent leaves first; a large one leaves in chunks, between which more urgent ones pass.
 * Who does not read slows down who sends to it, and nobody else.
-* A peer that is gone is noticed: at once when its process ends, after `lost_after_s` of silence otherwise.
+* A peer that is gone is noticed: at once when its process ends, after `lost_after_s` of silence otherwise. What it has sent,
+  and the notice of its loss, comes before anything that its next life says.
 
 What is not promised
 * Delivery. When a link breaks, what was on it is lost, and the van neither resends nor reconnects: it cannot know whether
@@ -181,6 +182,11 @@ class Sending(Protocol):
     @property
     def id(self) -> int:
         """Its number; pass it as `message_id` to send the same message again."""
+        ...
+
+    @property
+    def life(self) -> int:
+        """Incarnation of the peer to which it was sent; 0 if that had not greeted yet."""
         ...
 
     @property

@@ -17,7 +17,10 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
     frame with the end of a message        to the inbox; dropped if stale or late        -
     ... of an epoch that is over           dropped, and the sender is told the epoch     Carry
     ... when the peer's share is full      its links are not read (wants_read)           -
-    next_delivery makes room again         silence while unread is forgiven              Read
+    advance_epoch(epoch)                   what is queued or unread of earlier ones is   Carry, Read
+                                           dropped, and the peers are told
+    room is made again                     silence while unread is forgiven              Read
+    a peer that was lost is here again     its last words come before its first ones     -
     Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
     ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
                                            last message
@@ -147,6 +150,7 @@ class VanState:
             entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
             self._peers[peer] = entry.peer
             self._lost.pop(peer, None)
+            self.inbox.succeed(peer)
         outbox.say(Hello(self.incarnation, self.epoch, config.max_message_bytes))
         self.instructions.append(Carry(link))
 
@@ -207,6 +211,7 @@ class VanState:
         link = self._links[peer.links[0]]
         if not link.outbox.has_room(head.nbytes):
             return False
+        outgoing.life = peer.incarnation
         link.outbox.put(outgoing)
         self.instructions.append(Carry(link.number))
         return True
@@ -267,13 +272,7 @@ class VanState:
         if found is None:
             return None
         peer, delivery = found
-        if self.inbox.has_room(peer):
-            for number in peer.links:
-                link = self._links[number]
-                if link.is_paused:
-                    link.is_paused = False
-                    link.heard_ns = now_ns  # nobody listened, so nothing was heard
-                    self.instructions.append(Read(number))
+        self._read_again(peer, now_ns)
         return delivery
 
     # -- time and epochs
@@ -315,7 +314,7 @@ class VanState:
                     due.append(self._silent_at_ns(link))
         return min(due, default=None)
 
-    def advance_epoch(self, epoch: int) -> None:
+    def advance_epoch(self, epoch: int, now_ns: int) -> None:
         """See `Van.advance_epoch`."""
         if epoch < self.epoch:
             msg = f"expected an epoch after {self.epoch} of {self.node}, found {epoch}: epochs only grow"
@@ -328,6 +327,9 @@ class VanState:
             link.outbox.fail_waiting(StaleError(msg))
             link.outbox.say(Beat(epoch))
             self.instructions.append(Carry(link.number))
+        for peer in self.inbox.drop_before(epoch):
+            self._count(peer.name)["stale"] += 1
+            self._read_again(peer, now_ns)
 
     def last_heard(self, peer: str, now_ns: int) -> str:
         """When `peer` was last heard of, as errors say it."""
@@ -366,6 +368,7 @@ class VanState:
             peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
             self._peers[link.name] = peer
             self._lost.pop(link.name, None)
+            self.inbox.succeed(link.name)
         peer.epoch = max(peer.epoch, hello.epoch)
         peer.links.append(link.number)
         link.peer = peer
@@ -400,6 +403,17 @@ class VanState:
         if not self.inbox.has_room(peer):
             for number in peer.links:
                 self._links[number].is_paused = True
+
+    def _read_again(self, peer: Peer, now_ns: int) -> None:
+        """Messages of `peer` have left the inbox: read its links if there is room."""
+        if not self.inbox.has_room(peer):
+            return
+        for number in peer.links:
+            link = self._links[number]
+            if link.is_paused:
+                link.is_paused = False
+                link.heard_ns = now_ns  # nobody listened, so nothing was heard
+                self.instructions.append(Read(number))
 
     def _lose(self, peer: Peer, lost: PeerLost) -> None:
         self._lost[peer.name] = lost.reason

@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -19,6 +20,7 @@ from braid.store import FileStore
 __all__ = ["FileMeeting"]
 
 ADDRESSES = "addresses"
+Published = Annotated[list[str], msgspec.Meta(min_length=1)]  # a machine and its addresses
 
 
 class FileMeeting:
@@ -62,19 +64,19 @@ class FileMeeting:
             raise
         self.node_rank = node_rank
 
-    def publish(self, addresses: list[str]) -> None:
-        """Leave the addresses of node 0."""
-        self._store.set(ADDRESSES, msgspec.json.encode(addresses))
+    def publish(self, found: list[str]) -> None:
+        """Leave the machine of node 0 and its addresses."""
+        self._store.set(ADDRESSES, msgspec.json.encode(found))
 
     def find(self, timeout_s: float) -> list[str]:
-        """Wait for the addresses of node 0.
+        """Wait for the machine of node 0 and its addresses.
 
         Raises:
             ConfigError: It has not come in time.
         """
         try:
             self._store.wait([ADDRESSES], timeout_s)
-            return msgspec.json.decode(self._store.get(ADDRESSES), type=list[str])
+            return msgspec.json.decode(self._store.get(ADDRESSES), type=Published)
         except (CommTimeout, msgspec.MsgspecError) as exc:
             msg = (
                 f"expected node 0 to leave its addresses in {self._path} within {timeout_s:g} s, found "

@@ -273,6 +273,16 @@ def stale_epochs_are_fenced_off(vans: Sequence[Van]) -> None:
     _raises(ConfigError, lambda: vans[1].advance_epoch(1), "only grow")
 
 
+def unread_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
+    """Going on to a later epoch drops what has arrived of earlier ones and was not received."""
+    vans[0].send("worker:1", Note(1)).wait(_LATE_S)
+    while not vans[1].statistics().unread:
+        _pass_time(vans[1])
+    vans[1].advance_epoch(1)
+    _expect(vans[1].try_recv(), None)
+    _expect(vans[1].statistics("worker:0").stale, 1)
+
+
 def queued_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
     """Going on to a later epoch fails what has not begun to leave."""
     _stop_reading(vans)
@@ -335,6 +345,7 @@ VAN_CLAIMS: tuple[Claim, ...] = (
     goodbye_comes_after_the_last_message,
     closed_vans_say_so,
     stale_epochs_are_fenced_off,
+    unread_messages_end_with_their_epoch,
     queued_messages_end_with_their_epoch,
     repetitions_keep_their_id,
     fileno_tells_readiness,

@@ -2,9 +2,10 @@
 
 Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host, where nobody else can
 listen, 32 random bytes that rank 0 puts into the store do as well, so that whoever may join the job there may also join
-here; over a network they do only if the user says so.
+here; over a network they do only if the user says so. Jobs of one user may share a secret file, so both ends also name
+their job: by a word that rank 0 has drawn and all have heard in the store.
 
-Before anybody waits, all ranks of several hosts knock at each other's addresses, and if somebody cannot reach somebody, all
+Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody cannot reach somebody, all
 raise the same table within some seconds.
 """
 
@@ -17,9 +18,10 @@ import secrets
 import socket
 from typing import NamedTuple
 
+from braid.diagnose import reach_table
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.transport.meeting import LOOK_S, Meeting
-from braid.transport.reach import knock, matrix, own_address_towards
+from braid.transport.reach import knock, own_address_towards
 from braid.wire import Address, Identity, Listener, Secret, SocketConnection
 from braid.wire import connect as dial
 
@@ -91,8 +93,8 @@ def call_all(
     """
     me = meeting.rank
     far = [r for r, host in enumerate(hosts) if host != hosts[me]]
-    found = _agree_on_secret(meeting, secret, network)
-    who = Identity("job", ROLE, me)
+    found, job = _agree_on_secret(meeting, secret, network)
+    who = Identity(job, ROLE, me)
     with contextlib.ExitStack() as stack:
         try:
             listen = network.listen or _own_address(network)
@@ -166,14 +168,19 @@ def _own_address(network: Network) -> str:
     return found
 
 
-def _agree_on_secret(meeting: Meeting, secret: Secret | None, network: Network) -> Secret:
-    """The job's; or one that all who meet in the store read, if that is all right with everybody."""
+def _agree_on_secret(
+    meeting: Meeting, secret: Secret | None, network: Network
+) -> tuple[Secret, str]:
+    """The job's secret, or one that all who meet in the store read, if that is all right with everybody; and its name."""
     trusts = not network.towards or network.insecure
-    kinds = meeting.all_say("shm/trust", "own" if secret else "store" if trusts else "none")
+    kind = "own" if secret else "store" if trusts else "none"
+    words = meeting.all_say("shm/trust", f"{kind}@{secrets.token_hex(8)}")
+    kinds, drawn = zip(*(word.split("@") for word in words), strict=True)
+    job = drawn[0]
     if "none" in kinds or len(set(kinds)) > 1:
         meeting.part()
-        words = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
-        table = "\n".join(f"  rank {r} {words[kind]}" for r, kind in enumerate(kinds))
+        said = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
+        table = "\n".join(f"  rank {r} {said[kind]}" for r, kind in enumerate(kinds))
         msg = (
             f"expected a secret for connections between hosts, the same way on all ranks, found\n{table}\n"
             "start the job with `braid run`, or put 32 random bytes into a file that only you can read (chmod 600) and name it "
@@ -181,12 +188,12 @@ def _agree_on_secret(meeting: Meeting, secret: Secret | None, network: Network) 
         )
         raise ConfigError(msg)
     if secret is not None:
-        return secret
+        return secret, job
     key = "shm/secret"
     if meeting.rank == 0:
         meeting.store.set(key, secrets.token_hex(32).encode())
     meeting.wait([key])
-    return Secret(bytes.fromhex(meeting.store.get(key).decode()))
+    return Secret(bytes.fromhex(meeting.store.get(key).decode())), job
 
 
 def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
@@ -221,7 +228,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     firsts = [said[hosts.index(number)] for number in range(max(hosts) + 1)]
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
-        f"expected all {len(names)} hosts to reach each other, found\n{matrix(names, found)}\n"
+        f"expected all {len(names)} hosts to reach each other, found\n{reach_table(names, found)}\n"
         "open the ports between them in both directions, or name an address on a network that all share with BRAID_LISTEN (or "
         "`braid run --network-interface`)"
     )

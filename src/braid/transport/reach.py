@@ -3,30 +3,24 @@
 Problem: a firewall, a wrong interface or an address of another network shows itself as a time-out of some rank, minutes
 later, and says nothing of the others.
 
-Idea: every rank knocks at all addresses at once, for a few seconds; all results are put together, and all ranks say the same.
+Idea: one rank of each host knocks at the addresses of all ranks of the others at once, for a few seconds; all results are put
+together, and all ranks say the same.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import select
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from braid.clock import Clock
+from braid.diagnose import why_unreachable
 from braid.wire import Address
 
-__all__ = ["KNOCK_S", "knock", "matrix", "own_address_towards"]
+__all__ = ["KNOCK_S", "knock", "own_address_towards"]
 
 KNOCK_S = 5.0
-CORNER = "from \\ to"
-_WORDS = {
-    errno.ECONNREFUSED: "refused",
-    errno.ETIMEDOUT: "timed out",
-    errno.EHOSTUNREACH: "no route",
-    errno.ENETUNREACH: "no route",
-}
 
 
 def knock(
@@ -46,14 +40,18 @@ def knock(
         except OSError:
             failed[key] = "name unknown"
             continue
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as exc:  # descriptors ran out, which is no fault of the network
+            failed[key] = why_unreachable(exc.errno or 0)
+            continue
         sock.setblocking(False)
         code = sock.connect_ex(where)
         if code in {0, errno.EINPROGRESS}:
             waiting[sock.fileno()] = (key, sock)
             poller.register(sock, select.POLLOUT)
         else:
-            failed[key] = _words(code)
+            failed[key] = why_unreachable(code)
             sock.close()
     deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
     while waiting:
@@ -63,7 +61,7 @@ def knock(
             poller.unregister(fd)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
-                failed[key] = _words(code)
+                failed[key] = why_unreachable(code)
             sock.close()
         if not ready:
             break
@@ -71,34 +69,6 @@ def knock(
         failed[key] = "timed out"
         sock.close()
     return failed
-
-
-def matrix(names: Sequence[str], failed: Mapping[tuple[int, int], str]) -> str:
-    """The table of who (row) can reach whom (column).
-
-    Args:
-        names: Of the rows and columns.
-        failed: (from, to) -> why not.
-    """
-    cells = [
-        [failed.get((i, j), "ok" if i != j else "-") for j in range(len(names))]
-        for i in range(len(names))
-    ]
-    widths = [
-        max(len(word) for word in (name, *(row[j] for row in cells)))
-        for j, name in enumerate(names)
-    ]
-    first = max(map(len, (CORNER, *names)))
-    lines = [
-        f"  {CORNER:<{first}}  "
-        + "  ".join(f"{name:<{width}}" for name, width in zip(names, widths, strict=True))
-    ]
-    for name, row in zip(names, cells, strict=True):
-        lines.append(
-            f"  {name:<{first}}  "
-            + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        )
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def own_address_towards(host: str) -> str:
@@ -111,7 +81,3 @@ def own_address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect(where)
         return str(sock.getsockname()[0])
-
-
-def _words(code: int) -> str:
-    return _WORDS.get(code, os.strerror(code).lower())

@@ -15,6 +15,7 @@ from braid.wire.handshake import (
 )
 from braid.wire.listener import Listener, connect
 from braid.wire.secret import SECRET_BYTES, Secret
+from braid.wire.unsent import Unsent
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -35,6 +36,7 @@ __all__ = [
     "Secret",
     "Send",
     "SocketConnection",
+    "Unsent",
     "connect",
     "encode",
 ]

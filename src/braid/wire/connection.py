@@ -14,20 +14,18 @@ import contextlib
 import select
 import socket
 import threading
-from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 from typing import Protocol
 
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, CommTimeout, PeerLostError
 from braid.wire.frames import Allocate, Buffer, Frame, FrameDecoder, FrameLimits, encode
 from braid.wire.handshake import Identity
+from braid.wire.unsent import Unsent
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Connection", "SocketConnection"]
 
 DEFAULT_TIMEOUT_S = 300.0
-_MAX_PIECES = 512  # per system call; below IOV_MAX, which is 1024 on Linux and macOS
 
 
 class Connection(Protocol):
@@ -103,7 +101,7 @@ class SocketConnection:
         self._clock = clock or MonotonicClock()
         self._send_timeout_s = send_timeout_s
         self._decoder = FrameDecoder(self._limits)
-        self._outbox: deque[memoryview] = deque()
+        self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
         self._ended = ""  # why nothing can be sent or received any more
 
@@ -162,7 +160,7 @@ class SocketConnection:
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
-            self._outbox.extend(pieces)
+            self._outbox.add(pieces)
             if self._drain():
                 return
             deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
@@ -185,15 +183,15 @@ class SocketConnection:
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
-            self._outbox.extend(pieces)
+            self._outbox.add(pieces)
             self._drain()
-            return sum(map(len, self._outbox))
+            return self._outbox.nbytes
 
     def flush(self) -> int:
         """Send what the kernel takes now of what `post` queued; returns the bytes still queued."""
         with self._send_lock:
             self._drain()
-            return sum(map(len, self._outbox))
+            return self._outbox.nbytes
 
     def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
         """Wait for the next frame and receive its buffers into the memory that `allocate` returns.
@@ -264,22 +262,10 @@ class SocketConnection:
 
     def _drain(self) -> bool:
         """Send from the outbox until it is empty (True) or the kernel takes no more."""
-        outbox = self._outbox
         try:
-            while outbox:
-                nbytes = self._socket.sendmsg(list(islice(outbox, _MAX_PIECES)))
-                while nbytes:
-                    piece = outbox.popleft()
-                    if nbytes < len(piece):
-                        outbox.appendleft(piece[nbytes:])
-                        break
-                    nbytes -= len(piece)
-        except BlockingIOError:
-            return False
+            return self._outbox.drain()
         except OSError as exc:
-            outbox.clear()
             raise self._lost(exc) from exc
-        return True
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
         """Whether the socket became ready for `event`, or broke, before the deadline."""

@@ -31,7 +31,7 @@ __all__ = ["HANDSHAKE_LIMIT_S", "MAX_HALF_OPEN", "Listener", "connect"]
 
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64
-_BACKLOG = 128
+_BACKLOG = 4096  # of those that nobody has looked at yet: all hosts of a job may come at once; the system may allow less
 _PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
 _RETRY_FIRST_S = 0.005
