@@ -28,7 +28,7 @@ class NonFinite(NamedTuple):
     Attributes:
         step: Number of the reduction, from 1.
         ranks: Global ranks that have them.
-        parameters: Names, in the order of the module.
+        parameters: Names, the last of the module first: a NaN spreads from the loss towards the inputs.
     """
 
     step: int
@@ -81,7 +81,11 @@ def react(outcome: Outcome, ranks: tuple[int, ...], reaction: Reaction) -> None:
     if not any(outcome.status.spoiled):
         return
     spoiled = outcome.status.ranks(Standing.SPOILED)
-    reaction(NonFinite(outcome.number, tuple(ranks[r] for r in spoiled), tuple(outcome.spoiled)))
+    reaction(
+        NonFinite(
+            outcome.number, tuple(ranks[r] for r in spoiled), tuple(reversed(outcome.spoiled))
+        )
+    )
 
 
 class _Warning:

@@ -1,0 +1,610 @@
+"""Every option of DistributedDataParallel leaves what the ordered loop in one process leaves, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from braid.comm import Group
+from braid.data_parallel import DistributedDataParallel, MixedPrecision, NonFiniteError, accumulate
+from braid.errors import BraidError, CommError, ConfigError, MismatchError
+
+SMALL = 1e-5  # MiB: every parameter in a bucket of its own
+Gradients = list["torch.Tensor | None"]
+
+
+def linear(width: int, out: int) -> nn.Linear:
+    """With numbers that leave torch's default generator alone."""
+    layer = nn.utils.skip_init(nn.Linear, width, out)
+    generator = torch.Generator().manual_seed(width * out)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return layer
+
+
+class Net(nn.Module):
+    """Layers that can be used twice, checkpointed, and in an order other than that of registration."""
+
+    def __init__(self, *, swapped: bool = False) -> None:
+        super().__init__()
+        self.first = linear(4, 6)
+        self.second = linear(6, 6)
+        self.third = linear(6, 2)
+        self.swapped = swapped
+        self.scale = 2.0
+
+    def forward(
+        self, x: torch.Tensor, *, reentrant: bool | None = None, twice: bool = False
+    ) -> torch.Tensor:
+        def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if reentrant is None:
+                return torch.tanh(layer(x))
+            found: torch.Tensor = checkpoint(
+                lambda x: torch.tanh(layer(x)), x, use_reentrant=reentrant
+            )
+            return found
+
+        hidden = run(self.second, run(self.first, x))
+        if twice:
+            hidden = run(self.second, hidden)
+        return self.third(hidden)
+
+
+def batch(rank: int, step: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(50 * rank + step))
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def grads(module: nn.Module) -> Gradients:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_same(found: Gradients, expected: Gradients) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert torch.equal(a, b), (a, b)
+
+
+def said_by(call: Callable[[], object], kind: type[BaseException] = BraidError) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing happened"
+
+
+# Checkpointing, frozen parameters, several forwards.
+
+
+def _checkpointed(group: Group, reentrant: bool, twice: bool, static: bool) -> list[Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net, process_group=group, bucket_cap_mb=SMALL, static_graph=static
+    )
+    found = []
+    for step in range(3):
+        wrapped.zero_grad()
+        x = batch(group.rank, step).requires_grad_()
+        loss_of(wrapped(x, reentrant=reentrant, twice=twice)).backward()
+        found.append(grads(net))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "twice", "static"),
+    [(False, False, False), (False, True, False), (True, False, False), (True, True, True)],
+)
+def test_activations_may_be_checkpointed_both_ways(world, reentrant, twice, static):
+    net = Net()
+    for found in world(2, _checkpointed, reentrant, twice, static):
+        for step, after in enumerate(found):
+            accumulate(
+                net, [lambda r=r, s=step: loss_of(net(batch(r, s), twice=twice)) for r in range(2)]
+            )
+            for a, b in zip(after, grads(net), strict=True):
+                if reentrant and twice:  # parts of a gradient are added in another order there
+                    torch.testing.assert_close(a, b)
+                else:
+                    assert torch.equal(a, b)
+
+
+def _unfreezes(group: Group, unfreeze: bool) -> list[Gradients]:
+    net = Net()
+    net.second.requires_grad_(False)
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    found = []
+    for step in range(3):
+        if step == 1:
+            net.second.requires_grad_(unfreeze)
+            net.first.weight.requires_grad_(not unfreeze)
+        wrapped.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        found.append(grads(net))
+    return found
+
+
+def test_parameters_that_are_unfrozen_and_frozen_after_wrapping_are_followed(world):
+    net = Net()
+    net.second.requires_grad_(False)
+    expected = []
+    for step in range(3):
+        if step == 1:
+            net.second.requires_grad_(True)
+            net.first.weight.requires_grad_(False)
+            net.first.weight.grad = None
+        accumulate(net, [lambda r=r, s=step: loss_of(net(batch(r, s))) for r in range(2)])
+        expected.append(grads(net))
+    for found in world(2, _unfreezes, True):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+
+
+def _unfreezes_alone(group: Group) -> str:
+    net = Net()
+    net.second.requires_grad_(False)
+    wrapped = DistributedDataParallel(net, process_group=group)
+    if group.rank == 1:
+        net.second.bias.requires_grad_(True)
+    return said_by(lambda: loss_of(wrapped(batch(0, 0))).backward(), MismatchError)
+
+
+def test_one_rank_that_unfreezes_a_parameter_is_told_on_all(world):
+    for text in world(3, _unfreezes_alone):
+        assert "'second.bias' requires a gradient on 1 of 3 ranks" in text
+
+
+def _two_forwards(group: Group) -> Gradients:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    wrapped(batch(group.rank, 9))  # no backward ever follows
+    total = loss_of(wrapped(batch(group.rank, 0))) + loss_of(wrapped(batch(group.rank, 1)))
+    total.backward()
+    return grads(net)
+
+
+def test_several_forwards_may_come_before_a_backward_and_one_without(world):
+    net = Net()
+    accumulate(
+        net,
+        [lambda r=r: loss_of(net(batch(r, 0))) + loss_of(net(batch(r, 1))) for r in range(2)],
+    )
+    for found in world(2, _two_forwards):
+        assert_same(found, grads(net))
+
+
+# Accumulation and weights.
+
+
+def _every(group: Group) -> list[Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, every=3)
+    found = []
+    for step in range(6):
+        if step % 3 == 0:
+            wrapped.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        if step % 3 == 2:
+            found.append(grads(net))
+    return found
+
+
+def test_every_third_backward_averages_what_three_have_accumulated(world):
+    net = Net()
+    expected = []
+    for start in (0, 3):
+        own = []
+        for rank in range(2):
+            net.zero_grad()
+            for step in range(start, start + 3):
+                loss_of(net(batch(rank, step))).backward()
+            own.append(grads(net))
+        expected.append([(a + b) / 2 for a, b in zip(*own, strict=True)])
+    for found in world(2, _every):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+
+
+def _backward_inside_no_sync(group: Group) -> bool:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group)
+    loss = loss_of(wrapped(batch(group.rank, 0)))
+    with wrapped.no_sync():
+        loss.backward()
+    local = Net()
+    loss_of(local(batch(group.rank, 0))).backward()
+    return all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(net.parameters(), local.parameters(), strict=True)
+    )
+
+
+def test_no_sync_follows_the_backward_not_the_forward(world):
+    assert world(2, _backward_inside_no_sync) == [True, True]
+
+
+ROWS = (5, 2, 0)  # of the batches of rank 0, 1, 2
+
+
+def _weighted(group: Group) -> Gradients:
+    net = Net().double()
+    wrapped = DistributedDataParallel(net, process_group=group, every=2)
+    for step in range(2):
+        rows = ROWS[group.rank] + step
+        wrapped.weigh(rows)
+        found = wrapped(batch(group.rank, step, rows).double())
+        (loss_of(found) if rows else found.sum()).backward()
+    return grads(net)
+
+
+def test_weights_make_uneven_batches_equal_to_one_batch_of_one_process(world):
+    net = Net().double()
+    together = torch.cat([batch(r, s, ROWS[r] + s) for s in range(2) for r in range(3)])
+    loss_of(net(together.double())).backward()
+    for found in world(3, _weighted):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.grad)
+
+
+# Uneven inputs.
+
+BATCHES = (4, 1, 2)
+
+
+def _uneven(group: Group, by_all: bool) -> tuple[list[torch.Tensor], list[int]]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = group.statistics()["num_operations"]
+    with wrapped.join(divide_by_initial_world_size=by_all):
+        for step in range(BATCHES[group.rank]):
+            optimizer.zero_grad()
+            loss_of(wrapped(batch(group.rank, step))).backward()
+            optimizer.step()
+    after = group.statistics()["num_operations"]
+    return [p.detach().clone() for p in net.parameters()], [after - before]
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+def test_ranks_without_inputs_help_the_others_until_all_are_through(world, by_all):
+    net = Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(max(BATCHES)):
+        working = [rank for rank in range(3) if step < BATCHES[rank]]
+        optimizer.zero_grad()
+        for rank in working:
+            loss = loss_of(net(batch(rank, step).double()))
+            (loss / (3 if by_all else len(working))).backward()
+        optimizer.step()
+    for found, _ in world(3, _uneven, by_all):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach().float())
+
+
+def _throws(group: Group) -> str:
+    wrapped = DistributedDataParallel(Net(), process_group=group)
+
+    def train() -> None:
+        with wrapped.join(throw_on_early_termination=True):
+            for step in range(BATCHES[group.rank]):
+                loss_of(wrapped(batch(group.rank, step))).backward()
+
+    return said_by(train, CommError)
+
+
+def test_a_rank_without_input_can_be_an_error_on_all(world):
+    assert all("found that a rank has no more" in text for text in world(2, _throws))
+
+
+# What must be refused, or be told.
+
+
+def _grad(group: Group) -> tuple[str, bool]:
+    wrapped = DistributedDataParallel(Net(), process_group=group, find_unused_parameters=True)
+    loss = loss_of(wrapped(batch(group.rank, 0)))
+    text = said_by(lambda: torch.autograd.grad(loss, list(wrapped.parameters())), ConfigError)
+    x = batch(group.rank, 0).requires_grad_()
+    (by_input,) = torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+    by_input.square().sum().backward()  # a gradient penalty: its own graph, averaged as any other
+    return text, wrapped.module.first.weight.grad is not None
+
+
+def test_autograd_grad_of_parameters_is_refused_and_that_of_inputs_is_not(world):
+    for text, penalized in world(2, _grad):
+        assert "found torch.autograd.grad of 'first.weight'" in text
+        assert "loss.backward()" in text
+        assert penalized
+
+
+def _spoils(group: Group, nonfinite: str, check_all: bool) -> tuple[str, bool]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net, process_group=group, nonfinite=nonfinite, check_all=check_all
+    )
+
+    def step() -> None:
+        x = batch(group.rank, 0)
+        found = wrapped(x)
+        weights = torch.ones_like(found)
+        if group.rank == 1:
+            weights[0, 1] = float("inf")
+        (found * weights).sum().backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = said_by(step, NonFiniteError)
+    return " ".join([said, *(str(one.message) for one in caught)]), net.first.bias.grad is None
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "check_all", "dropped"), [("raise", True, False), ("skip", False, True)]
+)
+def test_gradients_that_are_not_finite_are_told_on_all_ranks(world, nonfinite, check_all, dropped):
+    for text, is_dropped in world(2, _spoils, nonfinite, check_all):
+        assert is_dropped == dropped
+        if nonfinite == "raise":
+            assert "gradients of 'third.bias', 'third.weight', 'second.bias'" in text
+            assert "on rank 1 in step 1" in text
+
+
+def _drifts(group: Group) -> str:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, hash_every=2)
+    loss_of(wrapped(batch(0, 0))).backward()
+    if group.rank == 2:
+        with torch.no_grad():
+            net.second.weight[0, 0] += 1e-3
+    return said_by(lambda: loss_of(wrapped(batch(0, 0))).backward(), MismatchError)
+
+
+def test_a_parameter_that_drifts_is_named_with_its_rank(world):
+    for text in world(3, _drifts):
+        assert "second.weight on rank 2" in text
+        assert "step 2" in text
+
+
+# Buckets.
+
+
+class Crossed(nn.Module):
+    """Gradients come in another order than registration says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(4)) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (5, 1, 4, 0, 3, 2):  # gradients come in the reverse order
+            x = torch.tanh(x * self.weights[number])
+        return x
+
+
+def _crossed(group: Group) -> tuple[list[tuple[int, ...]], Gradients]:
+    net = Crossed()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb_list=[32 / (1 << 20)])
+    for step in range(2):
+        wrapped.zero_grad()
+        wrapped(batch(group.rank, step)).sum().backward()
+    return [bucket.members for bucket in wrapped._reducer.buckets.plan], grads(net)
+
+
+def test_buckets_are_planned_anew_in_the_order_in_which_gradients_came(world):
+    net = Crossed()
+    accumulate(net, [lambda r=r: net(batch(r, 1)).sum() for r in range(2)])
+    for members, found in world(2, _crossed):
+        assert members == [(2, 3), (0, 4), (1, 5)]
+        assert_same(found, grads(net))
+
+
+def _delays(group: Group) -> tuple[list[bool], Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net,
+        process_group=group,
+        delay_all_reduce_named_params=[("third.weight", net.third.weight)],
+        param_to_hook_all_reduce=net.first.weight,
+        find_unused_parameters=True,
+    )
+    loss_of(wrapped(batch(group.rank, 0))).backward()
+    return [bucket.delayed for bucket in wrapped._reducer.buckets.plan], grads(net)
+
+
+def test_delayed_parameters_have_a_bucket_of_their_own(world):
+    net = Net()
+    accumulate(net, [lambda r=r: loss_of(net(batch(r, 0))) for r in range(2)])
+    for delayed, found in world(2, _delays):
+        assert delayed == [False, True]
+        assert_same(found, grads(net))
+
+
+def _ignores(group: Group) -> bool:
+    net = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["third.weight"])
+    wrapped = DistributedDataParallel(net, process_group=group)
+    loss_of(wrapped(batch(group.rank, 0))).backward()
+    own = Net()
+    loss_of(own(batch(group.rank, 0))).backward()
+    return torch.equal(net.third.weight.grad, own.third.weight.grad)
+
+
+def test_ignored_parameters_keep_their_own_gradients(world):
+    assert world(2, _ignores) == [True, True]
+
+
+def _embeds(group: Group, tied: bool) -> Gradients:
+    embed = nn.Embedding(7, 3, sparse=True, _weight=linear(3, 7).weight.detach())
+    net = nn.Sequential(embed, linear(3, 2))
+    wrapped = DistributedDataParallel(net, process_group=group)
+    tokens = torch.tensor([[group.rank, 3, 3], [5, group.rank, 6]])
+    wrapped(tokens[: 2 if group.rank != 1 else 1]).square().sum().backward()
+    assert embed.weight.grad.is_sparse
+    return [embed.weight.grad.to_dense(), *grads(net[1])]
+
+
+def test_sparse_gradients_are_averaged_by_rows_and_stay_sparse(world):
+    embed = nn.Embedding(7, 3, _weight=linear(3, 7).weight.detach())
+    net = nn.Sequential(embed, linear(3, 2))
+
+    def loss(rank: int) -> torch.Tensor:
+        tokens = torch.tensor([[rank, 3, 3], [5, rank, 6]])
+        return net(tokens[: 2 if rank != 1 else 1]).square().sum()
+
+    accumulate(net, [lambda r=r: loss(r) for r in range(3)])
+    for found in world(3, _embeds, False):
+        assert_same(found, grads(net))
+
+
+# Hooks.
+
+
+def _hooked(group: Group, kind: str) -> tuple[str, Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+
+    def hook(state, bucket):
+        assert state == "state"
+        if kind == "generator":
+            return steps(bucket)
+        if kind == "work":
+            return group.all_reduce(bucket.buffer(), "avg", async_op=True)
+        average = group.all_reduce(bucket.buffer().clone(), "avg")
+        if kind == "shape":
+            average = average[:1]
+        if kind == "nothing":
+            return None
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(average)
+        return future
+
+    def steps(bucket):
+        yield group.all_reduce(bucket.buffer(), async_op=True)
+        bucket.set_buffer(bucket.buffer() / group.size)
+
+    wrapped.register_comm_hook("state", hook)
+    said = said_by(lambda: loss_of(wrapped(batch(group.rank, 0))).backward(), ConfigError)
+    return said, grads(net)
+
+
+@pytest.mark.parametrize("kind", ["future", "work", "generator"])
+def test_a_hook_takes_the_place_of_the_all_reduce(world, kind):
+    net = Net()
+    accumulate(net, [lambda r=r: loss_of(net(batch(r, 0))) for r in range(2)])
+    for said, found in world(2, _hooked, kind):
+        assert said == "nothing happened"
+        for a, b in zip(found, grads(net), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("shape", "numbers from the communication hook"), ("nothing", "found NoneType")],
+)
+def test_a_hook_that_answers_something_else_is_told_so(world, kind, words):
+    for said, _ in world(1, _hooked, kind):
+        assert words in said
+
+
+# Precision, passing through, saving.
+
+
+def _mixed(group: Group) -> tuple[list[str], Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net, process_group=group, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)
+    )
+    found = wrapped(batch(group.rank, 0))
+    found.float().square().mean().backward()
+    return [str(found.dtype), str(net.first.weight.dtype)], grads(net)
+
+
+def test_forward_in_16_bits_leaves_gradients_in_32(world):
+    def loss(net: Net, rank: int) -> torch.Tensor:
+        low = copy.deepcopy(net).bfloat16()
+        low(batch(rank, 0).bfloat16()).float().square().mean().backward()
+        for a, b in zip(net.parameters(), low.parameters(), strict=True):
+            a.grad = b.grad.float()
+        return torch.zeros(())
+
+    net, own = Net(), []
+    for rank in range(2):
+        loss(net, rank)
+        own.append(grads(net))
+    for dtypes, found in world(2, _mixed):
+        assert dtypes == ["torch.bfloat16", "torch.float32"]
+        assert_same(found, [(a + b) / 2 for a, b in zip(*own, strict=True)])
+
+
+def _passes(group: Group) -> tuple[float, list[str], str, int, int]:
+    wrapped = DistributedDataParallel(Net(), process_group=group)
+    loss_of(wrapped(batch(0, 0))).backward()
+    saved = io.BytesIO()
+    torch.save(wrapped.module.first.bias.grad, saved)
+    missing = said_by(lambda: wrapped.nothing, AttributeError)
+    logged = wrapped._get_ddp_logging_data()
+    return (
+        wrapped.scale,
+        list(wrapped.state_dict())[:1],
+        missing,
+        saved.tell(),
+        logged["iteration"],
+    )
+
+
+def test_attributes_of_the_module_are_those_of_the_wrapper(world):
+    ((scale, names, missing, nbytes, iteration),) = world(1, _passes)
+    assert (scale, names, iteration) == (2.0, ["module.first.weight"], 1)
+    assert "'Net' object has no attribute 'nothing'" in missing
+    assert nbytes < 5000
+
+
+def _compiled(group: Group, outside: bool) -> Gradients:
+    net = Net()
+    if outside:
+        call = torch.compile(DistributedDataParallel(net, process_group=group), backend="eager")
+    else:
+        call = DistributedDataParallel(torch.compile(net, backend="eager"), process_group=group)
+    loss_of(call(batch(group.rank, 0))).backward()
+    return grads(net)
+
+
+@pytest.mark.parametrize("size", [1])
+def test_compiled_modules_are_averaged(world, size):
+    net = Net()
+    accumulate(net, [lambda r=r: loss_of(net(batch(r, 0))) for r in range(size)])
+    for found in world(size, _compiled, False):
+        for a, b in zip(found, grads(net), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def _wrong(group: Group, options: dict[str, object]) -> str:
+    return said_by(
+        lambda: DistributedDataParallel(Net(), process_group=group, **options), ConfigError
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "expected every"),
+        ({"hash_every": -1}, "expected hash_every"),
+        ({"nonfinite": "explode"}, "expected nonfinite out of"),
+        ({"device_ids": [0, 1]}, "one device"),
+        ({"mixed_precision": 16}, "expected mixed_precision"),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.int8)}, "floating dtypes"),
+        ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, "together"),
+        ({"bucket_cap_mb_list": [0.0]}, "at least one byte"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(world, options, words):
+    assert words in world(1, _wrong, options)[0]
