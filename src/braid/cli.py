@@ -18,6 +18,7 @@ from braid.commands import TOLD, Directory
 from braid.commands.bench import bench_comm, bench_ddp, bench_net
 from braid.commands.host_options import HostOptions
 from braid.commands.probe import probe
+from braid.commands.prove import prove
 from braid.commands.schedule import (
     schedule_check,
     schedule_compare,
@@ -409,6 +410,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "schedule check": schedule_check,
     "schedule simulate": schedule_simulate,
     "schedule compare": schedule_compare,
+    "prove": prove,
     "train": train,
     "demo": demo,
     "report": report,

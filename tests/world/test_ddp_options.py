@@ -608,3 +608,16 @@ def _wrong(group: Group, options: dict[str, object]) -> str:
 )
 def test_options_that_make_no_sense_are_refused(world, options, words):
     assert words in world(1, _wrong, options)[0]
+
+
+def _times(group: Group) -> tuple[int, list[tuple[str, ...]], bool]:
+    wrapped = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=SMALL)
+    loss_of(wrapped(batch(group.rank, 0))).backward()
+    found = wrapped.bucket_times()
+    ready = [seconds for row in found.rows for seconds in row.ready_s]
+    return found.step, [row.names for row in found.rows], min(ready) > 0
+
+
+def test_every_rank_hears_when_buckets_were_ready_on_all(world):
+    for step, names, known in world(2, _times):
+        assert (step, names[0], known) == (1, ("third.bias", "third.weight"), True)

@@ -71,5 +71,9 @@ def probe(
         )
         for nbytes, rate in level.by_size:
             print(f"  {nbytes / 1024:>8,.0f} KiB  {rate / 1e9:6.3f} GB/s")
+        if level.burst_bytes:
+            print(
+                f"  after a rest {level.burst_bytes / 1024:,.0f} KiB beside its rate of {level.bytes_per_s / 1e9:.3f} GB/s"
+            )
     print(f"cluster  {out}")
     return 0

@@ -37,6 +37,7 @@ from braid.params import (
     ReducerOptions,
     Standing,
 )
+from braid.params.bucket_times import BucketTimes
 from braid.params.hashing import compare_values
 
 __all__ = ["DistributedDataParallel"]
@@ -277,6 +278,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_process_group(self) -> Group:
         """With whom it communicates."""
         return self.process_group
+
+    def bucket_times(self) -> BucketTimes:
+        """When each bucket of the last step was full on each rank, which is who makes the others wait; print it. A collective."""
+        return self._reducer.bucket_times()
 
     @property
     def num_buckets(self) -> int:

@@ -20,7 +20,7 @@ __all__ = ["accumulate"]
 def accumulate(
     module: nn.Module, shard_losses: Sequence[Callable[[], torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Leave in `.grad` what `DistributedDataParallel` leaves on n ranks.
+    """Leave in `.grad` what `DistributedDataParallel` leaves on n ranks, and in buffers what the first shard leaves there.
 
     Args:
         module: The model.
@@ -30,15 +30,21 @@ def accumulate(
         The losses, detached.
     """
     params = [p for p in module.parameters() if p.requires_grad]
+    before = _copies(module)
+    after: dict[str, torch.Tensor] = {}
     gradients: list[list[torch.Tensor | None]] = []
     losses = []
-    for shard_loss in shard_losses:
+    for number, shard_loss in enumerate(shard_losses):
         for param in params:
             param.grad = None
+        if number:
+            _restore(module, before)
         loss = shard_loss()
+        after = after or _copies(module)
         loss.backward()  # type: ignore[no-untyped-call]  # torch's signature is untyped
         losses.append(loss.detach())
         gradients.append([param.grad for param in params])
+    _restore(module, after)
     for param, *column in zip(params, *gradients, strict=True):
         if all(grad is None for grad in column):
             param.grad = None
@@ -47,3 +53,14 @@ def accumulate(
         param.grad = torch.empty_like(param)
         combine(filled, param.grad, "avg", None)
     return losses
+
+
+def _copies(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def _restore(module: nn.Module, copies: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name in copies:
+                buffer.copy_(copies[name])

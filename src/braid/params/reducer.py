@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.params.bucket_state import BucketState, Caps, held_back, plan_buckets
+from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
 from braid.params.sparse import average_sparse
 from braid.params.status import Standing, Status, StatusLayout
@@ -126,9 +127,12 @@ class GradientReducer:
         self._trained: tuple[bool, ...] = ()
         self._order: list[int] = []
         self._learnt = False
+        self.num_reductions = 0
+        self._now_ns = group.context.clock.now_ns
+        self._ended_ns = self._now_ns()
+        self._last_ready_ns: dict[int, int] = {}
         self._reset_counts()
         self._plan()
-        self.num_reductions = 0
         self.synchronize = True
         self.buffers_used = False
         self.on_outcome: Callable[[Outcome], None] | None = None
@@ -207,6 +211,20 @@ class GradientReducer:
         self._conclude(status, Standing.JOINED)
         return True
 
+    def bucket_times(self) -> BucketTimes:
+        """When the buckets of the last averaging were ready, on all ranks; a collective."""
+        plan = self.buckets.plan
+        own = [self._last_ready_ns.get(number, 0) * 1e-9 for number in range(len(plan))]
+        table = self._group.all_gather(
+            torch.tensor([own], dtype=torch.float64, device=self._status.device)
+        )
+        return BucketTimes.of(
+            self.num_reductions,
+            self._group.ranks,
+            [[self._names[p] for p in bucket.members] for bucket in plan],
+            table.view(self._group.size, -1).tolist(),
+        )
+
     def close(self) -> None:
         """Remove the hooks."""
         for handle in self._handles.values():
@@ -237,6 +255,7 @@ class GradientReducer:
         self.buckets = Buckets(
             self._group, plan, dense, wire=options.wire, check_all=options.check_all
         )
+        self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
         self._sparse = [p for p, r in own.items() if r.sparse]
         self._state = BucketState([*plan], self._names)
         self._after = next((p for p, r in own.items() if options.delayed_after in r.names), -1)
@@ -322,6 +341,7 @@ class GradientReducer:
     def _start(self, number: int) -> None:
         self._spoiled.update(self.buckets.spoiled(number))
         self._state.leave(number)
+        self._ready_ns[number] = self._now_ns() - self._ended_ns
         self.buckets.start(number, self._hook)
 
     def _leave(self) -> None:
@@ -426,6 +446,8 @@ class GradientReducer:
 
     def _end_step(self) -> None:
         self.num_reductions += 1
+        self._ended_ns = self._now_ns()
+        self._last_ready_ns, self._ready_ns = self._ready_ns, {}
         self._state.reset()
         self._reset_counts()
 

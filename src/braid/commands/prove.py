@@ -1,0 +1,51 @@
+"""`braid prove`: does training on N ranks give what one process gives, bit by bit?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+from braid.errors import ConfigError
+
+__all__ = ["prove"]
+
+
+def prove(
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")],
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    steps: int = 5,
+    log_dir: str = "runs/prove",
+) -> int:
+    """Train on N ranks and in one process, and compare all parameters after every step, bit by bit.
+
+    FILE defines model() and loss(model, rank, size, step), which is the loss of one rank's share of a step; optimizer(params) and
+    wrap(model, group) if they shall be others than SGD and DistributedDataParallel. Exit code 1 means that the two differ.
+
+    Args:
+        file: Python file.
+        n: Number of ranks.
+        steps: Number of steps.
+        log_dir: Directory for the logs of the ranks.
+    """
+    from pathlib import Path
+
+    import msgspec
+
+    from braid.bench.one_host import run_here
+    from braid.prove.show import show
+    from braid.prove.task import load_task
+    from braid.prove.worker import Plan, Told
+
+    problems = [f"--num-ranks {n}"] * (n < 1) + [f"--steps {steps}"] * (steps < 1)
+    if problems:
+        msg = f"expected numbers from 1, found {' and '.join(problems)}"
+        raise ConfigError(msg)
+    load_task(Path(file))  # so that a task that cannot be read is told once, not by every rank
+    heard: list[str] = []
+    plan = msgspec.json.encode(Plan(file=str(Path(file).resolve()), steps=steps))
+    run_here(n, "braid.prove.worker", plan, log_dir=Path(log_dir), hear=heard.append)
+    proof = msgspec.json.decode(heard[-1], type=Told).proof
+    show(proof)
+    return 0 if proof.holds else 1

@@ -1,0 +1,136 @@
+"""The same steps on N ranks and in one process, compared after each.
+
+The ranks train as they would; the first one also runs the shares of all, one after the other, in one process with the same number of threads
+(`data_parallel.accumulate`), and compares parameters bit by bit after each step. So the first step, and the first parameter in the order of the
+module, at which they part ways are known, and how far apart they are. Memory: two models and their optimizers' state on the first rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.data_parallel import accumulate
+from braid.params import ParamTable
+from braid.params.hashing import compare_values
+from braid.prove.compare import Difference, difference
+from braid.prove.task import Task
+
+__all__ = ["Proof", "prove"]
+
+
+class Proof(NamedTuple):
+    """What has been found.
+
+    Attributes:
+        ranks: World size.
+        steps: Steps that were compared, the differing one included.
+        num_params: Parameters.
+        numel: Numbers in them.
+        step: The first one, from 1, after which a parameter differed; 0 if none did.
+        difference: Of the first such parameter of the module.
+        others: Names of further ones that differ in this step.
+        losses: (parallel run, one process) of the first rank's share, by step, as text.
+    """
+
+    ranks: int
+    steps: int
+    num_params: int
+    numel: int
+    step: int = 0
+    difference: Difference | None = None
+    others: tuple[str, ...] = ()
+    losses: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether all numbers were the same after every step."""
+        return self.difference is None
+
+
+def prove(group: Group, task: Task, steps: int) -> Proof | None:
+    """Train in parallel and in one process, and compare; a collective.
+
+    Args:
+        group: The ranks.
+        task: What is trained.
+        steps: How many steps.
+
+    Returns:
+        On the first rank what was found, None on the others.
+
+    Raises:
+        MismatchError: The ranks themselves have other parameters than each other; on all of them.
+    """
+    model = task.model()
+    wrapped = task.wrap(model, group)
+    optimizer = task.optimizer(model.parameters())
+    alone = _Alone(task, group.size, model) if group.rank == 0 else None
+    table = ParamTable.of(model)
+    losses: list[tuple[str, str]] = []
+    differ: list[Difference] = []
+    step = 0
+    while step < steps and not differ:
+        optimizer.zero_grad()
+        loss = _seeded(task, wrapped, group.rank, group.size, step)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        step += 1
+        compare_values(group, table.records, f"after step {step}")
+        if alone is not None:
+            expected = alone.step(step - 1)
+            losses.append((f"{loss.item():.9g}", f"{expected:.9g}"))
+            differ = alone.compare(model)
+        stop = torch.tensor([len(differ)], device="cpu")
+        group.broadcast(stop, 0)
+        if stop.item():
+            break
+    if alone is None:
+        return None
+    numel = sum(record.param.numel() for record in table)
+    first = differ[0] if differ else None
+    return Proof(
+        group.size,
+        step,
+        len(table),
+        numel,
+        step if differ else 0,
+        first,
+        tuple(one.parameter for one in differ[1:]),
+        tuple(losses),
+    )
+
+
+class _Alone:
+    """The run in one process, from the parameters that the ranks begin with."""
+
+    def __init__(self, task: Task, size: int, begin: nn.Module) -> None:
+        self._task = task
+        self._size = size
+        self._model = task.model()
+        self._model.load_state_dict(begin.state_dict())
+        self._optimizer = task.optimizer(self._model.parameters())
+
+    def step(self, number: int) -> float:
+        """One step; the loss of the first share."""
+        shares = [
+            lambda rank=rank: _seeded(self._task, self._model, rank, self._size, number)
+            for rank in range(self._size)
+        ]
+        losses = accumulate(self._model, shares)
+        self._optimizer.step()
+        return losses[0].item()
+
+    def compare(self, model: nn.Module) -> list[Difference]:
+        """Parameters that differ, in the order of the module."""
+        pairs = zip(model.named_parameters(), self._model.parameters(), strict=True)
+        found = (difference(name, param, expected) for (name, param), expected in pairs)
+        return [one for one in found if one is not None]
+
+
+def _seeded(task: Task, model: nn.Module, rank: int, size: int, step: int) -> torch.Tensor:
+    torch.manual_seed(1_000_003 * step + rank)
+    return task.loss(model, rank, size, step)

@@ -1,0 +1,44 @@
+"""A proof for people."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from braid.prove.proving import Proof
+
+__all__ = ["show"]
+
+MAX_NAMES = 5
+
+
+def show(proof: Proof, console: Console | None = None) -> None:
+    """Print the losses of both runs by step, and the verdict."""
+    console = console or Console()
+    grid = Table(box=box.SIMPLE_HEAD)
+    for head in ("step", f"loss on {proof.ranks} ranks", "in one process", "parameters"):
+        grid.add_column(head, justify="right" if head == "step" else "left", no_wrap=True)
+    for step, (parallel, alone) in enumerate(proof.losses, 1):
+        same = step != proof.step
+        grid.add_row(str(step), parallel, alone, "the same bits" if same else "[red]differ[/red]")
+    console.print(grid)
+    if proof.difference is None:
+        console.print(
+            f"[bold]proved[/bold]  {proof.steps} steps on {proof.ranks} ranks: all {proof.num_params:,} parameters ({proof.numel:,} numbers) have the "
+            "bits of one process after every step",
+            soft_wrap=True,
+        )
+        return
+    console.print(
+        f"[bold red]differs[/bold red]  after step {proof.step}: {proof.difference}", soft_wrap=True
+    )
+    if proof.others:
+        more = len(proof.others) - MAX_NAMES
+        names = ", ".join(proof.others[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+        console.print(f"         likewise {names}", soft_wrap=True)
+    console.print(
+        "         a few ulps are another order of additions (a hook, a format, hosts), millions a mistake: a share that is not the same in both "
+        "runs, state that one of them has not, a parameter that is not averaged",
+        soft_wrap=True,
+    )

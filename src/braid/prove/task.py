@@ -1,0 +1,73 @@
+"""What is trained in a proof: a file of the user's with a few functions.
+
+    def model(): ...                            # built anew, equal in every process
+    def loss(model, rank, size, step): ...      # forward on the share of `rank`; the mean over it
+    def optimizer(params): ...                  # torch.optim.SGD(params, lr=0.1) if there is none
+    def wrap(model, group): ...                 # braid.DistributedDataParallel if there is none
+
+Every share of every step begins with the same state of the default random generator in the parallel run and in one process.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.data_parallel import DistributedDataParallel
+from braid.errors import ConfigError
+
+__all__ = ["Task", "load_task"]
+
+
+def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def _replicate(model: nn.Module, group: Group) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained; see the module.
+
+    Attributes:
+        model: Makes the model.
+        loss: (model, rank, size, step) -> loss of the share of `rank`.
+        optimizer: Makes the optimizer of given parameters.
+        wrap: (model, group) -> what is called and differentiated in its place in the parallel run.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int, int], torch.Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _sgd
+    wrap: Callable[[nn.Module, Group], nn.Module] = _replicate
+
+
+def load_task(path: Path) -> Task:
+    """The task of a file.
+
+    Raises:
+        ConfigError: There is no such file, it raises, or lacks a function.
+    """
+    if not path.is_file():
+        msg = f"expected a Python file with model() and loss(model, rank, size, step), found no file at {path}"
+        raise ConfigError(msg)
+    try:
+        found: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
+    except Exception as exc:
+        msg = f"expected {path} to define a task, found that it raises {type(exc).__name__}: {exc}"
+        raise ConfigError(msg) from exc
+    lacking = [name for name in ("model", "loss") if not callable(found.get(name))]
+    if lacking:
+        msg = f"expected {path} to define model() and loss(model, rank, size, step), found no {' and no '.join(lacking)}"
+        raise ConfigError(msg)
+    options = {name: found[name] for name in ("optimizer", "wrap") if callable(found.get(name))}
+    return Task(found["model"], found["loss"], **options)

@@ -1,0 +1,61 @@
+"""`braid prove` proves what holds, and names the first parameter of what does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.cli import main
+
+pytestmark = pytest.mark.procs
+
+TASK = """
+import braid, torch
+from torch import nn
+
+def model():
+    generator = torch.Generator().manual_seed(0)
+    found = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 1))
+    with torch.no_grad():
+        for param in found.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+    return found
+
+def loss(model, rank, size, step):
+    x = torch.randn(6 * size, 8, generator=torch.Generator().manual_seed(step))
+    return model(x[rank::size]).square().mean()
+
+def optimizer(params):
+    return torch.optim.AdamW(params, lr=0.01)
+"""
+SLIPS = """
+def wrap(model, group):
+    wrapped = braid.DistributedDataParallel(model, process_group=group)
+    def hook(state, bucket):
+        yield group.all_reduce(bucket.buffer(), async_op=True)
+        bucket.buffer().div_(group.size)
+        bucket.gradients()[0].mul_(1.001)  # of the last parameter
+    wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.5)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_equal_bits_are_proved(tmp_path, capsys, ranks):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    told = ["prove", str(file), "-n", ranks, "--steps", "3", "--log-dir", str(tmp_path / "logs")]
+    assert main(told) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"proved 3 steps on {ranks} ranks: all 6 parameters" in out
+
+
+def test_a_slip_is_found_after_its_step(tmp_path, capsys):
+    file = tmp_path / "task.py"
+    file.write_text(TASK + SLIPS)
+    assert main(["prove", str(file), "--steps", "3", "--log-dir", str(tmp_path / "logs")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "differs after step 1: 3.bias" in out
+    assert "ulps apart" in out
