@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from braid.bench import comm, ddp, ddp_worker
+from braid.bench.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None
@@ -92,13 +93,15 @@ def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
 @pytest.mark.procs
 @pytest.mark.proof
 def test_every_wrapper_trains(tmp_path, quiet):
-    bench = ddp.DdpBench(batch={"mlp": 1, "gpt": 1}, rounds=2, out=tmp_path)
+    cases = tuple(ddp_worker.Case(name, 1 + (name == "conv")) for name in MODEL_NAMES)
+    bench = ddp.DdpBench(cases=cases, rounds=2, budget_s=1.0, busy=1, out=tmp_path)
     report = ddp.run_ddp(bench, console=quiet)
-    assert [found.model for found in report.models] == ["mlp", "gpt"]
+    assert [found.model for found in report.models] == ["mlp", "gpt", "conv"]
     for found in report.models:
         assert set(found.step_s) == set(ddp_worker.VARIANTS)
-        assert 25e6 < found.num_params < 26e6
-    assert ddp.ddp_table(report).row_count == 10
+        assert 11e6 < found.num_params < 26e6
+    assert ddp.ddp_table(report).row_count == 15
+    assert len(ddp.verdicts(report)) == 6
 
 
 def test_shares_of_exposed_communication_are_quotients_of_medians():
@@ -122,4 +125,4 @@ def test_shares_of_steps_that_vary_lie_between_bounds():
 
 def test_unknown_models_are_refused():
     with pytest.raises(ConfigError, match="resnet"):
-        ddp.DdpBench(models=("resnet",))
+        ddp.DdpBench(cases=(ddp_worker.Case("resnet", 1),))

@@ -7,7 +7,11 @@ braid's own is the third. All run in the same processes in one run (`ddp_worker`
 from __future__ import annotations
 
 import importlib.metadata
-from dataclasses import dataclass, field
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -16,14 +20,26 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.ddp_worker import MODEL_NAMES, VARIANTS, Measured, Plan
+from braid.bench.ddp_models import MODEL_NAMES
+from braid.bench.ddp_worker import VARIANTS, Case, Measured, Plan
 from braid.bench.machine import machine
 from braid.bench.one_host import run_here
 from braid.errors import ConfigError
 
-__all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp", "share_text"]
+__all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp", "share_text", "verdicts"]
 
-BATCH = {"mlp": 64, "gpt": 2}
+CASES = (
+    Case("mlp", 64),
+    Case("gpt", 2),
+    Case("conv", 2),
+    Case("mlp", 256),
+    Case("gpt", 8),
+    Case("conv", 8),
+)
+LEAST_ROUNDS = 24
+LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
+AS_FAST = 0.98  # medians of equal steps differ by as much
+LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",
     "silent": "torch's DDP, sending nothing",
@@ -34,12 +50,13 @@ HEADINGS = {
 
 
 class DdpReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured."""
+    """Figures and where they were measured; `busy` processes computed beside it."""
 
     braid: str
     torch: str
     machine: str
     models: list[Measured]
+    busy: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,25 +65,27 @@ class DdpBench:
 
     Attributes:
         ranks: World size.
-        models: Out of mlp (25 million parameters) and gpt (likewise).
-        batch: Samples or sequences of a rank in a step, by model.
-        rounds: Steps of each wrapper, one in every round.
+        cases: Models with the batch of a rank.
+        rounds: Steps of each wrapper, one in every round, at most.
+        budget_s: Seconds for a case, after which there are no more rounds than needed to tell.
+        busy: Processes that compute at the same time, one core each.
         out: Directory for `ddp.json` and the run's logs.
     """
 
     ranks: int = 2
-    models: tuple[str, ...] = MODEL_NAMES
-    batch: dict[str, int] = field(default_factory=lambda: dict(BATCH))
+    cases: tuple[Case, ...] = CASES
     rounds: int = 96
+    budget_s: float = 60.0
+    busy: int = 0
     out: Path = Path("runs/bench-ddp")
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.models if name not in MODEL_NAMES]
+        unknown = [case.model for case in self.cases if case.model not in MODEL_NAMES]
         if unknown:
             msg = f"expected models out of {', '.join(MODEL_NAMES)}, found {', '.join(unknown)}"
             raise ConfigError(msg)
-        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1)]
-        least += [(f"the batch of {name}", self.batch[name], 1) for name in self.models]
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("busy", self.busy, 0)]
+        least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
         problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
         if problems:
             raise ConfigError("; ".join(problems))
@@ -85,13 +104,15 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     bench.out.mkdir(parents=True, exist_ok=True)
     figures = bench.out / "figures.json"
     plan = Plan(
-        models=bench.models,
-        batch=bench.batch,
+        cases=bench.cases,
         rounds=bench.rounds,
+        least_rounds=min(bench.rounds, LEAST_ROUNDS),
+        budget_s=bench.budget_s,
         out=str(figures.resolve()),
     )
     shown = console or RichConsole(stderr=True)
-    with shown.status(f"training {' and '.join(bench.models)} on {bench.ranks} ranks"):
+    names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
+    with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
         encoded = msgspec.json.encode(plan)
         run_here(bench.ranks, "braid.bench.ddp_worker", encoded, log_dir=bench.out / "run")
     report = DdpReport(
@@ -99,10 +120,47 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         torch=importlib.metadata.version("torch"),
         machine=machine(),
         models=msgspec.json.decode(figures.read_bytes(), type=list[Measured]),
+        busy=bench.busy,
     )
     (bench.out / "ddp.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     figures.unlink()
     return report
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Processes that compute without end meanwhile."""
+    with ExitStack() as running:
+        for _ in range(count):
+            process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            running.callback(process.wait)
+            running.callback(process.kill)
+        yield
+
+
+def verdicts(report: DdpReport) -> list[str]:
+    """What was promised of braid's wrapper, and whether it holds, in words."""
+    lines = []
+    least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
+    for found in report.models:
+        what = f"{found.model}, batch {found.batch}"
+        held = [
+            (
+                f"at least {least_gone:.0%} of Gloo's exposed communication gone",
+                found.gone.get("braid"),
+                least_gone,
+            )
+        ]
+        least = LEAST_SPEEDUP.get(found.model)
+        if least and not report.busy:
+            held.append((f"step at least {least} x Gloo's", found.speedup["braid"], least))
+        beside = found.step_s["torch"] / found.step_s["braid"]
+        held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
+        for text, figure, floor in held:
+            word = "told  " if figure is None else "held  " if figure >= floor else "missed"
+            shown = "too little exposed to tell" if figure is None else f"found {figure:.2f}"
+            lines.append(f"{word}  {what}: {text}, {shown}")
+    return lines
 
 
 def share_text(found: Measured, variant: str) -> str:
@@ -148,4 +206,6 @@ def print_ddp(report: DdpReport, out: Path) -> None:
     if not console.is_terminal:
         console = RichConsole(width=120)
     console.print(ddp_table(report))
+    for line in verdicts(report):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"figures  {out / 'ddp.json'}")

@@ -30,36 +30,46 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from braid.bench.ddp_models import Job, job_of
 from braid.comm import Group
 from braid.context import init, shutdown
 from braid.data_parallel import DistributedDataParallel
-from braid.train.config import MODELS
-from braid.train.gpt import GPT
 
-__all__ = ["MODEL_NAMES", "VARIANTS", "Measured", "Plan", "main"]
+__all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
 
-MODEL_NAMES = ("mlp", "gpt")
 VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
 COMPARED = ("torch", "braid")  # with gloo
 NUM_RESAMPLED = 400
-WIDTH, DEPTH = 2048, 6  # 25.2 million parameters
-CONTEXT = 64
 LEARNING_RATE = 1e-4
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One model with one batch.
+
+    Attributes:
+        model: Out of `ddp_models.MODEL_NAMES`.
+        batch: Samples, sequences or images of a rank in a step.
+    """
+
+    model: str
+    batch: int
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        models: Out of `MODEL_NAMES`.
-        batch: Samples (mlp) or sequences (gpt) of a rank in a step, by model.
-        rounds: Steps of each wrapper.
+        cases: Models and batches.
+        rounds: Steps of each wrapper, at most ...
+        least_rounds: ... and at least, where a step is so long that `budget_s` is over before.
+        budget_s: Seconds for a case, about.
         out: File for the figures, written by rank 0.
     """
 
-    models: tuple[str, ...]
-    batch: dict[str, int]
+    cases: tuple[Case, ...]
     rounds: int
+    least_rounds: int
+    budget_s: float
     out: str
 
 
@@ -98,22 +108,16 @@ class Measured(msgspec.Struct, kw_only=True):
 class _Step:
     """Training steps of one wrapped copy of a model."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, job: Job) -> None:
         self._model = model
-        self._x, self._y = inputs
+        self._job = job
         self._optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def __call__(self) -> None:
-        loss = self._loss()
+        loss = self._job.loss(self._model(self._job.inputs))
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-
-    def _loss(self) -> torch.Tensor:
-        found = self._model(self._x)
-        if found.dim() == 3:  # logits of every position
-            return nn.functional.cross_entropy(found.flatten(0, 1), self._y.flatten())
-        return nn.functional.mse_loss(found, self._y)
 
 
 def main(plan: Plan) -> None:
@@ -123,8 +127,8 @@ def main(plan: Plan) -> None:
     dist.init_process_group("gloo")
     over_braid = dist.new_group(backend="braid")
     measured = []
-    for name in plan.models:
-        found = _measure(group, over_braid, name, plan)
+    for case in plan.cases:
+        found = _measure(group, over_braid, case, plan)
         measured.append(found)
         if group.rank == 0:
             print(json.dumps(msgspec.to_builtins(found)), flush=True)
@@ -134,9 +138,11 @@ def main(plan: Plan) -> None:
     shutdown()
 
 
-def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan: Plan) -> Measured:
-    batch = plan.batch[name]
-    base, inputs = _model(name), _inputs(name, batch, seed=group.rank)
+def _measure(
+    group: Group, over_braid: dist.ProcessGroup | None, case: Case, plan: Plan
+) -> Measured:
+    job = job_of(case.model, case.batch, seed=group.rank)
+    base = job.model
     models: dict[str, Any] = {
         "alone": copy.deepcopy(base),
         "silent": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
@@ -147,20 +153,25 @@ def _measure(group: Group, over_braid: dist.ProcessGroup | None, name: str, plan
         "braid": DistributedDataParallel(base, process_group=group),
     }
     models["silent"].register_comm_hook(None, _send_nothing)
-    steps = {variant: _Step(models[variant], inputs) for variant in VARIANTS}
+    steps = {variant: _Step(models[variant], job) for variant in VARIANTS}
+    longest = 0.0
     for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
         for _ in range(4):
+            start = time.perf_counter()
             step()
-    times = _times(group, steps, plan.rounds)
+            longest = max(longest, time.perf_counter() - start)
+    taken = group.all_reduce(torch.tensor([longest * len(steps)]), "max").item()
+    rounds = min(plan.rounds, max(plan.least_rounds, int(plan.budget_s / taken)))
+    times = _times(group, steps, rounds)
     exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
     speedup = {}
     for variant in COMPARED:
-        rounds = zip(times[variant], times["gloo"], strict=True)
-        speedup[variant] = [g / t for t, g in rounds]
+        pairs = zip(times[variant], times["gloo"], strict=True)
+        speedup[variant] = [g / t for t, g in pairs]
     return Measured(
-        model=name,
+        model=case.model,
         num_params=sum(p.numel() for p in base.parameters()),
-        batch=batch,
+        batch=case.batch,
         ranks=group.size,
         step_s={variant: statistics.median(t) for variant, t in times.items()},
         speedup={variant: statistics.median(r) for variant, r in speedup.items()},
@@ -230,28 +241,6 @@ def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
-
-
-def _model(name: str) -> nn.Module:
-    if name == "gpt":
-        return GPT(MODELS["medium"], CONTEXT)
-    generator = torch.Generator().manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(DEPTH):
-        layer = nn.Linear(WIDTH, WIDTH)
-        with torch.no_grad():
-            layer.weight.normal_(0.0, WIDTH**-0.5, generator=generator)
-        layers += [layer, nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def _inputs(name: str, batch: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    if name == "gpt":
-        tokens = torch.randint(0, 256, (batch, CONTEXT + 1), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
-    x = torch.randn(batch, WIDTH, generator=generator)
-    return x, torch.randn(batch, WIDTH, generator=generator)
 
 
 if __name__ == "__main__":

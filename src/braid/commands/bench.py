@@ -64,28 +64,44 @@ def bench_comm(
 def bench_ddp(
     *,
     n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
-    models: tuple[str, ...] = ("mlp", "gpt"),
-    batch_mlp: int = 64,
-    batch_gpt: int = 2,
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:BATCH [...]")] = (
+        "mlp:64",
+        "gpt:2",
+        "conv:2",
+        "mlp:256",
+        "gpt:8",
+        "conv:8",
+    ),
     rounds: int = 96,
+    budget: float = 60.0,
+    busy: int = 0,
     out: str = "runs/bench-ddp",
 ) -> int:
     """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own, in turns in one run.
 
     Args:
         n: Number of ranks.
-        models: mlp and gpt, both of 25 million parameters.
-        batch_mlp: Samples of a rank in a step.
-        batch_gpt: Sequences of a rank in a step.
-        rounds: Steps of each wrapper, in turns; what is shown are medians over them.
+        cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv (11 million, with batch norm).
+        rounds: Steps of each wrapper, in turns, at most; what is shown are medians over them.
+        budget: Seconds for a case, about.
+        busy: Processes that compute beside it, one core each: what is left of it on a machine that others use, too.
         out: Directory for ddp.json.
     """
     from pathlib import Path
 
     from braid.bench import ddp
+    from braid.bench.ddp_worker import Case
 
-    batch = {"mlp": batch_mlp, "gpt": batch_gpt}
-    bench = ddp.DdpBench(ranks=n, models=models, batch=batch, rounds=rounds, out=Path(out))
+    chosen = []
+    for text in cases:
+        model, _, batch = text.partition(":")
+        if not batch.isdecimal():
+            msg = f"expected cases such as mlp:64, found {text!r}"
+            raise ConfigError(msg)
+        chosen.append(Case(model, int(batch)))
+    bench = ddp.DdpBench(
+        ranks=n, cases=tuple(chosen), rounds=rounds, budget_s=budget, busy=busy, out=Path(out)
+    )
     ddp.print_ddp(ddp.run_ddp(bench), bench.out)
     return 0
 
