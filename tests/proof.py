@@ -18,7 +18,7 @@ from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
 from braid.bench.comm_worker import Row
-from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, run_ddp, share_text, verdicts
+from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, ddp_verdicts, run_ddp, share_text
 from braid.bench.faults import FaultReport, run_fault_trials
 from braid.bench.lab import what_is_missing
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
@@ -132,7 +132,7 @@ def main() -> int:
                 "than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled steps."
             ),
             "",
-            *(f"* {line}" for line in verdicts(ddp)),
+            *(f"* {line}" for line in ddp_verdicts(ddp)),
             "",
             "| what | measured |",
             "|---|---|",
@@ -297,7 +297,7 @@ def targets_missed(
         for (size, library), floor in FLOORS_OVER_MPI.items()
         if comm.mpi and (found := rows["all_reduce", size].over_mpi[library]) < floor
     ]
-    missed += [line for line in verdicts(ddp) if line.startswith("missed")]
+    missed += [line for line in ddp_verdicts(ddp) if line.startswith("missed")]
     limits = [
         ("culprits wrong", NUM_TRIALS - faults.correct, 0),
         ("left behind", sum(faults.left_behind.values()), 0),

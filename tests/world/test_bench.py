@@ -101,7 +101,7 @@ def test_every_wrapper_trains(tmp_path, quiet):
         assert set(found.step_s) == set(ddp_worker.VARIANTS)
         assert 11e6 < found.num_params < 26e6
     assert ddp.ddp_table(report).row_count == 15
-    assert len(ddp.verdicts(report)) == 6
+    assert len(ddp.ddp_verdicts(report)) == 6
 
 
 def test_shares_of_exposed_communication_are_quotients_of_medians():

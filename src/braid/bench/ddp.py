@@ -26,7 +26,15 @@ from braid.bench.machine import machine
 from braid.bench.one_host import run_here
 from braid.errors import ConfigError
 
-__all__ = ["DdpBench", "DdpReport", "ddp_table", "print_ddp", "run_ddp", "share_text", "verdicts"]
+__all__ = [
+    "DdpBench",
+    "DdpReport",
+    "ddp_table",
+    "ddp_verdicts",
+    "print_ddp",
+    "run_ddp",
+    "share_text",
+]
 
 CASES = (
     Case("mlp", 64),
@@ -138,7 +146,7 @@ def _busy(count: int) -> Iterator[None]:
         yield
 
 
-def verdicts(report: DdpReport) -> list[str]:
+def ddp_verdicts(report: DdpReport) -> list[str]:
     """What was promised of braid's wrapper, and whether it holds, in words."""
     lines = []
     least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
@@ -206,6 +214,6 @@ def print_ddp(report: DdpReport, out: Path) -> None:
     if not console.is_terminal:
         console = RichConsole(width=120)
     console.print(ddp_table(report))
-    for line in verdicts(report):
+    for line in ddp_verdicts(report):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"figures  {out / 'ddp.json'}")
