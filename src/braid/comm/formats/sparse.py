@@ -29,7 +29,8 @@ from braid.errors import CommError, ConfigError
 
 __all__ = ["TopK"]
 
-SAMPLE = 1 << 16  # numbers; of 1 % of them, 655, the count is off by 4 % (one standard deviation)
+LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16  # numbers
+REACHING = 64  # of the sample that shall reach the threshold: the count is off by 13 % then (one standard deviation)
 GOLDEN = (1 + 5**0.5) / 2
 ENTRY_BYTES = 8  # an index and a value
 COUNT_BYTES = 4
@@ -162,12 +163,12 @@ def _largest(x: torch.Tensor, cap: int) -> torch.Tensor:
 def _threshold(x: torch.Tensor, cap: int) -> float:
     """A magnitude that about `cap` of the numbers reach; above zero."""
     numel = x.numel()
-    sample = x
-    if numel > SAMPLE:
+    sample, size = x, round(min(MOST_SAMPLE, max(LEAST_SAMPLE, REACHING * numel / cap)))
+    if numel > size:
         step = round(numel / GOLDEN)
         while math.gcd(step, numel) > 1:
             step += 1
-        sample = x[torch.arange(SAMPLE, device=x.device) * step % numel]
+        sample = x[torch.arange(size, device=x.device) * step % numel]
     rank = max(1, round(cap * sample.numel() / numel))
     reached = sample.abs().topk(rank).values[-1]  # NaN, which comes first, only if all are
     return max(SMALLEST, float(reached))  # SMALLEST for NaN
