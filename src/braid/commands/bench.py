@@ -9,7 +9,7 @@ import tyro
 from braid.commands import TOLD
 from braid.errors import ConfigError
 
-__all__ = ["bench_comm", "bench_ddp", "bench_net"]
+__all__ = ["bench_comm", "bench_ddp", "bench_hooks", "bench_net"]
 
 
 def bench_comm(
@@ -103,6 +103,41 @@ def bench_ddp(
         ranks=n, cases=tuple(chosen), rounds=rounds, budget_s=budget, busy=busy, out=Path(out)
     )
     ddp.print_ddp(ddp.run_ddp(bench), bench.out)
+    return 0
+
+
+def bench_hooks(
+    *,
+    hooks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = (
+        "bf16",
+        "int8",
+        "topk:0.01",
+        "powersgd:rank=4,start=2",
+    ),
+    gbit: float = 1.0,
+    num_hosts: int = 2,
+    batch: int = 16,
+    rounds: int = 60,
+    out: str = "runs/bench-hooks",
+) -> int:
+    """Measure what communication hooks do for training over a slow network, between namespaces of this machine (as root).
+
+    Args:
+        hooks: Names, as DistributedDataParallel takes them.
+        gbit: Rate of each host's link, Gbit/s.
+        num_hosts: Of one rank each.
+        batch: Samples of a rank in a step.
+        rounds: Steps of each, in turns; times are medians over them, losses are those after the last.
+        out: Directory for hooks.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import hooks as bench
+
+    wanted = bench.HooksBench(
+        hooks=hooks, gbit=gbit, num_hosts=num_hosts, batch=batch, rounds=rounds, out=Path(out)
+    )
+    bench.print_hooks(bench.run_hooks(wanted), wanted.out)
     return 0
 
 

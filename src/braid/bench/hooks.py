@@ -1,0 +1,166 @@
+"""`braid bench hooks`: what communication hooks do for training over a slow network, in time and in loss.
+
+Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25 million parameters, few samples. What counts is the
+whole step, and the loss after equally many steps beside that of exact gradients (`hooks_worker`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from braid._version import __version__
+from braid.bench.hooks_worker import EXACT, Plan, Way
+from braid.bench.lab import Lab
+from braid.bench.machine import load_per_core, machine
+from braid.bench.net import GBIT
+from braid.bench.several import Where, run_ranks
+from braid.errors import ConfigError
+
+__all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
+
+HOOKS = ("bf16", "int8", "topk:0.01", "powersgd:rank=4,start=2")
+LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # times as fast a step, at 1 Gbit/s
+LOSS_HELD = 1.1  # times the loss with exact gradients
+
+
+class HooksReport(msgspec.Struct, kw_only=True):
+    """Figures and where they were measured; `load` is that of a core just before, by other processes."""
+
+    braid: str
+    torch: str
+    machine: str
+    load: float
+    gbit: float
+    hosts: int
+    batch: int
+    rounds: int
+    ways: list[Way]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HooksBench:
+    """What to measure.
+
+    Attributes:
+        hooks: By name.
+        gbit: Rate of each host's link, Gbit/s.
+        num_hosts: Of one rank each.
+        batch: Samples of a rank in a step.
+        rounds: Steps of each way.
+        out: Directory for `hooks.json` and the run's logs.
+    """
+
+    hooks: tuple[str, ...] = HOOKS
+    gbit: float = 1.0
+    num_hosts: int = 2
+    batch: int = 16
+    rounds: int = 60
+    out: Path = Path("runs/bench-hooks")
+
+    def __post_init__(self) -> None:
+        least = [("the number of hosts", self.num_hosts, 2), ("rounds", self.rounds, 2)]
+        least += [("the batch", self.batch, 1)]
+        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
+        if self.gbit <= 0:
+            problems.append(f"the rate is {self.gbit:g} Gbit/s, expected more than 0")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> HooksReport:
+    """Measure.
+
+    Raises:
+        ConfigError: No namespaces can be made here, there is no such hook, or a rank failed.
+    """
+    bench.out.mkdir(parents=True, exist_ok=True)
+    load = load_per_core()
+    shown = console or RichConsole(stderr=True)
+    plan = msgspec.json.encode(Plan(hooks=bench.hooks, batch=bench.batch, rounds=bench.rounds))
+    ways: list[Way] = []
+    with (
+        shown.status(f"{bench.num_hosts} hosts at {bench.gbit:g} Gbit/s: {', '.join(bench.hooks)}"),
+        Lab(bench.num_hosts, bench.gbit * GBIT) as lab,
+    ):
+        hosts = ",".join(f"{host}:1" for host in lab.hosts)
+        where = Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside)
+        run_ranks(
+            where,
+            "braid.bench.hooks_worker",
+            plan,
+            hear=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
+            log_dir=bench.out / "run",
+        )
+    report = HooksReport(
+        braid=__version__,
+        torch=importlib.metadata.version("torch"),
+        machine=machine(),
+        load=load,
+        gbit=bench.gbit,
+        hosts=bench.num_hosts,
+        batch=bench.batch,
+        rounds=bench.rounds,
+        ways=ways,
+    )
+    (bench.out / "hooks.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    return report
+
+
+def hooks_table(report: HooksReport) -> Table:
+    """One row per way."""
+    title = (
+        f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s, {report.machine}, load before "
+        f"{report.load:.1f} a core, torch {report.torch}"
+    )
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    grid.add_column("hook", no_wrap=True)
+    for head in ("ms a step", "x", "quartiles", "first loss", f"loss after {report.rounds} steps"):
+        grid.add_column(head, justify="right", no_wrap=True)
+    for way in report.ways:
+        low, high = way.spread
+        exact = way.name == EXACT
+        grid.add_row(
+            way.name,
+            f"{way.step_s * 1e3:.0f}",
+            "" if exact else f"{way.speedup:.2f}",
+            "" if exact else f"{low:.2f} to {high:.2f}",
+            f"{way.first_loss:.4f}",
+            f"{way.last_loss:.4f}",
+        )
+    return grid
+
+
+def hooks_verdicts(report: HooksReport) -> list[str]:
+    """What was promised, and whether it holds, in words."""
+    exact = next(way for way in report.ways if way.name == EXACT)
+    lines = []
+    for way in report.ways:
+        least = LEAST.get(way.name.partition(":")[0])
+        if least is None:
+            continue
+        word = "held  " if way.speedup >= least else "missed"
+        lines.append(f"{word}  {way.name}: step at least {least} x, found {way.speedup:.2f}")
+        ratio = way.last_loss / exact.last_loss
+        word = "held  " if ratio <= LOSS_HELD else "missed"
+        lines.append(
+            f"{word}  {way.name}: loss at most {LOSS_HELD} x that of exact gradients, found {ratio:.3f}"
+        )
+    return lines
+
+
+def print_hooks(report: HooksReport, out: Path) -> None:
+    """Show the table and the verdicts, and say where the figures are."""
+    console = RichConsole()
+    if not console.is_terminal:
+        console = RichConsole(width=120)
+    console.print(hooks_table(report))
+    for line in hooks_verdicts(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"figures  {out / 'hooks.json'}")
