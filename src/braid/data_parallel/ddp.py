@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from braid.params import (
     GradientReducer,
     Hook,
     Outcome,
+    ParamRecord,
     ParamTable,
     ReducerOptions,
     Standing,
@@ -245,6 +246,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._comm_hook = hook
         self._reducer.use((state, hook))
 
+    def step_in_backward(
+        self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        """Let the optimizer's step be taken inside of backward: of each bucket when its averages are there, while others are on their way.
+
+        Gradients are dropped after it. Steps in which some gradient is not finite are not taken, and clipping by the norm of all gradients is not
+        possible. Sparse parameters stay for an optimizer of your own.
+
+        Args:
+            optimizer: Makes the optimizer of one parameter, such as `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+        """
+        steps: dict[nn.Parameter, torch.optim.Optimizer] = {}
+
+        def step(records: Sequence[ParamRecord]) -> None:
+            for record in records:
+                if record.param not in steps:
+                    steps[record.param] = optimizer([record.param])
+                steps[record.param].step()
+                record.param.grad = None
+
+        self._reducer.on_bucket = step
+
     def join(
         self,
         divide_by_initial_world_size: bool = True,
@@ -423,10 +446,7 @@ def _either(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -
 def _caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
     if caps_mb:
         return Caps(tuple(int(cap * MIB) for cap in caps_mb))
-    if cap_mb is None:
-        return Caps()
-    cap = max(1, int(cap_mb * MIB))
-    return Caps((min(cap, Caps().of(0)), cap))
+    return Caps.of_mb(cap_mb)
 
 
 def _check_hash_every(steps: int) -> int:

@@ -37,6 +37,14 @@ class Caps(NamedTuple):
 
     nbytes: tuple[int, ...] = (FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES)
 
+    @classmethod
+    def of_mb(cls, cap_mb: float | None) -> Caps:
+        """With a cap in MiB; the first bucket stays small."""
+        if cap_mb is None:
+            return cls()
+        cap = max(1, int(cap_mb * (1 << 20)))
+        return cls((min(cap, FIRST_BUCKET_BYTES), cap))
+
     def of(self, number: int) -> int:
         """Cap of the bucket with this number."""
         return self.nbytes[min(number, len(self.nbytes) - 1)]

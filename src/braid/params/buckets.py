@@ -7,7 +7,7 @@ backwards add to it goes into the bucket by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -120,8 +120,12 @@ class Buckets:
         )
         self._under_way[number] = (steps_of(call(state, shown), shown), span)
 
-    def wait(self) -> None:
-        """Wait for all buckets on their way, those of several steps in turns."""
+    def wait(self, done: Callable[[int], object] | None = None) -> None:
+        """Wait for all buckets on their way, those of several steps in turns.
+
+        Args:
+            done: Called with the number of each when it is there, while others are still on their way.
+        """
         left = dict(sorted(self._under_way.items()))
         self._under_way.clear()
         try:
@@ -131,16 +135,17 @@ class Buckets:
                     if work is None:
                         span.end()
                         del left[number]
+                        if done is not None:
+                            done(number)
                     else:
                         work.wait()
         finally:
             for _, span in left.values():
                 span.end()
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
-        for buffer in self._buffers:
-            buffer.tensor.mul_(factor)
+    def scale(self, number: int, factor: float) -> None:
+        """Multiply the gradients of a bucket."""
+        self._buffers[number].tensor.mul_(factor)
 
     def zero(self, positions: Sequence[int]) -> None:
         """Let these gradients be zeros."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -110,6 +111,8 @@ class GradientReducer:
     Attributes:
         synchronize: False while gradients stay local and accumulate; looked at when backward begins.
         on_outcome: Called after each reduction, before gradients are used.
+        on_bucket: Called with the parameters of each bucket that is there, while others are on their way; not where some gradient is
+            not finite.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class GradientReducer:
         self.synchronize = True
         self.buffers_used = False
         self.on_outcome: Callable[[Outcome], None] | None = None
+        self.on_bucket: Callable[[list[ParamRecord]], None] | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -416,23 +420,18 @@ class GradientReducer:
             self._start(number)
 
     def _conclude(self, status: Status, standing: Standing) -> None:
-        self.buckets.wait()
         broke = status.ranks(Standing.BROKE)
         if broke:
+            self.buckets.wait()
             self._end_step()
             raise CommError(_broken(self._group, broke))
         mean = status.weight / self._group.size
-        if mean != 1.0 and mean > 0:
-            self.buckets.scale(1.0 / mean)
+        self.buckets.wait(partial(self._bucket_came, status, mean))
         for position in self._sparse:
             if status.present[position]:
                 param = self._records[position].param
                 grad = param.grad if standing is not Standing.JOINED else None
                 param.grad = average_sparse(self._group, param, grad, mean)
-        for position, view in self.buckets.views.items():
-            param = self._records[position].param
-            if status.present[position] and param.grad is None:  # some other rank has used it
-                param.grad = view
         outcome = Outcome(self.num_reductions + 1, status, self._records)
         if not self._learnt:
             self._learnt = True
@@ -443,6 +442,18 @@ class GradientReducer:
         self._end_step()
         if self.on_outcome is not None:
             self.on_outcome(outcome)
+
+    def _bucket_came(self, status: Status, mean: float, number: int) -> None:
+        """A bucket is there: let `.grad` hold the averages."""
+        if mean != 1.0 and mean > 0:
+            self.buckets.scale(number, 1.0 / mean)
+        present = [p for p in self.buckets.plan[number].members if status.present[p]]
+        for position in present:
+            param = self._records[position].param
+            if param.grad is None:  # some other rank has used it
+                param.grad = self.buckets.views[position]
+        if self.on_bucket is not None and not any(status.spoiled):
+            self.on_bucket([self._records[position] for position in present])
 
     def _end_step(self) -> None:
         self.num_reductions += 1

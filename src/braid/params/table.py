@@ -10,7 +10,7 @@ shows which lines differ on which rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,14 @@ class ParamTable:
                 if not any(name in ignored for name in found)
             )
         )
+
+    @classmethod
+    def named(cls, pairs: Iterable[tuple[str, nn.Parameter]]) -> ParamTable:
+        """Of parameters with their names, in this order; one that has several comes with each."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in pairs:
+            names.setdefault(param, []).append(name)
+        return cls(tuple(ParamRecord(tuple(found), _spec(p), p) for p, found in names.items()))
 
     @property
     def trained(self) -> tuple[ParamRecord, ...]:

@@ -1,0 +1,77 @@
+"""The norm of all gradients, and clipping by it, the same on all ranks.
+
+With replicas every rank has the average after backward, so the norm of what a rank has is the norm of the whole, and nothing needs to be sent; clipping before the
+average, or each rank's own part, would be something else. Sums are in 32 bits at least, whatever the gradients' dtype; sparse gradients count, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["clip_grad_norm_", "grad_norm"]
+
+
+def grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
+) -> torch.Tensor:
+    """Norm of all gradients as if they were one vector; parameters without one do not count.
+
+    Args:
+        parameters: After backward.
+        norm_type: p of the p-norm; may be infinite.
+
+    Raises:
+        ConfigError: The p is not positive.
+    """
+    if not norm_type > 0:
+        msg = f"expected norm_type above 0, found {norm_type}"
+        raise ConfigError(msg)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    norms = [_norm(param.grad, norm_type) for param in given if param.grad is not None]
+    if not norms:
+        return torch.zeros(())
+    device = norms[0].device
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(device) for norm in norms]), norm_type
+    )
+    return total
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`, and return what it was.
+
+    Raises:
+        ConfigError: The norm is not finite, and that shall be raised; or `max_norm` is negative.
+    """
+    if not max_norm >= 0:
+        msg = f"expected max_norm from 0, found {max_norm}"
+        raise ConfigError(msg)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    total = grad_norm(given, norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        msg = f"expected gradients of a finite norm, found {total.item()}: see nonfinite= of DistributedDataParallel for whose they are"
+        raise ConfigError(msg)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for param in given:
+        if param.grad is not None:
+            numbers = param.grad._values() if param.grad.is_sparse else param.grad  # noqa: SLF001 - values() wants it coalesced
+            numbers.mul_(factor.to(numbers.device, numbers.dtype))
+    return total
+
+
+def _norm(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    numbers = grad.coalesce().values() if grad.is_sparse else grad
+    wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    own: torch.Tensor = torch.linalg.vector_norm(
+        numbers.abs() if numbers.is_complex() else numbers, norm_type, dtype=wide
+    )
+    return own

@@ -1,0 +1,170 @@
+"""LARS and LAMB: a learning rate of its own for each layer, for batches that grow with the number of ranks.
+
+Problem: twice the ranks are twice the batch, and half the steps for the same data. To learn as much, steps must be longer; but layers whose weights are small
+beside their gradients diverge long before the others have moved.
+
+Idea: scale each layer's step by its trust ratio, the norm of its weights over the norm of its update, so that every layer moves by the same share of its
+own size. LARS does this to momentum SGD, LAMB to Adam.
+
+    trust = |w| / |update|            w -= lr * trust * update
+
+Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1; You et al., "Large Batch Optimization for
+Deep Learning: Training BERT in 76 Minutes", ICLR 2020, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from braid.errors import ConfigError
+
+__all__ = ["LAMB", "LARS"]
+
+
+class LARS(torch.optim.Optimizer):
+    """Momentum SGD with a trust ratio per parameter.
+
+    Args:
+        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain steps.
+        lr: Learning rate of the whole.
+        momentum: Share of the last update that stays.
+        weight_decay: Added to the gradient, times the weight.
+        trust_coefficient: Share of its size by which a layer moves with lr 1.
+        eps: Against division by zero.
+        nesterov: Look ahead, as in SGD.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.1,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        eps: float = 1e-8,
+        nesterov: bool = False,
+    ) -> None:
+        _check(
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            trust_coefficient=trust_coefficient,
+            eps=eps,
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "nesterov": nesterov,
+            "trust": True,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; `closure`, if there is one, computes the loss anew."""
+        loss = _loss(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                update = param.grad.add(param, alpha=group["weight_decay"])
+                if group["trust"]:
+                    update *= group["trust_coefficient"] * _trust(param, update, group["eps"])
+                if group["momentum"]:
+                    kept = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                    kept.mul_(group["momentum"]).add_(update)
+                    update = (
+                        update.add_(kept, alpha=group["momentum"]) if group["nesterov"] else kept
+                    )
+                param.add_(update, alpha=-group["lr"])
+        return loss
+
+
+class LAMB(torch.optim.Optimizer):
+    """Adam with a trust ratio per parameter.
+
+    Args:
+        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain steps.
+        lr: Learning rate of the whole.
+        betas: Decay of the first and the second moment.
+        eps: Against division by zero.
+        weight_decay: Added to the update, times the weight.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        _check(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
+        if max(betas) >= 1:
+            msg = f"expected betas below 1, found {betas}"
+            raise ConfigError(msg)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "trust": True},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; `closure`, if there is one, computes the loss anew."""
+        loss = _loss(closure)
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state["first"] = torch.zeros_like(param)
+                    state["second"] = torch.zeros_like(param)
+                state["step"] += 1
+                state["first"].lerp_(param.grad, 1 - beta1)
+                state["second"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+                first = state["first"] / (1 - beta1 ** state["step"])
+                second = state["second"] / (1 - beta2 ** state["step"])
+                update = first.div_(second.sqrt_().add_(group["eps"]))
+                update.add_(param, alpha=group["weight_decay"])
+                if group["trust"]:
+                    update *= _trust(param, update, 0.0)
+                param.add_(update, alpha=-group["lr"])
+        return loss
+
+
+def _trust(param: torch.Tensor, update: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm of the weights over that of the update; 1 where either is zero."""
+    weight, moved = param.norm(), update.norm()
+    ratio = weight / (moved + eps)
+    return torch.where((weight > 0) & (moved > 0), ratio, torch.ones_like(ratio))
+
+
+def _loss(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _check(**numbers: float) -> None:
+    wrong = [f"{name}={value}" for name, value in numbers.items() if not 0 <= value < float("inf")]
+    if wrong:
+        msg = f"expected numbers that are finite and not negative, found {', '.join(wrong)}"
+        raise ConfigError(msg)

@@ -1,0 +1,205 @@
+"""Optimizers that average, that step inside backward, that scale by layer; and clipping."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.data_parallel import (
+    LAMB,
+    LARS,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    accumulate,
+    clip_grad_norm_,
+    grad_norm,
+)
+from braid.errors import ConfigError, MismatchError
+
+STEPS = 3
+
+
+def net(width: int = 5) -> nn.Sequential:
+    generator = torch.Generator().manual_seed(width)
+    layers = [nn.utils.skip_init(nn.Linear, 3, width), nn.utils.skip_init(nn.Linear, width, 2)]
+    with torch.no_grad():
+        for layer in layers:
+            for param in layer.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator))
+    return nn.Sequential(layers[0], nn.Tanh(), layers[1])
+
+
+def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + step))
+    return module(x).square().mean()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def reference(size: int) -> list[torch.Tensor]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        accumulate(module, [lambda r=r, s=step: loss_of(module, r, s) for r in range(size)])
+        optimizer.step()
+    return values(module)
+
+
+def _patched(group: Group) -> tuple[list[torch.Tensor], bool]:
+    module = net()
+    if group.rank:
+        with torch.no_grad():
+            module[0].weight.zero_()  # rank 0's are copied
+    plain = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(plain, factor=1.0)
+    optimizer = DistributedOptimizer(plain, module.named_parameters(), process_group=group)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(module, group.rank, step).backward()
+        optimizer.step()
+        scheduler.step()
+    return values(module), optimizer is plain and isinstance(optimizer, torch.optim.SGD)
+
+
+def _inside(group: Group) -> tuple[list[torch.Tensor], bool]:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-5)
+    wrapped.step_in_backward(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))
+    for step in range(STEPS):
+        loss_of(wrapped, group.rank, step).backward()
+    return values(module), all(param.grad is None for param in module.parameters())
+
+
+@pytest.mark.parametrize("train", [_patched, _inside])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_patched_optimizer_and_one_inside_backward_give_the_weights_of_one_process(
+    world, size, train
+):
+    for found, kept in world(size, train):
+        assert kept
+        assert all(map(torch.equal, found, reference(size)))
+
+
+def _accumulates(group: Group) -> list[torch.Tensor]:
+    module = net()
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        process_group=group,
+        backward_passes_per_step=2,
+    )
+    for step in range(2):
+        loss_of(module, group.rank, step).backward()
+    optimizer.step()
+    return values(module)
+
+
+def test_two_backwards_make_one_step(world):
+    module = net()
+    own = []
+    for rank in range(2):
+        module.zero_grad()
+        for step in range(2):
+            loss_of(module, rank, step).backward()
+        own.append([param.grad for param in module.parameters()])
+    for param, *both in zip(module.parameters(), *own, strict=True):
+        param.grad = (both[0] + both[1]) / 2
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    for found in world(2, _accumulates):
+        for a, b in zip(found, module.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach())
+
+
+def _refused(group: Group, what: str) -> str:
+    module = net(4 if what == "shape" and group.rank else 5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    named = list(module.named_parameters())[: 1 if what == "names" else None]
+    try:
+        DistributedOptimizer(optimizer, named, process_group=group)
+    except (ConfigError, MismatchError) as error:
+        return str(error)
+    return "nothing happened"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"), [("names", "found 3 of 4 without"), ("shape", "0.weight float32[4, 3]")]
+)
+def test_names_and_shapes_are_compared(world, what, words):
+    assert all(words in text for text in world(2, _refused, what))
+
+
+def test_norms_are_those_of_one_vector_sparse_and_16_bit_gradients_included():
+    dense, low = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    low.data = low.data.bfloat16()
+    sparse = nn.Parameter(torch.zeros(4, 2))
+    unused = nn.Parameter(torch.zeros(2))
+    dense.grad = torch.tensor([1.0, 2.0, 2.0])
+    low.grad = torch.tensor([4.0, 0.0, 0.0], dtype=torch.bfloat16)
+    sparse.grad = torch.sparse_coo_tensor(
+        [[1, 1]], torch.tensor([[6.0, 0.0], [6.0, 0.0]]), (4, 2), check_invariants=True
+    )
+    params = [dense, low, sparse, unused]
+    assert grad_norm(params).item() == 13.0
+    assert grad_norm(params, float("inf")).item() == 12.0
+    assert clip_grad_norm_(params, 6.5).item() == 13.0
+    assert grad_norm(params).item() == pytest.approx(6.5, rel=1e-3)
+    assert grad_norm([unused]).item() == 0.0
+    with pytest.raises(ConfigError, match="norm_type above 0"):
+        grad_norm(params, 0.0)
+    dense.grad[0] = float("nan")
+    with pytest.raises(ConfigError, match="nonfinite="):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+def test_lars_moves_every_layer_by_the_same_share_of_its_size():
+    big, small = (nn.Parameter(torch.ones(4) * size) for size in (100.0, 0.01))
+    before = [big.detach().clone(), small.detach().clone()]
+    optimizer = LARS([big, small], lr=1.0, momentum=0.0, trust_coefficient=0.1)
+    big.grad, small.grad = torch.ones(4), torch.full((4,), 1000.0)
+    optimizer.step()
+    for param, old in zip((big, small), before, strict=True):
+        assert ((old - param).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_lars_without_trust_is_momentum_sgd():
+    one, other = net(), net()
+    ours = LARS([{"params": one.parameters(), "trust": False}], lr=0.1, weight_decay=0.01)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    for step in range(4):
+        for module, optimizer in ((one, ours), (other, theirs)):
+            optimizer.zero_grad()
+            loss_of(module, 0, step).backward()
+            optimizer.step()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_lamb_without_trust_is_adam_and_with_it_moves_by_the_size_of_the_weights():
+    one, other = net(), net()
+    ours = LAMB([{"params": one.parameters(), "trust": False}], lr=0.01, eps=1e-8)
+    theirs = torch.optim.Adam(other.parameters(), lr=0.01)
+    for step in range(4):
+        for module, optimizer in ((one, ours), (other, theirs)):
+            optimizer.zero_grad()
+            loss_of(module, 0, step).backward()
+            optimizer.step()
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    trusting = copy.deepcopy(one)
+    optimizer = LAMB(trusting.parameters(), lr=0.1)
+    loss_of(trusting, 0, 0).backward()
+    before = values(trusting)
+    optimizer.step()
+    for old, new in zip(before, trusting.parameters(), strict=True):
+        assert ((old - new).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        LAMB([nn.Parameter(torch.ones(1))], **wrong)
