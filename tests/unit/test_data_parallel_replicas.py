@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -203,6 +206,16 @@ def test_replicas_have_parameters_that_share_the_modules_memory():
     assert second[1].running_mean.data_ptr() != module[1].running_mean.data_ptr()
 
 
+def test_replicas_use_their_own_parameters_by_whichever_way_they_are_reached():
+    recurrent, module = Recurrent(), nn.Sequential(_replaced_forward(), nn.ReLU())
+    vars(module)["main"] = module[0]  # past registration
+    for replica in replicate(recurrent, ["cpu", "cpu"]):
+        assert all(a is b for a, b in zip(replica._flat_weights, replica.parameters(), strict=True))
+    for replica in replicate(module, ["cpu", "cpu"]):
+        assert replica.main is replica[0]
+        assert replica[0].forward.__self__ is replica[0]
+
+
 def test_writing_back_leaves_a_module_alone_that_was_not_replicated():
     module = Remembering()
     before = dict(vars(module))
@@ -366,6 +379,25 @@ def test_an_exception_names_its_replica_and_keeps_its_type(error, kind, words):
     assert "(replicas 2 failed, too)" in str(caught.value)
     assert caught.value.__cause__ is error
     assert not [t for t in threading.enumerate() if t.name.startswith("braid-data_parallel")]
+
+
+def test_what_a_failed_forward_made_goes_with_its_exception():
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    class Greedy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large = x + 1
+            made.append(weakref.ref(large))
+            msg = "out of memory"
+            raise torch.OutOfMemoryError(msg)
+
+    gc.disable()  # which is what a loop that halves the batch and tries again counts on
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            DataParallel(Greedy(), ["cpu"] * 2)(torch.ones(2))
+        assert [x() for x in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_exit_in_a_replica_is_an_exit():

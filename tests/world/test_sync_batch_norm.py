@@ -137,6 +137,24 @@ def test_a_layer_in_16_bits_keeps_its_dtype(world):
     assert world(2, _half) == [{torch.bfloat16}] * 2
 
 
+def _channels_last(group: Group) -> bool:
+    norm = SyncBatchNorm(C, process_group=group)
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = _inputs(0, 4, (3, 2), torch.float32).contiguous(memory_format=layout).requires_grad_()
+        y = norm(x)
+        (y**3).sum().backward()
+        assert y.is_contiguous(memory_format=layout)
+        assert x.grad.is_contiguous(memory_format=layout)
+        found.append((y.detach(), x.grad))
+    torch.testing.assert_close(*found)
+    return True
+
+
+def test_the_layout_in_memory_is_kept(world):
+    assert world(1, _channels_last) == [True]
+
+
 def _far_from_zero(group: Group) -> torch.Tensor:
     norm = SyncBatchNorm(C, process_group=group, momentum=1.0)
     x = _inputs(0, 64, (), torch.float64) + 1e4

@@ -140,7 +140,9 @@ def _run_all(
     finally:
         for thread in started:
             thread.join()
-    return answers
+    found = answers.copy()
+    answers.clear()  # the frames in an error's traceback lead to this list: with the error in it, that were a cycle
+    return found
 
 
 def _device_of(inputs: Sequence[Any], kwargs: Sequence[Any]) -> torch.device:
@@ -162,4 +164,8 @@ def _raise_named(
         named = type(error)(msg)
     except Exception:  # noqa: BLE001 - exceptions that are made of something else, such as UnicodeDecodeError
         named = RuntimeError(f"{type(error).__name__} in {msg}")
-    raise named from error
+    try:
+        raise named from error
+    finally:
+        # or its traceback would hold this frame, which holds it: what replicas made would live until the collector runs
+        del named, error, answers

@@ -50,7 +50,8 @@ class DataParallel(nn.Module):
         criterion: `criterion(output, target)` is computed on every replica with its own share; used by forwards that are passed
             `target=`. Others return outputs, as in evaluation. A module is replicated with the other one.
         reduction: Of the criterion: `mean` over samples, `sum`, or `none`, which returns what replicas' criteria return as outputs.
-            By default that of the criterion's attribute of this name, else `mean`.
+            By default that of the criterion's attribute of this name, else `mean`. A mean that leaves targets out (`ignore_index`) is
+            no mean over samples: use `sum`, and divide by the number of those that count.
 
     Returns (of forward):
         Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module computes itself, become a

@@ -62,8 +62,8 @@ class _Batch(NamedTuple):
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the batches of all ranks of a group, on any device.
 
-    In training every rank calls it, and calls backward through it, equally often; batches may differ in size or be empty. In
-    evaluation it is an ordinary batch normalisation. Parameters, buffers and their names are those of torch's layers.
+    In training every rank calls it, and calls backward through it, equally often, with inputs of which all have a gradient or
+    none; batches may differ in size or be empty. In evaluation it is an ordinary batch normalisation. Parameters, buffers and their names are those of torch's layers.
 
     Args:
         num_features: Channels C.
@@ -206,7 +206,7 @@ class _Normalise(torch.autograd.Function):
         batch: _Batch,
     ) -> torch.Tensor:
         mean, variance, _ = batch.moments
-        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.save_for_backward(x, weight)
         ctx.batch = batch
         ctx.dtype_of_bias = None if bias is None else bias.dtype
         wide_weight, wide_bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
@@ -216,7 +216,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, *_ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         with torch.no_grad():
             grads = _gradients(ctx, dy)
         if torch.is_grad_enabled():
@@ -249,8 +249,10 @@ def _moments(x: torch.Tensor, group: Group) -> Moments:
         # a rank without values has zeros for sums
         mean = squares = wide.new_zeros(channels)
         if count:
-            variance, mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
-            squares = variance * count
+            # two passes: as exact as torch.var_mean, which takes 15 times as long on the CPU
+            dims = _all_but_channels(x)
+            mean = wide.mean(dims)
+            squares = (wide - _channels(mean, x)).square_().sum(dims)
         # as bits, since float32 cannot count beyond 2^24; first, so that each row's stay aligned
         bits = torch.tensor([count], dtype=torch.int64, device=x.device).view(wide.dtype)
         own = torch.cat([bits, mean, squares])
@@ -276,7 +278,8 @@ def _combined(counts: list[int], means: torch.Tensor, squares: torch.Tensor) -> 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Of x, weight and bias, where they are needed."""
-    x, weight, mean, variance = ctx.saved_tensors
+    x, weight = ctx.saved_tensors
+    mean, variance, num_values = ctx.batch.moments
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
     dims = _all_but_channels(x)
     scale = (variance + ctx.batch.eps).rsqrt()
@@ -286,7 +289,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dx = None
     if of_x:
         sums = ctx.batch.group.all_reduce(torch.cat([sum_dy, sum_dy_normal]))
-        sums = sums / ctx.batch.moments.num_values
+        sums = sums / num_values
         mean_dy, mean_dy_normal = sums.split(x.shape[1])
         factor = scale if weight is None else scale * weight
         dx = wide - _channels(mean_dy, x) - normal * _channels(mean_dy_normal, x)
