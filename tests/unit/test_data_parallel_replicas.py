@@ -9,12 +9,14 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from braid.autograd import checkpoint
 from braid.comm.reduction import combine
 from braid.data_parallel.applying import parallel_apply
 from braid.data_parallel.data_parallel import DataParallel
@@ -243,6 +245,49 @@ def test_gradients_can_be_differentiated():
         return [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
     torch.testing.assert_close(penalty(DataParallel(module, ["cpu"] * 3)), penalty(module))
+
+
+class Recomputed(nn.Module):
+    """Keeps nothing for backward but its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Branching()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x)
+
+
+def test_replicas_can_be_recomputed():
+    found = []
+    for module in (_filled(Branching()), _filled(Recomputed())):
+        y = DataParallel(module, ["cpu"] * 2)(_x(5, WIDTH))
+        y.sum().backward()
+        found.append([y.detach(), *(p.grad for p in module.parameters())])
+    assert _same(*found)
+
+
+class Word(NamedTuple):
+    """A batch of another kind, which a subclass knows how to cut."""
+
+    letters: str
+
+
+class OfWords(DataParallel):
+    def scatter(self, inputs, kwargs, device_ids):
+        letters = inputs[0].letters[: len(device_ids)]
+        return [(x,) for x in letters], [kwargs] * len(letters)
+
+    def gather(self, outputs, output_device):
+        return "".join(outputs) + f" on {output_device}"
+
+
+def test_subclasses_replace_steps():
+    class Upper(nn.Module):
+        def forward(self, letter: str, *, times: int) -> str:
+            return letter.upper() * times
+
+    assert OfWords(Upper(), ["cpu"] * 3)(Word("abc"), times=2) == "AABBCC on cpu"
 
 
 def test_sparse_gradients_stay_sparse():

@@ -40,7 +40,10 @@ def _affine(norm: nn.Module) -> nn.Module:
 
 def _whole(shape: tuple[int, ...], dtype: torch.dtype, options: dict) -> nn.Module:
     kind = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[len(shape)]
-    return _affine(kind(C, dtype=dtype, **options))
+    norm = kind(C, dtype=dtype, **{k: v for k, v in options.items() if k != "bias"})
+    if not options.get("bias", True):
+        norm.register_parameter("bias", None)  # not every torch has the argument
+    return _affine(norm)
 
 
 def _run(norm: nn.Module, shares: list[list[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
@@ -360,8 +363,10 @@ def _conversions(group: Group) -> None:
     handle.remove()
     model["plain"][1](torch.ones(2, C))
     assert calls == ["hook"]
-    alone = nn.BatchNorm1d(C)
-    assert SyncBatchNorm.convert_sync_batchnorm(alone, group).bias is alone.bias
+    for alone in (nn.BatchNorm1d(C), nn.SyncBatchNorm(C), SyncBatchNorm(C, process_group=group)):
+        twin = SyncBatchNorm.convert_sync_batchnorm(alone, group)
+        assert type(twin) is SyncBatchNorm
+        assert twin.bias is alone.bias
     twin = copy.deepcopy(model["plain"][1])
     assert twin.process_group is group
     assert twin.weight is not weight

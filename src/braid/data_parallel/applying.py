@@ -137,8 +137,10 @@ def _run_all(
         for thread in threads:
             thread.start()
             started.append(thread)
-    finally:
         for thread in started:
+            thread.join()
+    finally:
+        for thread in started:  # also when the caller is interrupted while it waits
             thread.join()
     found = answers.copy()
     answers.clear()  # the frames in an error's traceback lead to this list: with the error in it, that were a cycle

@@ -98,7 +98,8 @@ class _Spread(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)  # a replica that did not use it adds nothing
         ctx.home = x.device
-        copies = {place: x.to(place, non_blocking=place.type != "cpu") for place in set(places)}
+        different = dict.fromkeys(places)
+        copies = {place: x.to(place, non_blocking=place.type != "cpu") for place in different}
         return tuple(copies[place].detach() for place in places)
 
     @staticmethod
