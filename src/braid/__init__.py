@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from braid.checkpoint import load, save
     from braid.comm import Group, Request, Work
     from braid.context import init, shutdown, world
-    from braid.data_parallel import DistributedDataParallel
+    from braid.data_parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from braid.errors import (
         BraidError,
         CheckpointError,
@@ -36,6 +36,7 @@ _ROOT_NAMES = {
     "CommError": "errors",
     "CommTimeout": "errors",
     "ConfigError": "errors",
+    "DataParallel": "data_parallel",
     "DistributedDataParallel": "data_parallel",
     "Group": "comm",
     "InternalError": "errors",
@@ -44,6 +45,7 @@ _ROOT_NAMES = {
     "RendezvousError": "errors",
     "Request": "comm",
     "StaleError": "errors",
+    "SyncBatchNorm": "data_parallel",
     "Work": "comm",
     "init": "context",
     "load": "checkpoint",
@@ -59,6 +61,7 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "ConfigError",
+    "DataParallel",
     "DistributedDataParallel",
     "Group",
     "InternalError",
@@ -67,6 +70,7 @@ __all__ = [
     "RendezvousError",
     "Request",
     "StaleError",
+    "SyncBatchNorm",
     "Work",
     "__version__",
     "init",

@@ -599,7 +599,6 @@ def _wrong(group: Group, options: dict[str, object]) -> str:
         ({"every": 0}, "expected every"),
         ({"hash_every": -1}, "expected hash_every"),
         ({"nonfinite": "explode"}, "expected nonfinite out of"),
-        ({"device_ids": [0, 1]}, "one device"),
         ({"mixed_precision": 16}, "expected mixed_precision"),
         ({"mixed_precision": MixedPrecision(param_dtype=torch.int8)}, "floating dtypes"),
         ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, "together"),
@@ -621,3 +620,18 @@ def _times(group: Group) -> tuple[int, list[tuple[str, ...]], bool]:
 def test_every_rank_hears_when_buckets_were_ready_on_all(world):
     for step, names, known in world(2, _times):
         assert (step, names[0], known) == (1, ("third.bias", "third.weight"), True)
+
+
+def _several_devices(group: Group) -> Gradients:
+    net = Net()
+    wrapped = DistributedDataParallel(net, device_ids=["cpu", "cpu"], process_group=group)
+    loss_of(wrapped(batch(group.rank, 0, 4))).backward()
+    return grads(net)
+
+
+def test_replicas_on_several_devices_are_reduced_here_first(world):
+    net = Net()
+    accumulate(net, [lambda r=r: loss_of(net(batch(r, 0, 4))) for r in range(2)])
+    for found in world(2, _several_devices):
+        for a, b in zip(found, grads(net), strict=True):
+            torch.testing.assert_close(a, b)

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group
+from braid.data_parallel.data_parallel import DataParallel
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks import hook_of
@@ -55,8 +56,9 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: The same on every rank, up to values.
-        device_ids: None, or one device; the module is there already.
-        output_device: Taken for compatibility: outputs stay where the module leaves them.
+        device_ids: None, or one device, where the module is already; or several, each of which gets a replica and a share of this rank's batch
+            (`DataParallel`), whose gradients are summed here before they are averaged over ranks.
+        output_device: Where outputs of several devices go.
         dim: Dim of the batch, where it is divided.
         broadcast_buffers: See `forward_sync_buffers`; False leaves them alone at wrapping, too.
         init_sync: Compare parameters and copy rank 0's values at wrapping.
@@ -126,7 +128,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        del output_device, check_reduction, skip_all_reduce_unused_params, batched_grad_copy
+        del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         group = group_of(process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
         table = ParamTable.of(module, ignored)
@@ -138,7 +140,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ConfigError(msg)
         self.module = module
         self.process_group = group
-        self.device_ids = _devices(device_ids)
+        self.device_ids = None if device_ids is None else list(device_ids)
+        several = self.device_ids is not None and len(self.device_ids) > 1
+        # in a tuple: a submodule would give every parameter a second name
+        self._replicas = (DataParallel(module, device_ids, output_device, dim),) if several else ()
         self.dim = dim
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
@@ -195,7 +200,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         if follows:
             self._reducer.begin()
         self._prepare_buffers()
-        found = self._precision.call(self.module, args, kwargs)
+        found = self._precision.call(
+            self._replicas[0] if self._replicas else self.module, args, kwargs
+        )
         if follows:
             outputs = [x for x in tensors_in(found) if x.requires_grad]
             self._reducer.watch(outputs, self._weight)
@@ -424,16 +431,6 @@ class _Helper(JoinHook):
                 group.broadcast(record.param.detach(), root)
             wrapper._buffers_of_all.broadcast(root)  # noqa: SLF001
         wrapper._workers = list(range(group.size))  # noqa: SLF001
-
-
-def _devices(device_ids: Sequence[int | torch.device] | None) -> list[int | torch.device] | None:
-    if device_ids is not None and len(device_ids) > 1:
-        msg = (
-            f"expected device_ids=None or one device, found {list(device_ids)}: wrap braid.DataParallel(module, device_ids) to use several "
-            "devices in one process, whose replicas are then reduced here first"
-        )
-        raise ConfigError(msg)
-    return None if device_ids is None else list(device_ids)
 
 
 def _either(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:

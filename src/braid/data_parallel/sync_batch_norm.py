@@ -30,6 +30,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from braid.comm import Group
+from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 
 __all__ = ["SyncBatchNorm"]
@@ -106,7 +107,7 @@ class SyncBatchNorm(_BatchNorm):
         )
         if affine and not bias:
             self.register_parameter("bias", None)
-        self.process_group = _checked(process_group)
+        self.process_group = group_of(process_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise."""
@@ -146,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
         Raises:
             ConfigError: No group; a lazy layer that has not been called yet, or a subclass with a forward of its own.
         """
-        group = _checked(process_group)
+        group = group_of(process_group)
         _check_convertible(module)
         made: dict[int, nn.Module] = {}  # one that is used twice stays one
         for child in list(module.modules()):
@@ -312,16 +313,6 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """(C,) as (1, C, 1, ...), to be combined with x."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
-
-
-def _checked(process_group: Any) -> Group:
-    if not isinstance(process_group, Group):
-        msg = (
-            f"expected a braid Group as process_group, found {type(process_group).__name__}: pass "
-            "process_group=braid.init()"
-        )
-        raise ConfigError(msg)
-    return process_group
 
 
 def _check_convertible(module: nn.Module) -> None:
