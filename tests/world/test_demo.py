@@ -15,12 +15,28 @@ pytestmark = pytest.mark.procs
 STEPS = 6
 
 
-def demonstrate(log_dir: str, num_ranks: int = 2) -> tuple[int, str]:
+def demonstrate(
+    log_dir: str, num_ranks: int = 2, *, steps: int = STEPS, chaos: bool = False
+) -> tuple[int, str]:
     out = io.StringIO()
     code = room.show(
-        Console(file=out, width=300), num_ranks=num_ranks, log_dir=log_dir, steps=STEPS
+        Console(file=out, width=300),
+        num_ranks=num_ranks,
+        log_dir=log_dir,
+        steps=steps,
+        chaos=chaos,
     )
     return code, out.getvalue()
+
+
+def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_same_weights(
+    tmp_path,
+):
+    code, text = demonstrate(str(tmp_path / "demo"), steps=100, chaos=True)
+    assert code == 0, text
+    assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", text)
+    assert re.search(r"\| guilty +rank 1 \(pid \d+\): killed by signal 9", text)
+    assert re.search(r"resumed from step [1-9]\d* .* weights equal to 1: yes", text)
 
 
 def test_the_demonstration_proves_that_parallel_is_equal(tmp_path):

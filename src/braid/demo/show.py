@@ -2,7 +2,8 @@
 
     1 reference   one process runs the shards of each batch in turn, in the order of ranks
     2 parallel    one process for each shard
-    proof         the two last checkpoints, weights and optimizer, are compared bit by bit
+    3 chaos       the same, but a rank is killed on the way, and the training goes on from its last checkpoint
+    proof         the last checkpoints, weights and optimizer, are compared bit by bit
 
 Everything that is printed was measured in this run. The data is Python's own standard library, so nothing is downloaded.
 """
@@ -20,6 +21,7 @@ from rich.text import Text
 
 from braid._version import __version__
 from braid.checkpoint import Comparison, compare, verify
+from braid.demo.chaos import Assassin
 from braid.errors import CheckpointError
 from braid.launch import Outcome
 from braid.train.command import launch
@@ -29,12 +31,14 @@ from braid.train.reports import Finished, Shares
 
 __all__ = ["bar", "show"]
 
-STEPS = 600  # some ten seconds for the reference on one core
+STEPS = 480  # some eight seconds for the reference on one core
 CONTEXT = 64  # many short steps teach a small model more than few long ones
 LR = 6e-3  # as high as this model bears
 SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
 BAR_WIDTH = 40
 SAMPLE_ROWS = 6
+CHECKPOINTS = 5  # on the way, where a rank is killed
+KILLED_AFTER = 0.5  # of the steps
 PROOF_FAILED_EXIT_CODE = 1
 
 
@@ -46,7 +50,14 @@ class _Stage(NamedTuple):
     console: TrainConsole
 
 
-def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int = STEPS) -> int:
+def show(
+    out: Console,
+    *,
+    num_ranks: int | None = None,
+    log_dir: str,
+    steps: int = STEPS,
+    chaos: bool = True,
+) -> int:
     """Run the demonstration.
 
     Args:
@@ -54,6 +65,7 @@ def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int
         num_ranks: Processes of the parallel training; at most two, and no more than cores, when None.
         log_dir: Where the two runs go.
         steps: Steps of each training.
+        chaos: Whether to kill a rank, too.
 
     Returns:
         0 if the proof holds; 1 if it does not; the exit code of a stage that failed.
@@ -91,9 +103,17 @@ def show(out: Console, *, num_ranks: int | None = None, log_dir: str, steps: int
     noun = "process" if size == 1 else "processes"
     _tell(out, "2 parallel", f"{size} {noun}, data parallel", parallel.finished, _verdict(proof))
 
+    survived, code = True, 0
+    if chaos:
+        survived, code = _chaos(
+            out, replace(config, log_dir=f"{log_dir}/chaos"), size, alone.finished
+        )
+    if code:
+        return code
+
     _explain(out, alone.finished, parallel, proof, num_ranks=size)
     _next(out, log_dir, size, time.monotonic() - began_s)
-    return 0 if proof.equal else PROOF_FAILED_EXIT_CODE
+    return 0 if proof.equal and survived else PROOF_FAILED_EXIT_CODE
 
 
 def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
@@ -116,11 +136,47 @@ def _header(size: int, cores: int) -> str:
     )
 
 
-def _train(out: Console, name: str, config: TrainConfig, num_ranks: int) -> _Stage:
+def _train(
+    out: Console, name: str, config: TrainConfig, num_ranks: int, resume: str = ""
+) -> _Stage:
     with TrainConsole(out, title=name) as console:
         # One thread a rank in both: how many there are decides how matrix products are split.
-        outcome = launch(config, num_ranks=num_ranks, console=console, threads=1)
+        outcome = launch(config, num_ranks=num_ranks, console=console, resume=resume, threads=1)
     return _Stage(outcome, console.finished if outcome.ok else None, console)
+
+
+def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tuple[bool, int]:
+    """Kill a rank, resume, compare; whether the proof holds, and the exit code of what failed otherwise."""
+    config = replace(config, checkpoint_every=max(1, config.steps // CHECKPOINTS))
+    victim, after = size - 1, max(1, int(config.steps * KILLED_AFTER))
+    assassin = Assassin(out, title="3 chaos", rank=victim, after=after)
+    with assassin:
+        broken = launch(config, num_ranks=size, console=assassin, threads=1)
+    if broken.ok:
+        _say(
+            out,
+            f"  3 chaos       rank {victim} could not be killed: it was done before",
+            style="red",
+        )
+        return False, PROOF_FAILED_EXIT_CODE
+    block = str(broken).splitlines()
+    _say(
+        out,
+        f"  3 chaos       rank {victim} was killed (SIGKILL) after step {assassin.struck_at}; the launcher said",
+    )
+    for row in block[:2]:
+        _say(out, f"    | {row.strip()[:110]}", style="italic")
+    stage = _train(out, "3 chaos, resumed", config, size, resume="auto")
+    if stage.finished is None:
+        return False, _failed(out, stage)
+    proof = _prove(alone, stage.finished)
+    started = stage.console.started
+    first = f"from step {started.first_step}" if started is not None else "from its checkpoint"
+    line = Text(
+        f"  {'':<14}resumed {first:<24}loss ... -> {stage.finished.last_loss:.3f}{stage.finished.seconds:9.1f} s   "
+    )
+    out.print(line + _verdict(proof), soft_wrap=True, highlight=False)
+    return proof.equal, 0
 
 
 def _tell(
