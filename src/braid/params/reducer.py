@@ -171,7 +171,7 @@ class GradientReducer:
         if tuple(r.param.requires_grad for r in self._records) != self._trained:
             self._order = []
             self._learnt = False
-            self._plan()
+            self._replace_plan()
 
     def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
         """Call after each such forward.
@@ -254,7 +254,13 @@ class GradientReducer:
         late = any(bucket.delayed for bucket in present)
         before = held_back(present, specs, self._order)
         if not late and held_back(better, specs, self._order) < PAYS * before:
-            self._plan()
+            self._replace_plan()
+
+    def _replace_plan(self) -> None:
+        """Plan once more; what lossy formats have left out goes along."""
+        left_out = self.buckets.residuals()
+        self._plan()
+        self.buckets.owe(left_out)
 
     def _hook_of(self, position: int) -> Callable[[nn.Parameter], None]:
         # A parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, neither
