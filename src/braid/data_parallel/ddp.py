@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -243,6 +243,37 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ConfigError(msg)
         self._comm_hook = hook
         self._reducer.use((state, hook))
+
+    def hook_state(self) -> dict[str, Any]:
+        """What compression has left out on this rank so far and will send later, for checkpoints; each rank keeps its own.
+
+        Returns:
+            `residuals` of the wire format, by parameter, and the `hook`'s own state, if it has any.
+        """
+        read = getattr(self._comm_hook, "state_dict", None)
+        return {
+            "residuals": self._reducer.buckets.residuals(),
+            "hook": {} if read is None else read(),
+        }
+
+    def load_hook_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `hook_state` returned.
+
+        Residuals are added to this rank's next gradients, so they may be given to another rank, as long as each is given to one.
+
+        Raises:
+            ConfigError: It is not that, or is of another hook.
+        """
+        load = getattr(self._comm_hook, "load_state_dict", None)
+        if set(state) != {"residuals", "hook"} or (load is None and state["hook"]):
+            msg = (
+                f"expected what hook_state() returns with {self._comm_hook!r} as the communication hook, found {sorted(state)}"
+                f"{' of one that has a state' if state.get('hook') else ''}: wrap with the same hook"
+            )
+            raise ConfigError(msg)
+        self._reducer.buckets.owe(state["residuals"])
+        if load is not None and state["hook"]:
+            load(state["hook"])
 
     def join(
         self,
