@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.flat_params import FlatParams, parameters_in
+from braid.data_parallel.flat_params import FlatParams, make_equal, parameters_in
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
@@ -77,9 +77,7 @@ class DiLoCo(WrappedOptimizer):
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
         self._ways = FlatParams(parameters_in(optim.param_groups), group)
-        for flat in self._ways.read():
-            group.broadcast(flat, 0)
-        self._ways.write()
+        make_equal(self._ways, group)
         self._starts = [flat.clone() for flat in self._ways.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
         self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint

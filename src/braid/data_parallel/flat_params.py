@@ -1,4 +1,4 @@
-"""All parameters as one flat tensor per dtype and device: what methods that exchange parameters, not gradients, send.
+"""All parameters as one flat tensor per dtype and device: what methods send that exchange parameters instead of gradients.
 
 Unlike gradients, parameters belong to the user and stay where they are; they are copied out, exchanged in few long messages, and copied back.
 
@@ -17,7 +17,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, allocator
 
-__all__ = ["FlatParams", "Params", "mean", "parameters_in"]
+__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in"]
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -34,9 +34,9 @@ class FlatParams:
         flats: The copies, one for each dtype and device.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], group: Group) -> None:
+    def __init__(self, params: Sequence[torch.Tensor], group: Group) -> None:
         self.params = tuple(params)
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for param in self.params:
             kinds.setdefault((param.dtype, param.device), []).append(param)
         self._members = list(kinds.values())
@@ -46,7 +46,7 @@ class FlatParams:
         ]
         self.flats = [buffer.tensor for buffer in self._buffers]
 
-    def holds(self, params: Sequence[nn.Parameter]) -> bool:
+    def holds(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether it was made for these."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
@@ -64,11 +64,11 @@ class FlatParams:
         for param, view in self._pairs():
             param.copy_(view)
 
-    def views(self) -> list[torch.Tensor]:
-        """The part of each parameter in `flats`, those of one flat after the other."""
-        return [view for buffer in self._buffers for view in buffer.views]
+    def views(self) -> list[list[torch.Tensor]]:
+        """The part of each parameter, for each of `flats`."""
+        return [buffer.views for buffer in self._buffers]
 
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for members, buffer in zip(self._members, self._buffers, strict=True):
             yield from zip(members, buffer.views, strict=True)
 
@@ -111,4 +111,11 @@ def mean(flat: FlatParams, group: Group) -> None:
         for tensor in flats:
             batch.all_reduce(tensor, "avg")
     batch.work.wait()
+    flat.write()
+
+
+def make_equal(flat: FlatParams, group: Group) -> None:
+    """Copy the parameters of the group's first rank to all; a collective."""
+    for tensor in flat.read():
+        group.broadcast(tensor, 0)
     flat.write()
