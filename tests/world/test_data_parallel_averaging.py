@@ -86,38 +86,50 @@ def test_a_hierarchical_averager_takes_the_longest_period_that_is_due(world):
     assert told == [list(column) for column in zip(*expected, strict=True)]
 
 
-def _refused(group: Group, call: Any) -> str:
+def _refused(group: Group, case: str) -> str:
+    calls = {
+        "period": lambda: PeriodicModelAverager(0, 0, group),
+        "warmup": lambda: PeriodicModelAverager(2, -1, group),
+        "empty": lambda: PeriodicModelAverager(2, 0, group).average_parameters(iter([])),
+        "text": lambda: PeriodicModelAverager(2, 0, group).average_parameters(["x"]),
+        "no levels": lambda: HierarchicalModelAverager({}, 0, group),
+        "too large": lambda: HierarchicalModelAverager({2: 4}, 0, group),
+        "shrinks": lambda: HierarchicalModelAverager({4: 1, 2: 2}, 0, group),
+        "start": lambda: PostLocalSGDHook(-1),
+        "lr": lambda: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), lr=0),
+    }
     try:
-        call(group)
+        calls[case]()
     except ConfigError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("case", "words"),
     [
-        (lambda g: PeriodicModelAverager(0, 0, g), "found 0"),
-        (lambda g: PeriodicModelAverager(2, -1, g), "found -1"),
-        (lambda g: PeriodicModelAverager(2, 0, g).average_parameters(iter([])), "found none"),
-        (lambda g: PeriodicModelAverager(2, 0, g).average_parameters(["x"]), "found str"),
-        (lambda g: HierarchicalModelAverager({}, 0, g), "such as {4: 1, 16: 2}, found {}"),
-        (lambda g: HierarchicalModelAverager({2: 4}, 0, g), "found {2: 4}"),
-        (lambda g: HierarchicalModelAverager({4: 1, 2: 2}, 0, g), "growing periods"),
-        (lambda _g: PostLocalSGDHook(-1), "found -1"),
-        (lambda _g: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), lr=0), "lr=0"),
+        ("period", "found 0"),
+        ("warmup", "found -1"),
+        ("empty", "found none"),
+        ("text", "found str"),
+        ("no levels", "such as {4: 1, 16: 2}, found {}"),
+        ("too large", "found {2: 4}"),
+        ("shrinks", "growing periods"),
+        ("start", "found -1"),
+        ("lr", "lr=0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(world, call, words):
-    assert all(words in text for text in world(2, _refused, call))
+def test_what_makes_no_sense_is_refused(world, case, words):
+    assert all(words in text for text in world(2, _refused, case))
+
+
+def _averaged_in_every_step(group: Group) -> None:
+    with pytest.warns(UserWarning, match="averaged in every step"):
+        PeriodicModelAverager(1, 0, group)
 
 
 def test_averaging_in_every_step_is_said_to_be_a_waste(world):
-    def main(group: Group) -> None:
-        with pytest.warns(UserWarning, match="averaged in every step"):
-            PeriodicModelAverager(1, 0, group)
-
-    world(1, main)
+    world(1, _averaged_in_every_step)
 
 
 def _post_local(group: Group, start: int, steps: int) -> list[torch.Tensor]:
@@ -166,40 +178,42 @@ def test_post_local_sgd_averages_gradients_and_then_models(world, start, steps):
     assert torch.equal(told[0][0], told[1][0]) == averaged_last
 
 
-def test_post_local_sgd_may_go_on_with_the_gradients_of_a_few(world):
-    def main(group: Group) -> torch.Tensor:
-        part = group.split(group.rank // 2)
-        model = Model()
-        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
-        wrapped.register_comm_hook(None, PostLocalSGDHook(0, part))
-        wrapped(_batch(group.rank, 0)).backward()
-        return model.first.grad.clone()
+def _of_a_few(group: Group) -> torch.Tensor:
+    part = group.split(group.rank // 2)
+    model = Model()
+    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, PostLocalSGDHook(0, part))
+    wrapped(_batch(group.rank, 0)).backward()
+    return model.first.grad.clone()
 
-    told = world(4, main)
+
+def test_post_local_sgd_may_go_on_with_the_gradients_of_a_few(world):
+    told = world(4, _of_a_few)
     assert torch.equal(told[0], told[1])
     assert torch.equal(told[2], told[3])
     assert not torch.equal(told[0], told[2])
 
 
-def test_the_step_of_the_averager_is_in_the_state_of_its_optimizer(world):
-    def main(group: Group) -> tuple[int, int, list[float]]:
-        param = nn.Parameter(torch.ones(2))
-        averager = PeriodicModelAverager(5, 0, group)
-        optimizer = PostLocalSGDOptimizer(torch.optim.SGD([param], lr=0.1), averager)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for _ in range(3):
-            param.sum().backward()
-            optimizer.step()
-            scheduler.step()
-        state = copy.deepcopy(optimizer.state_dict())
+def _step_of_state(group: Group) -> tuple[int, int, list[float]]:
+    param = nn.Parameter(torch.ones(2))
+    averager = PeriodicModelAverager(5, 0, group)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD([param], lr=0.1), averager)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        param.sum().backward()
+        optimizer.step()
+        scheduler.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    step = averager.step
+    del state["step"]
+    with pytest.warns(UserWarning, match="found none: it begins at 0"):
         optimizer.load_state_dict(state)
-        step = averager.step
-        del state["step"]
-        with pytest.warns(UserWarning, match="found none: it begins at 0"):
-            optimizer.load_state_dict(state)
-        return step, averager.step, [group["lr"] for group in optimizer.param_groups]
+    return step, averager.step, [group["lr"] for group in optimizer.param_groups]
 
-    assert world(1, main) == [(3, 0, [0.0125])]
+
+def test_the_step_of_the_averager_is_in_the_state_of_its_optimizer(world):
+    assert world(1, _step_of_state) == [(3, 0, [0.0125])]
 
 
 # DiLoCo.
@@ -282,13 +296,14 @@ def test_diloco_sends_ways_in_few_bytes_and_keeps_what_they_miss(hosts, wire):
         torch.testing.assert_close(rough, exact, rtol=0.05, atol=0.02)
 
 
-def test_diloco_refuses_the_state_of_something_else(world):
-    def main(group: Group) -> str:
-        optimizer = DiLoCo(torch.optim.SGD(Model().parameters()), process_group=group)
-        try:
-            optimizer.load_state_dict(optimizer.optim.state_dict())
-        except ConfigError as error:
-            return str(error)
-        return ""
+def _state_of_inner(group: Group) -> str:
+    optimizer = DiLoCo(torch.optim.SGD(Model().parameters()), process_group=group)
+    try:
+        optimizer.load_state_dict(optimizer.optim.state_dict())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
-    assert "that of its inner optimizer only" in world(1, main)[0]
+
+def test_diloco_refuses_the_state_of_something_else(world):
+    assert "that of its inner optimizer only" in world(1, _state_of_inner)[0]

@@ -146,19 +146,20 @@ def test_ranks_find_the_minimum_of_the_sum_of_their_losses(world, kind):
         torch.testing.assert_close(torch.tensor(found), best, rtol=0, atol=0.06)
 
 
+def _on_a_complete_graph(group: Group) -> list[float]:
+    param = nn.Parameter(torch.zeros(6))
+    method = DPSGD([param], Mixing.complete(group.size), group)
+    optimizer = torch.optim.SGD([param], lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (param - _target(group.rank)).pow(4).sum().backward()
+        optimizer.step()
+        method.mix()
+    return param.tolist()
+
+
 def test_a_complete_graph_trains_as_averaged_gradients_do(world):
     """x - lr g averaged is what one process gets from the mean of g, up to rounding."""
-
-    def main(group: Group) -> list[float]:
-        param = nn.Parameter(torch.zeros(6))
-        method = DPSGD([param], Mixing.complete(group.size), group)
-        optimizer = torch.optim.SGD([param], lr=0.01)
-        for _ in range(5):
-            optimizer.zero_grad()
-            (param - _target(group.rank)).pow(4).sum().backward()
-            optimizer.step()
-            method.mix()
-        return param.tolist()
 
     param = nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.SGD([param], lr=0.01)
@@ -166,48 +167,57 @@ def test_a_complete_graph_trains_as_averaged_gradients_do(world):
         optimizer.zero_grad()
         (sum((param - _target(r)).pow(4).sum() for r in range(3)) / 3).backward()
         optimizer.step()
-    for found in world(3, main):
+    for found in world(3, _on_a_complete_graph):
         torch.testing.assert_close(torch.tensor(found), param.detach())
 
 
-def test_push_sum_goes_on_from_its_state(world):
-    def main(group: Group, pause: int) -> list[float]:
-        param = nn.Parameter(torch.zeros(6))
-        method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
-        for step in range(5):
-            if step == pause:
-                value, state = param.detach().clone(), method.state_dict()
-                method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
-                method.load_state_dict(state)
-                with torch.no_grad():
-                    param.copy_(value)
+def _pushes(group: Group, pause: int) -> list[float]:
+    param = nn.Parameter(torch.zeros(6))
+    method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+    for step in range(5):
+        if step == pause:
+            value, state = param.detach().clone(), method.state_dict()
+            method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+            method.load_state_dict(state)
             with torch.no_grad():
-                param.add_(_target(group.rank))
-            method.mix()
-        return [*param.tolist(), method.weight]
+                param.copy_(value)
+        with torch.no_grad():
+            param.add_(_target(group.rank))
+        method.mix()
+    return [*param.tolist(), method.weight]
 
-    told = world(3, main, 3)
-    assert told == world(3, main, -1)
+
+def test_push_sum_goes_on_from_its_state(world):
+    told = world(3, _pushes, 3)
+    assert told == world(3, _pushes, -1)
     assert sum(found[-1] for found in told) == pytest.approx(3.0)
 
 
+def _refused(group: Group, case: str) -> str:
+    calls = {
+        "size": lambda: DPSGD(_params(0), Mixing.ring(5), group),
+        "rows": lambda: DPSGD(_params(0), Mixing.of([PUSH]), group),
+        "columns": lambda: PushSum(_params(0), Mixing("bad", ((PUSH[0],) * 3,)), group),
+        "integers": lambda: adasum([torch.ones(2, dtype=torch.int32)], group),
+    }
+    try:
+        calls[case]()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("case", "words"),
     [
-        (lambda p, g: DPSGD(p, Mixing.ring(5), g), "a mixing for 3 ranks, found Mixing('ring', 5"),
-        (lambda p, g: DPSGD(p, Mixing.of([PUSH]), g), "use PushSum"),
-        (lambda p, g: PushSum(p, Mixing("bad", ((PUSH[0],) * 3,)), g), "columns that sum to 1"),
+        ("size", "a mixing for 3 ranks, found Mixing('ring', 5"),
+        ("rows", "use PushSum"),
+        ("columns", "columns that sum to 1"),
+        ("integers", "found torch.int32"),
     ],
 )
-def test_a_mixing_that_does_not_fit_is_refused(world, make, words):
-    def main(group: Group) -> str:
-        try:
-            make(_params(0), group)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    assert all(words in text for text in world(3, main))
+def test_what_does_not_fit_is_refused(world, case, words):
+    assert all(words in text for text in world(3, _refused, case))
 
 
 # AD-PSGD.
@@ -327,31 +337,19 @@ def test_adasum_of_two_does_not_depend_on_their_order(world):
     torch.testing.assert_close(world(2, _sum, vectors), world(2, _sum, vectors[::-1]))
 
 
-def test_adasum_of_integers_is_refused(world):
-    def main(group: Group) -> str:
-        try:
-            adasum([torch.ones(2, dtype=torch.int32)], group)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    assert "found torch.int32" in world(1, main)[0]
+def _hooked(group: Group, cap_mb: float) -> list[torch.Tensor]:
+    model = nn.Module()
+    model.a = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
+    model.b = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    a, b = _vectors(3)[group.rank]
+    model.forward = lambda scale: scale * ((model.a * a).sum() + (model.b * b).sum())
+    wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap_mb)
+    wrapped.register_comm_hook(None, adasum_hook)
+    wrapped(1.0).backward()
+    return [model.a.grad.clone(), model.b.grad.clone()]
 
 
 @pytest.mark.parametrize("cap_mb", [25.0, 1e-5], ids=["one bucket", "many buckets"])
 def test_gradients_are_summed_by_adasum_tensor_by_tensor(world, cap_mb):
-    vectors = _vectors(3)
-
-    def main(group: Group) -> list[torch.Tensor]:
-        model = nn.Module()
-        model.a = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-        model.b = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        given = vectors[group.rank]
-        model.forward = lambda s: s * ((model.a * given[0]).sum() + (model.b * given[1]).sum())
-        wrapped = DistributedDataParallel(model, process_group=group, bucket_cap_mb=cap_mb)
-        wrapped.register_comm_hook(None, adasum_hook)
-        wrapped(1.0).backward()
-        return [model.a.grad.clone(), model.b.grad.clone()]
-
-    for found in world(3, main):
-        torch.testing.assert_close(found, _adasum_by_hand(vectors))
+    for found in world(3, _hooked, cap_mb):
+        torch.testing.assert_close(found, _adasum_by_hand(_vectors(3)))

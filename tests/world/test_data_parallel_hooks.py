@@ -180,23 +180,24 @@ def test_power_sgd_goes_on_from_its_state_as_if_nothing_had_been(world):
     assert _equal(world(2, _resumed, name, 2), world(2, _resumed, name, 0))
 
 
-def test_gradients_of_16_bits_keep_what_they_round(world):
-    def main(group: Group) -> tuple[float, float]:
-        weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
-        model = nn.Module()
-        model.weight = weight
-        x = _batch(group.rank, 0)[:8, :8].repeat(2, 2)
-        model.forward = lambda scale: (weight * x * scale).sum()
-        hook = PowerSGDHook(PowerSGDOptions(rank=1))
-        wrapped = DistributedDataParallel(model, process_group=group)
-        wrapped.register_comm_hook(None, hook)
-        wrapped(1.0).backward()
-        given = x.bfloat16().float()
-        owed = hook.state_dict()["error"]["weight"].view(16, 16)
-        both = group.all_reduce(torch.stack([given, owed]), "avg")
-        return (both[0] - both[1] - weight.grad.float()).abs().max().item()
+def _lost_in_16_bits(group: Group) -> tuple[float, float]:
+    weight = nn.Parameter(torch.ones(16, 16, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = weight
+    x = _batch(group.rank, 0)[:8, :8].repeat(2, 2)
+    model.forward = lambda scale: (weight * x * scale).sum()
+    hook = PowerSGDHook(PowerSGDOptions(rank=1))
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    wrapped(1.0).backward()
+    given = x.bfloat16().float()
+    owed = hook.state_dict()["error"]["weight"].view(16, 16)
+    both = group.all_reduce(torch.stack([given, owed]), "avg")
+    return (both[0] - both[1] - weight.grad.float()).abs().max().item()
 
-    assert all(lost < 1e-6 for lost in world(2, main))
+
+def test_gradients_of_16_bits_keep_what_they_round(world):
+    assert all(lost < 1e-6 for lost in world(2, _lost_in_16_bits))
 
 
 # Casts, torch's hooks, users' hooks.
@@ -243,18 +244,19 @@ def test_hooks_are_called_in_the_same_order_on_all_ranks(world):
     assert _equal(one, other)
 
 
+def _other_buffer(group: Group) -> list[torch.Tensor]:
+    def hook(_: object, bucket: GradBucket) -> Any:
+        bucket.set_buffer(bucket.buffer().double())
+        assert [g.dtype for g in bucket.gradients()] == [torch.float64] * 4
+        return group.all_reduce(bucket.buffer(), "avg", async_op=True)
+
+    wrapped = DistributedDataParallel(_model(), process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    return _gradients(wrapped, group.rank, 0)
+
+
 def test_a_hook_may_set_another_buffer(world):
-    def main(group: Group) -> list[torch.Tensor]:
-        def hook(_: object, bucket: GradBucket) -> Any:
-            bucket.set_buffer(bucket.buffer().double())
-            assert [g.dtype for g in bucket.gradients()] == [torch.float64] * 4
-            return group.all_reduce(bucket.buffer(), "avg", async_op=True)
-
-        wrapped = DistributedDataParallel(_model(), process_group=group)
-        wrapped.register_comm_hook(None, hook)
-        return _gradients(wrapped, group.rank, 0)
-
-    torch.testing.assert_close(world(2, main), [found[0] for found in world(2, _plain, 1)])
+    torch.testing.assert_close(world(2, _other_buffer), [found[0] for found in world(2, _plain, 1)])
 
 
 def _torch_hooks(kind: str) -> list[list[torch.Tensor]]:
@@ -320,18 +322,19 @@ def test_a_name_that_means_nothing_is_refused_with_those_that_do(world, name, wo
     assert words in world(1, _refused, name)[0]
 
 
-def test_state_of_another_hook_is_refused(world):
-    def main(group: Group) -> str:
-        wrapped = DistributedDataParallel(_model(), process_group=group, hook="powersgd")
-        _gradients(wrapped, group.rank, 0)
-        other = DistributedDataParallel(_model(), process_group=group)
-        try:
-            other.load_hook_state(wrapped.hook_state())
-        except ConfigError as error:
-            return str(error)
-        return ""
+def _other_state(group: Group) -> str:
+    wrapped = DistributedDataParallel(_model(), process_group=group, hook="powersgd")
+    _gradients(wrapped, group.rank, 0)
+    other = DistributedDataParallel(_model(), process_group=group)
+    try:
+        other.load_hook_state(wrapped.hook_state())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
-    assert "wrap with the same hook" in world(1, main)[0]
+
+def test_state_of_another_hook_is_refused(world):
+    assert "wrap with the same hook" in world(1, _other_state)[0]
 
 
 # Wire formats, between hosts.
