@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.data_parallel.mixing import Mixing
+from braid.data_parallel import Mixing
 from braid.errors import ConfigError
 
 MAKERS = (Mixing.ring, Mixing.complete, Mixing.exponential, Mixing.one_peer)

@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
-from braid.data_parallel.averaging import HierarchicalModelAverager, PeriodicModelAverager
-from braid.data_parallel.diloco import DiLoCo
-from braid.data_parallel.post_local import PostLocalSGDHook, PostLocalSGDOptimizer
+from braid.data_parallel import (
+    DiLoCo,
+    DistributedDataParallel,
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDHook,
+    PostLocalSGDOptimizer,
+)
 from braid.errors import ConfigError
 
 WIDTH = 6

@@ -10,11 +10,15 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel
-from braid.data_parallel.ad_psgd import ADPSGD
-from braid.data_parallel.adasum import adasum, adasum_hook
-from braid.data_parallel.decentralized import DPSGD, PushSum
-from braid.data_parallel.mixing import Mixing
+from braid.data_parallel import (
+    ADPSGD,
+    DPSGD,
+    DistributedDataParallel,
+    Mixing,
+    PushSum,
+    adasum,
+    adasum_hook,
+)
 from braid.errors import ConfigError, StaleError
 
 PUSH = ((0.5, 0.0, 0.25), (0.5, 0.5, 0.0), (0.0, 0.5, 0.75))  # columns sum to 1, rows do not

@@ -120,25 +120,29 @@ class Buckets:
 
     def wait(self) -> None:
         """Wait for all buckets on their way; those that take several steps take them in turns."""
-        for number in sorted(self._full):  # behind one that nobody uses
-            self._call_hook(number)
-        self._next = 0
-        left = dict(sorted(self._under_way.items()))
-        self._under_way.clear()
         try:
-            works = {number: next(steps, None) for number, (steps, _) in left.items()}
-            while left:
-                for number, (steps, span) in list(left.items()):
-                    work = works[number]
-                    if work is None:
-                        span.end()
-                        del left[number]
-                    else:
-                        work.wait()
-                        works[number] = next(steps, None)
+            for number in sorted(self._full):  # behind one that nobody uses
+                self._call_hook(number)
+            self._take_steps()
         finally:
-            for _, span in left.values():
+            for _, span in [*self._full.values(), *self._under_way.values()]:
                 span.end()
+            self._full.clear()
+            self._under_way.clear()
+            self._next = 0
+
+    def _take_steps(self) -> None:
+        left = dict(sorted(self._under_way.items()))
+        works = {number: next(steps, None) for number, (steps, _) in left.items()}
+        while left:
+            for number, (steps, span) in list(left.items()):
+                work = works[number]
+                if work is None:
+                    span.end()
+                    del left[number], self._under_way[number]
+                else:
+                    work.wait()
+                    works[number] = next(steps, None)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """What lossy formats have left out on this rank and is still to be sent, by the parameter's name."""
