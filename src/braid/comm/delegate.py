@@ -162,6 +162,12 @@ class DelegateEngine:
         copies.then(partial(call.outs[0].mul_, scale))
         return self.start(call._replace(copies=copies))
 
+    def residual(self, call: Call, number: int) -> None:
+        """Nothing is left out: numbers are sent as they are."""
+
+    def reset_residual(self, number: int) -> None:
+        """Likewise."""
+
     def advance(self) -> bool:
         """Take the steps that are possible now of what has been started, messages excepted."""
         return self._last is not None and not self._last.done and self._last.advance()

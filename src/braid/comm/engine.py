@@ -146,6 +146,14 @@ class Engine(Protocol):
         """Start persistent request `number`; its steps are taken by whoever waits in this process (`lazily`: all)."""
         ...
 
+    def residual(self, call: Call, number: int) -> torch.Tensor | None:
+        """What the wire format of persistent request `number`, which does `call`, has left out; see `Request.residual`."""
+        ...
+
+    def reset_residual(self, number: int) -> None:
+        """Forget that."""
+        ...
+
     def advance(self) -> bool:
         """Take the steps that are possible now of what has been started; whether any could be taken."""
         ...

@@ -44,7 +44,7 @@ from braid.comm.staging import pieces
 from braid.comm.window import LINE_BYTES, Window
 from braid.transport import Steps
 
-__all__ = ["DEPTH", "Residuals", "hierarchical"]
+__all__ = ["DEPTH", "Residuals", "hierarchical", "left_out"]
 
 DEPTH = 2  # chunks on the wire, besides the one that is being summed
 NUM_SPARE = 3  # slots, besides two for each of those
@@ -88,6 +88,39 @@ def hierarchical(
             yield from run.gather_far(turn - 1 - 2 * DEPTH)
         yield from run.copy_out(turn - run.last_turn)
     run.window.leave()
+
+
+def left_out(
+    residuals: Residuals,
+    numel: int,
+    op: str,
+    rank: int,
+    *,
+    hosting: Hosting,
+    form: WireFormat,
+) -> torch.Tensor:
+    """Residuals of a member as a flat tensor, in the places of the numbers and in the units of what was given.
+
+    Args:
+        residuals: The member's.
+        numel: Of the tensor that is reduced.
+        op: Its reduction; an average is sent on divided.
+        rank: The member.
+        hosting: Which members share memory.
+        form: The wire format.
+    """
+    found = torch.zeros(numel)
+    chunks = _chunks(found)
+    places = _Places.of(chunks[0], hosting, form)
+    size = sum(len(members) for members in hosting.hosts)
+    for (phase, k, j), kept in residuals.items():
+        low, high = places.slice(chunks[j].numel(), hosting.lane(rank))
+        row = k if phase == "near" else hosting.twins(rank).index(rank)
+        start, end = places.bounds(high - low)[row]
+        factor = size if phase == "far" and op == "avg" else 1
+        place = chunks[j][low:high][start:end]
+        place.add_(kept.state_dict()["residual"], alpha=factor)
+    return found
 
 
 class _Places(NamedTuple):
@@ -171,7 +204,7 @@ class _Run:
         self.workers = self.mates[: hosting.num_lanes]
         self.other_mates = tuple(m for m in self.mates if m != ch.rank)
         self.other_twins = tuple(t for t in self.twins if t != ch.rank)
-        self.chunks = pieces(x, min(MOST_BYTES, max(LEAST_BYTES, x.nbytes // CHUNKS)))
+        self.chunks = _chunks(x)
         self.dtype = x.dtype
         self.places = _Places.of(self.chunks[0], hosting, form)
         self.gathers = self.places.rows > 1
@@ -350,6 +383,10 @@ class _Run:
 
     def _bytes(self, member: int, j: int, offset: int) -> torch.Tensor:
         return self.window.view(member, self._at(j, offset), self.places.row_bytes, torch.uint8)
+
+
+def _chunks(x: torch.Tensor) -> list[torch.Tensor]:
+    return pieces(x, min(MOST_BYTES, max(LEAST_BYTES, x.nbytes // CHUNKS)))
 
 
 def _lines(nbytes: int) -> int:

@@ -15,7 +15,7 @@ from braid.comm.all_reduce import all_reduce
 from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
 from braid.comm.formats import by_name
-from braid.comm.hierarchical import Residuals, hierarchical
+from braid.comm.hierarchical import Residuals, hierarchical, left_out
 from braid.comm.hosting import Hosting
 from braid.comm.mailbox import Mailbox, Receipt
 from braid.comm.port import ABANDONED, CLOSED, Port
@@ -190,6 +190,18 @@ class MemoryEngine:
         operation.on_done(lambda: self._count(call, operation))
         self.progress.enlist(operation)
         return self._work(operation, None, lazily=lazily)
+
+    def residual(self, call: Call, number: int) -> torch.Tensor | None:
+        """What a wire format has left out of request `number` on this rank."""
+        kept = self._residuals.get(number)
+        if not kept or call.wire is None:
+            return None
+        numel, form = call.outs[0].numel(), by_name(call.wire)
+        return left_out(kept, numel, call.op, self.port.rank, hosting=self.hosting, form=form)
+
+    def reset_residual(self, number: int) -> None:
+        """Forget it."""
+        self._residuals.get(number, {}).clear()
 
     def advance(self) -> bool:
         """Take the steps that are possible now, of everything that this rank has started in any of its groups."""

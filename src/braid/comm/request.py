@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from braid.comm.engine import Call, Engine
 from braid.comm.work import Work
 from braid.errors import ConfigError, StaleError
@@ -67,6 +69,20 @@ class Request:
             self.result
         )
         return self._work
+
+    def residual(self) -> torch.Tensor | None:
+        """What a lossy wire format has left out here and will be added at the next start; None where nothing can be.
+
+        Returns:
+            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It counts as part of this rank's own numbers: added
+            to them at some start, after `reset_residual`, it makes up for what was left out, on whatever ranks and hosts that is.
+            (Of requests that are started without a scale.)
+        """
+        return self._engine.residual(self._call, self._number)
+
+    def reset_residual(self) -> None:
+        """Forget what has been left out."""
+        self._engine.reset_residual(self._number)
 
     def _check_scale(self, scale: float) -> None:
         kind, dtype = self._call.kind, self._call.outs[0].dtype

@@ -1,35 +1,60 @@
 """Data parallel training: every rank holds the model, each works on its share of the batch."""
 
+from braid.data_parallel.ad_psgd import ADPSGD
+from braid.data_parallel.adasum import adasum, adasum_hook
 from braid.data_parallel.applying import parallel_apply
+from braid.data_parallel.averaging import HierarchicalModelAverager, PeriodicModelAverager
 from braid.data_parallel.clipping import clip_grad_norm_, grad_norm
 from braid.data_parallel.data_parallel import DataParallel
 from braid.data_parallel.ddp import DistributedDataParallel
+from braid.data_parallel.decentralized import DPSGD, PushSum
+from braid.data_parallel.diloco import DiLoCo
 from braid.data_parallel.finite import NonFinite, NonFiniteError
 from braid.data_parallel.gathering import gather
+from braid.data_parallel.hooks import CastHook, bf16_hook, fp16_hook
 from braid.data_parallel.join import Join, Joinable, JoinHook
 from braid.data_parallel.layerwise import LAMB, LARS
 from braid.data_parallel.mixed_precision import MixedPrecision
+from braid.data_parallel.mixing import Mixing
 from braid.data_parallel.optimizer import DistributedOptimizer
+from braid.data_parallel.post_local import PostLocalSGDHook, PostLocalSGDOptimizer
+from braid.data_parallel.powersgd import PowerSGDHook, PowerSGDOptions
 from braid.data_parallel.reference import accumulate
 from braid.data_parallel.replicas import replicate
 from braid.data_parallel.scattering import scatter
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "ADPSGD",
+    "DPSGD",
     "LAMB",
     "LARS",
+    "CastHook",
     "DataParallel",
+    "DiLoCo",
     "DistributedDataParallel",
     "DistributedOptimizer",
+    "HierarchicalModelAverager",
     "Join",
     "JoinHook",
     "Joinable",
     "MixedPrecision",
+    "Mixing",
     "NonFinite",
     "NonFiniteError",
+    "PeriodicModelAverager",
+    "PostLocalSGDHook",
+    "PostLocalSGDOptimizer",
+    "PowerSGDHook",
+    "PowerSGDOptions",
+    "PushSum",
     "SyncBatchNorm",
     "accumulate",
+    "adasum",
+    "adasum_hook",
+    "bf16_hook",
     "clip_grad_norm_",
+    "fp16_hook",
     "gather",
     "grad_norm",
     "parallel_apply",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel.data_parallel import DataParallel
+from braid.data_parallel.ddp_arguments import (
+    caps_of,
+    checked_hash_every,
+    first_given,
+    trigger_of,
+)
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks import hook_of
@@ -30,7 +36,6 @@ from braid.data_parallel.module_buffers import ModuleBuffers
 from braid.data_parallel.outputs import tensors_in
 from braid.errors import CommError, ConfigError
 from braid.params import (
-    Caps,
     GradientReducer,
     Hook,
     Outcome,
@@ -44,7 +49,6 @@ from braid.params.hashing import compare_values
 
 __all__ = ["DistributedDataParallel"]
 
-MIB = 1 << 20
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 MAX_NAMES = 8
 
@@ -148,10 +152,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
-        self.forward_sync_buffers = _either(forward_sync_buffers, broadcast_buffers)
+        self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers)
         self.mixed_precision = mixed_precision
         self._weight: float | None = None
-        self._hash_every = _check_hash_every(hash_every)
+        self._hash_every = checked_hash_every(hash_every)
         self._table = table
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
@@ -170,12 +174,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             group,
             table,
             ReducerOptions(
-                caps=_caps(bucket_cap_mb, bucket_cap_mb_list),
+                caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
                 wire=wire or self._precision.wire,
                 every=every,
                 static_graph=static_graph,
                 delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
-                delayed_after=_name_of(
+                delayed_after=trigger_of(
                     table, param_to_hook_all_reduce, delay_all_reduce_named_params
                 ),
                 check_all=check_all,
@@ -274,6 +278,37 @@ class DistributedDataParallel(nn.Module, Joinable):
                 record.param.grad = None
 
         self._reducer.on_bucket = step
+
+    def hook_state(self) -> dict[str, Any]:
+        """What compression has left out on this rank so far and will send later, for checkpoints; each rank keeps its own.
+
+        Returns:
+            `residuals` of the wire format, by parameter, and the `hook`'s own state, if it has any.
+        """
+        read = getattr(self._comm_hook, "state_dict", None)
+        return {
+            "residuals": self._reducer.buckets.residuals(),
+            "hook": {} if read is None else read(),
+        }
+
+    def load_hook_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `hook_state` returned.
+
+        Residuals are added to this rank's next gradients, so they may be given to another rank, as long as each is given to one.
+
+        Raises:
+            ConfigError: It is not that, or is of another hook.
+        """
+        load = getattr(self._comm_hook, "load_state_dict", None)
+        if set(state) != {"residuals", "hook"} or (load is None and state["hook"]):
+            msg = (
+                f"expected what hook_state() returns with {self._comm_hook!r} as the communication hook, found {sorted(state)}"
+                f"{' of one that has a state' if state.get('hook') else ''}: wrap with the same hook"
+            )
+            raise ConfigError(msg)
+        self._reducer.buckets.owe(state["residuals"])
+        if load is not None and state["hook"]:
+            load(state["hook"])
 
     def join(
         self,
@@ -431,43 +466,3 @@ class _Helper(JoinHook):
                 group.broadcast(record.param.detach(), root)
             wrapper._buffers_of_all.broadcast(root)  # noqa: SLF001
         wrapper._workers = list(range(group.size))  # noqa: SLF001
-
-
-def _either(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    for given in (forward_sync_buffers, broadcast_buffers):
-        if given is not None:
-            return given
-    return True
-
-
-def _caps(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
-    if caps_mb:
-        return Caps(tuple(int(cap * MIB) for cap in caps_mb))
-    return Caps.of_mb(cap_mb)
-
-
-def _check_hash_every(steps: int) -> int:
-    if type(steps) is not int or steps < 0:
-        msg = f"expected hash_every to be a number of steps, or 0, found {steps!r}"
-        raise ConfigError(msg)
-    return steps
-
-
-def _name_of(
-    table: ParamTable,
-    param: nn.Parameter | None,
-    delayed: Sequence[tuple[str, nn.Parameter]] | None,
-) -> str:
-    """Name of the parameter that lets delayed ones go."""
-    if (param is None) != (not delayed):
-        msg = "expected delay_all_reduce_named_params and param_to_hook_all_reduce together, found only one of them"
-        raise ConfigError(msg)
-    if param is None:
-        return ""
-    known = {id(record.param): record.name for record in table}
-    unknown = [name for name, _ in delayed or () if not any(name in r.names for r in table)]
-    if id(param) not in known or unknown:
-        what = f"{', '.join(map(repr, unknown))}" if unknown else "param_to_hook_all_reduce"
-        msg = f"expected parameters of the module to delay, found that {what} is none of it"
-        raise ConfigError(msg)
-    return known[id(param)]

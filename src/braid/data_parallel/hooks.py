@@ -2,21 +2,69 @@
 
     "bf16", "fp16", "int8", "topk:0.01"       the wire formats of `braid.comm`: numbers change on a network only, never in shared memory
     "powersgd:rank=2,start=500"               two thin factors of each matrix (`powersgd`)
-    "bf16+powersgd:rank=2"                    the same, with the factors in 16 bits
+    "bf16+powersgd:rank=2"                    the same, with the factors in 16 bits on a network
 
-What a format leaves out stays with the rank that left it out, and is added the next time.
+What a format leaves out stays with the rank that left it out, and is added the next time. `bf16_hook` and `fp16_hook` are for who wants
+16 bits inside of a host as well: `model.register_comm_hook(None, bf16_hook)`.
 """
 
 from __future__ import annotations
 
-from braid.comm import Group
-from braid.params import Hook, ParamTable
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["hook_of"]
+import torch
+
+from braid.comm import Group
+from braid.comm.formats import by_name
+from braid.data_parallel.groups import group_of
+from braid.data_parallel.powersgd import PowerSGDHook, PowerSGDOptions
+from braid.errors import ConfigError
+from braid.params import GradBucket, Hook, ParamTable
+from braid.params.grad_bucket import Steps
+
+__all__ = ["NAMES", "CastHook", "bf16_hook", "fp16_hook", "hook_of"]
+
+FORMATS = {"bf16": "bf16", "fp16": "float16", "float16": "float16", "int8": "int8"}
+DENSE = tuple(FORMATS)  # for factors, which have no small numbers to leave out
+POWERSGD = "powersgd"
+NAMES = (*DENSE, "topk:RATIO", "powersgd:OPTIONS", "FORMAT+powersgd:OPTIONS")
+WORDS = {"true": True, "false": False}
+
+
+class CastHook:
+    """Averages gradients in another dtype, everywhere, and casts them back.
+
+    Args:
+        dtype: In which they are exchanged; sums are taken in 32 bits and rounded once.
+
+    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, state: Any, bucket: GradBucket) -> Steps:
+        """Average a bucket over `state`, a group or a process group of torch; over those that train together when None."""
+        group = bucket.group if state is None else group_of(state)
+        buffer = bucket.buffer()
+        cast = buffer.to(self.dtype, copy=True)
+        with group.coalesce(lazily=True) as batch:
+            batch.all_reduce(cast, "avg")
+        yield batch.work
+        buffer.copy_(cast)
+
+    def __repr__(self) -> str:
+        return f"CastHook({self.dtype})"
+
+
+bf16_hook = CastHook(torch.bfloat16)
+fp16_hook = CastHook(torch.float16)
 
 
 def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hook | None]:
-    """What a name means: a wire format, a hook, or both.
+    """What a name means: a wire format, or a hook.
 
     Args:
         text: See the module.
@@ -24,7 +72,61 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
         table: Their parameters.
 
     Raises:
-        ConfigError: There is no such hook.
+        ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing to do.
     """
-    del group, table
-    return text, None
+    wire, _, rest = text.rpartition("+")
+    kind, _, options = rest.partition(":")
+    if kind == POWERSGD:
+        if wire and wire not in FORMATS:
+            msg = f"expected a format out of {', '.join(DENSE)} for the factors of powersgd, found {wire!r} in {text!r}"
+            raise ConfigError(msg)
+        hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
+        _check_any_matrix(hook.options, table, text)
+        return None, hook
+    if wire or (text not in FORMATS and kind != "topk"):
+        msg = f"expected a communication hook out of {', '.join(NAMES)}, found {text!r}"
+        raise ConfigError(msg)
+    name = FORMATS.get(text, text)
+    by_name(name)  # refuses options that make no sense
+    if not group.engine.capabilities.wires:
+        msg = (
+            f"expected a group that can convert numbers for hook={text!r}, found one whose numbers a backend of torch moves: "
+            "register bf16_hook or fp16_hook instead"
+        )
+        raise ConfigError(msg)
+    return name, None
+
+
+def _options_of(text: str, whole: str) -> PowerSGDOptions:
+    kinds: dict[str, Callable[[str], Any]] = {
+        field.name: _word if isinstance(field.default, bool) else type(field.default)
+        for field in dataclasses.fields(PowerSGDOptions)
+    }
+    found: dict[str, Any] = {}
+    for option in filter(None, text.split(",")):
+        name, _, value = option.partition("=")
+        try:
+            found[name] = kinds[name](value)
+        except (KeyError, ValueError) as exc:
+            known = ", ".join(
+                f"{field.name}={str(field.default).lower()}"
+                for field in dataclasses.fields(PowerSGDOptions)
+            )
+            msg = f"expected options of powersgd such as {known}, found {option!r} in {whole!r}"
+            raise ConfigError(msg) from exc
+    return PowerSGDOptions(**found)
+
+
+def _word(text: str) -> bool:
+    return WORDS[text.lower()]
+
+
+def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) -> None:
+    if any(options.compresses(record.param) for record in table.trained):
+        return
+    largest = max(table.trained, key=lambda record: record.param.numel())
+    msg = (
+        f"expected a matrix that factors of rank {options.rank} make {options.rate} times smaller for hook={text!r}, found none among "
+        f"{len(table.trained)} parameters, the largest of which is {largest}: lower rank or rate, or leave the hook out"
+    )
+    raise ConfigError(msg)

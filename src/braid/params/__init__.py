@@ -4,7 +4,8 @@ from braid.params.bucket_state import Bucket, BucketState, Caps, plan_buckets
 from braid.params.buckets import Buckets, StateHook
 from braid.params.flat import FlatBuffer, allocator
 from braid.params.grad_bucket import GradBucket, Hook
-from braid.params.reducer import GradientReducer, Outcome, ReducerOptions
+from braid.params.reducer import GradientReducer
+from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.status import Standing, Status, StatusLayout
 from braid.params.table import ParamRecord, ParamTable
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from braid.comm import Group, Request, Work
+from braid.errors import ConfigError
 from braid.events import Span
 from braid.params.bucket_state import Bucket
 from braid.params.flat import FlatBuffer, allocator
@@ -63,6 +64,9 @@ class Buckets:
             self._firsts.append(buffer.firsts())
             self.views.update(zip(bucket.members, buffer.views, strict=True))
         self._under_way: dict[int, tuple[Steps, Span]] = {}
+        self._full: dict[int, tuple[StateHook, Span]] = {}  # hooks that are not called yet
+        self._next = 0  # bucket whose hook is called next
+        self._owed: dict[str, torch.Tensor] = {}
 
     @property
     def sizes_bytes(self) -> list[int]:
@@ -100,16 +104,100 @@ class Buckets:
         Raises:
             ConfigError: The hook answers something else than it may.
         """
-        buffer, bucket = self._buffers[number], self.plan[number]
+        buffer = self._buffers[number]
         nbytes = buffer.tensor.numel() * buffer.tensor.element_size()
         span = self._group.context.events.span(
             f"bucket {number + 1} of {len(self.plan)}", seq=number, nbytes=nbytes
         )
         if hook is None:
+            self._pay(number)
             work: Work = self._requests[number].start(lazily=True)
             self._under_way[number] = (_one(work), span)
             return
-        state, call = hook
+        self._full[number] = hook, span
+        while self._next in self._full:
+            self._call_hook(self._next)
+
+    def wait(self, done: Callable[[int], object] | None = None) -> None:
+        """Wait for all buckets on their way; those that take several steps take them in turns.
+
+        Args:
+            done: Called with the number of each when it is there, while others are still on their way.
+        """
+        try:
+            for number in sorted(self._full):  # behind one that nobody uses
+                self._call_hook(number)
+            self._take_steps(done)
+        finally:
+            for _, span in [*self._full.values(), *self._under_way.values()]:
+                span.end()
+            self._full.clear()
+            self._under_way.clear()
+            self._next = 0
+
+    def _take_steps(self, done: Callable[[int], object] | None) -> None:
+        left = dict(sorted(self._under_way.items()))
+        works = {number: next(steps, None) for number, (steps, _) in left.items()}
+        while left:
+            for number, (steps, span) in list(left.items()):
+                work = works[number]
+                if work is None:
+                    span.end()
+                    del left[number], self._under_way[number]
+                    if done is not None:
+                        done(number)
+                else:
+                    work.wait()
+                    works[number] = next(steps, None)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What lossy formats have left out on this rank and is still to be sent, by the parameter's name."""
+        found = {name: left.clone() for name, left in self._owed.items()}
+        for bucket, buffer, request in zip(self.plan, self._buffers, self._requests, strict=True):
+            residual = request.residual()
+            if residual is None:
+                continue
+            parts = torch.split(residual, [view.numel() for view in buffer.views])
+            for position, part in zip(bucket.members, parts, strict=True):
+                record = self._records[position]
+                part = part.view(record.param.shape)  # noqa: PLW2901 - as the parameter
+                found[record.name] = found[record.name] + part if record.name in found else part
+        return found
+
+    def owe(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Forget what has been left out, and add `residuals` to this rank's next gradients instead.
+
+        Sums stay what they would have been, whatever the plan and the hosts that they were left out with.
+
+        Args:
+            residuals: As from `residuals`; those of parameters that are not here are dropped.
+
+        Raises:
+            ConfigError: One has another shape than its parameter.
+        """
+        params = {r.name: r.param for r in self._records.values()}
+        wrong = [
+            f"{tuple(left.shape)} for {name!r} of shape {tuple(params[name].shape)}"
+            for name, left in residuals.items()
+            if name in params and left.shape != params[name].shape
+        ]
+        if wrong:
+            msg = f"expected residuals in the shapes of their parameters, found {', '.join(wrong)}"
+            raise ConfigError(msg)
+        for request in self._requests:
+            request.reset_residual()
+        self._owed = {name: left for name, left in residuals.items() if name in params}
+
+    def _pay(self, number: int) -> None:
+        for position in self.plan[number].members if self._owed else ():
+            left = self._owed.pop(self._records[position].name, None)
+            if left is not None:
+                self.views[position].add_(left.to(self.views[position]))
+
+    def _call_hook(self, number: int) -> None:
+        (state, call), span = self._full.pop(number)
+        self._next = number + 1
+        buffer, bucket = self._buffers[number], self.plan[number]
         shown = GradBucket(
             number,
             buffer.tensor,
@@ -117,31 +205,9 @@ class Buckets:
             parameters=[self._records[p].param for p in bucket.members],
             names=[self._records[p].name for p in bucket.members],
             last=number == len(self.plan) - 1,
+            group=self._group,
         )
         self._under_way[number] = (steps_of(call(state, shown), shown), span)
-
-    def wait(self, done: Callable[[int], object] | None = None) -> None:
-        """Wait for all buckets on their way, those of several steps in turns.
-
-        Args:
-            done: Called with the number of each when it is there, while others are still on their way.
-        """
-        left = dict(sorted(self._under_way.items()))
-        self._under_way.clear()
-        try:
-            while left:
-                for number, (steps, span) in list(left.items()):
-                    work = next(steps, None)
-                    if work is None:
-                        span.end()
-                        del left[number]
-                        if done is not None:
-                            done(number)
-                    else:
-                        work.wait()
-        finally:
-            for _, span in left.values():
-                span.end()
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply the gradients of a bucket."""

@@ -7,21 +7,33 @@ ways when the average will be there:
     a Work of braid       the average is in the bucket's buffer when it is done
     a generator           yields Works, which are waited for at the end of backward, buckets in turns; the average is in the
                           buffer when it ends. For what needs several messages one after the other (PowerSGD)
+
+Buckets are full in another order on every rank, but hooks share the channels of their group: so they are called in the order of the plan, and the
+steps of generators are taken in that order, too. A hook may start collectives without a thought for the other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from braid.comm import Work
+from braid.comm import Group, Work
 from braid.errors import ConfigError
 
-__all__ = ["Answer", "GradBucket", "Hook", "Steps", "settle", "steps_of"]
+__all__ = ["Answer", "Awaited", "GradBucket", "Hook", "Steps", "steps_of"]
 
-Steps = Generator[Work, None, None]
+
+class Awaited(Protocol):
+    """What a step may wait for: a Work, or the Works of a coalesced block."""
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        ...
+
+
+Steps = Generator[Awaited, None, None]
 Answer = (
     Any  # a torch.futures.Future, a Work or Steps: told apart when it comes, since it is the user's
 )
@@ -38,6 +50,7 @@ class GradBucket:
         parameters: The parameters.
         names: Their names.
         last: Whether it is the last one of the plan.
+        group: Ranks that reduce it.
     """
 
     def __init__(
@@ -49,13 +62,16 @@ class GradBucket:
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
         last: bool,
+        group: Group,
     ) -> None:
         self._index = index
+        self._home = buffer
         self._buffer = buffer
-        self._gradients = gradients
+        self._gradients = list(gradients)
         self._parameters = parameters
         self._last = last
         self.names = tuple(names)
+        self.group = group
 
     def index(self) -> int:
         """Number of the bucket; it may hold other parameters after buckets have been planned anew, so key state by `names`."""
@@ -78,12 +94,33 @@ class GradBucket:
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace all gradients at once.
+        """Show another tensor as the buffer from now on, such as a copy in another dtype.
+
+        What it holds when the hook has ended comes back, unless a future brings something else.
 
         Raises:
             ConfigError: It has another number of elements.
         """
-        settle(self, tensor)
+        flat = _checked(self, tensor).view(-1)
+        parts = torch.split(flat, [gradient.numel() for gradient in self._gradients])
+        pairs = zip(parts, self._gradients, strict=True)
+        self._gradients = [part.view(gradient.shape) for part, gradient in pairs]
+        self._buffer = flat
+
+    def settle(self, found: Any) -> None:
+        """Bring what a hook has found to where gradients lie.
+
+        Args:
+            found: A tensor, or a list with one, as futures of collectives have it.
+
+        Raises:
+            ConfigError: It has another number of elements, or is no tensor.
+        """
+        if isinstance(found, list | tuple) and len(found) == 1:
+            found = found[0]
+        tensor = _checked(self, found)
+        if tensor.data_ptr() != self._home.data_ptr():
+            self._home.copy_(tensor.view(-1))
 
     def __repr__(self) -> str:
         return f"GradBucket({self._index}: {', '.join(self.names)})"
@@ -96,9 +133,9 @@ def steps_of(answer: Answer, bucket: GradBucket) -> Steps:
         ConfigError: It is nothing that a hook may answer.
     """
     if isinstance(answer, Work):
-        return _one(answer)
+        return _stepwise(_one(answer), bucket)
     if isinstance(answer, Generator):
-        return answer
+        return _stepwise(answer, bucket)
     if isinstance(answer, torch.futures.Future):
         return _wait_for(answer, bucket)
     msg = (
@@ -108,30 +145,27 @@ def steps_of(answer: Answer, bucket: GradBucket) -> Steps:
     raise ConfigError(msg)
 
 
-def settle(bucket: GradBucket, found: Any) -> None:
-    """Bring what a hook has found into the bucket.
-
-    Raises:
-        ConfigError: It has another shape, or is no tensor.
-    """
-    if isinstance(found, list | tuple) and len(found) == 1:
-        found = found[0]
-    buffer = bucket.buffer()
-    if not isinstance(found, torch.Tensor) or found.numel() != buffer.numel():
+def _checked(bucket: GradBucket, found: Any) -> torch.Tensor:
+    numel = bucket.buffer().numel()
+    if not isinstance(found, torch.Tensor) or found.numel() != numel:
         what = f"{tuple(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
         msg = (
-            f"expected {buffer.numel()} numbers from the communication hook for {bucket!r}, found {what}: return the average of "
+            f"expected {numel} numbers from the communication hook for {bucket!r}, found {what}: return the average of "
             "bucket.buffer(), in its shape"
         )
         raise ConfigError(msg)
-    if found.data_ptr() != buffer.data_ptr():
-        buffer.copy_(found.view(-1))
+    return found
 
 
 def _one(work: Work) -> Steps:
     yield work
 
 
+def _stepwise(steps: Steps, bucket: GradBucket) -> Steps:
+    yield from steps
+    bucket.settle(bucket.buffer())
+
+
 def _wait_for(future: torch.futures.Future[Any], bucket: GradBucket) -> Steps:
     yield from ()
-    settle(bucket, future.wait())
+    bucket.settle(future.wait())

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -31,73 +31,17 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
-from braid.params.bucket_state import BucketState, Caps, held_back, plan_buckets
+from braid.params.bucket_state import BucketState, held_back, plan_buckets
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
+from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.sparse import average_sparse
 from braid.params.status import Standing, Status, StatusLayout
 from braid.params.table import ParamRecord, ParamTable
 
-__all__ = ["GradientReducer", "Outcome", "ReducerOptions"]
+__all__ = ["GradientReducer"]
 
 PAYS = 0.9  # share of the present waiting that is left by a plan that is worth new buffers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReducerOptions:
-    """How gradients are reduced.
-
-    Attributes:
-        caps: When buckets are closed.
-        wire: Format in which float32 gradients cross a network; as they are when None.
-        every: Average in every k-th backward; the others accumulate.
-        static_graph: Every backward uses the same parameters, equally often; some may get their gradient in parts.
-        delayed: Names of parameters that leave in buckets of their own.
-        delayed_after: Name of the parameter whose gradient lets them go; the end of backward when empty.
-        check_all: Look at every number for NaN and Inf, rather than at one of each gradient.
-
-    Raises:
-        ConfigError: `every` is less than 1.
-    """
-
-    caps: Caps = field(default_factory=Caps)
-    wire: str | None = None
-    every: int = 1
-    static_graph: bool = False
-    delayed: frozenset[str] = frozenset()
-    delayed_after: str = ""
-    check_all: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            msg = f"expected every to be a number of backwards from 1, found {self.every!r}"
-            raise ConfigError(msg)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a reduction has shown, the same on all ranks.
-
-    Attributes:
-        number: How many there have been, from 1.
-        status: What all ranks said.
-        records: The parameters that it speaks of.
-    """
-
-    number: int
-    status: Status
-    records: tuple[ParamRecord, ...]
-
-    @property
-    def unused(self) -> list[str]:
-        """Names of trained parameters that have no gradient on any rank."""
-        flags = zip(self.records, self.status.present, self.status.trained, strict=True)
-        return [record.name for record, present, trained in flags if trained and not present]
-
-    @property
-    def spoiled(self) -> list[str]:
-        """Names of parameters whose gradients are not finite on some rank."""
-        return [r.name for r, count in zip(self.records, self.status.spoiled, strict=True) if count]
 
 
 class GradientReducer:
@@ -179,7 +123,7 @@ class GradientReducer:
         if tuple(r.param.requires_grad for r in self._records) != self._trained:
             self._order = []
             self._learnt = False
-            self._plan()
+            self._replace_plan()
 
     def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
         """Call after each such forward.
@@ -277,7 +221,13 @@ class GradientReducer:
         late = any(bucket.delayed for bucket in present)
         before = held_back(present, specs, self._order)
         if not late and held_back(better, specs, self._order) < PAYS * before:
-            self._plan()
+            self._replace_plan()
+
+    def _replace_plan(self) -> None:
+        """Plan once more; what lossy formats have left out goes along."""
+        left_out = self.buckets.residuals()
+        self._plan()
+        self.buckets.owe(left_out)
 
     def _hook_of(self, position: int) -> Callable[[nn.Parameter], None]:
         # A parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, neither

@@ -74,6 +74,11 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._coalesced: list[Started] | None = None
         self._splits: list[BaseProcessGroup] = []
 
+    @property
+    def braid_group(self) -> Group | None:
+        """The group behind it, for parts of braid that are handed torch's; None when it has ended."""
+        return None if self.ended else self._group
+
     # What torch asks about a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

@@ -1,0 +1,158 @@
+"""DiLoCo: hundreds of steps alone, then one step of an outer optimizer along the way that all have gone.
+
+Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the average of far apart models is worse than each.
+
+Idea: the mean of the ways that ranks have gone since they were last equal is taken as a gradient, and an outer optimizer with momentum follows it:
+
+    start   the same parameters on all ranks
+    x       each rank: `period` steps of the inner optimizer from start, on its own data
+    d       = mean over ranks of (start - x)
+    m       = momentum m + d;    start = start - lr (d + momentum m);    x = start       (Nesterov)
+
+With lr=1 and momentum=0 it is local SGD.
+
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1; lr 0.7 and momentum 0.9 are theirs.
+Inner optimizers keep their state through outer steps, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from braid.data_parallel.flat_params import FlatParams, make_equal, parameters_in
+from braid.data_parallel.groups import group_of
+from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
+from braid.errors import ConfigError
+
+__all__ = ["DiLoCo"]
+
+KEY = "diloco"
+
+
+class DiLoCo(WrappedOptimizer):
+    """Takes steps of the inner optimizer, and an outer step in every `period`-th.
+
+    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's parameters are copied to all. Buffers, such as running means,
+    stay each rank's own.
+
+    Args:
+        optim: The inner optimizer, over the same parameters on all ranks.
+        period: Inner steps for each outer one.
+        lr: Of the outer optimizer.
+        momentum: Likewise.
+        nesterov: Whether the outer step looks ahead.
+        wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is added the next time. float32 only.
+        process_group: As for DistributedDataParallel.
+
+    Raises:
+        ConfigError: No group, or a number is out of range.
+
+    Cost:
+        2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the parameters.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        period: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        wire: str | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(optim)
+        if period < 1 or not 0 < lr < float("inf") or not 0 <= momentum < 1:
+            msg = (
+                "expected a period from 1, a positive lr and a momentum from 0 to below 1 for the outer steps, found "
+                f"period={period!r}, lr={lr!r}, momentum={momentum!r}"
+            )
+            raise ConfigError(msg)
+        self.process_group = group = group_of(process_group)
+        self.period = period
+        self.num_steps = 0
+        self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
+        self._ways = FlatParams(parameters_in(optim.param_groups), group)
+        make_equal(self._ways, group)
+        self._starts = [flat.clone() for flat in self._ways.flats]
+        self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
+        self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint
+        self._requests = [
+            group.persistent(
+                "all_reduce", flat, op="avg", wire=wire if flat.dtype == torch.float32 else None
+            )
+            for flat in self._ways.flats
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take an inner step; in every `period`-th an outer one as well, which is a collective."""
+        loss = self.optim.step(closure)
+        self.num_steps += 1
+        if self.num_steps % self.period == 0:
+            with torch.no_grad():
+                self._outer_step()
+        return loss
+
+    def _outer_step(self) -> None:
+        flats = self._ways.read()
+        for flat, start, owed in zip(flats, self._starts, self._owed, strict=True):
+            torch.sub(start, flat, out=flat)
+            flat[: owed.numel()].add_(owed)
+        self._owed = [owed[:0] for owed in self._owed]
+        for work in [request.start(lazily=True) for request in self._requests]:
+            work.wait()
+        for way, start, moment in zip(flats, self._starts, self._moments, strict=True):
+            moment.mul_(self._momentum).add_(way)
+            if self._nesterov:
+                way.add_(moment, alpha=self._momentum)
+            else:
+                way.copy_(moment)
+            start.sub_(way, alpha=self._lr)
+            way.copy_(start)
+        self._ways.write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner optimizer, and under `diloco` the outer one's: parameters at the last outer step, momentum, what a format left out.
+
+        The latter is this rank's own, like the inner state.
+        """
+        residuals = [
+            owed.clone() if (found := request.residual()) is None else found
+            for request, owed in zip(self._requests, self._owed, strict=True)
+        ]
+        outer = {
+            "num_steps": self.num_steps,
+            "start": [start.clone() for start in self._starts],
+            "momentum": [moment.clone() for moment in self._moments],
+            "residual": residuals,
+        }
+        return {**self.optim.state_dict(), KEY: outer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from it; the parameters are loaded by the program.
+
+        Raises:
+            ConfigError: It is that of another optimizer or model.
+        """
+        outer = state_dict.get(KEY)
+        found = [start.numel() for start in outer["start"]] if outer else None
+        if outer is None or found != [start.numel() for start in self._starts]:
+            msg = (
+                f"expected the state of DiLoCo for {self._ways!r}, found "
+                f"{f'one for {sum(found or [])} numbers' if outer else 'that of its inner optimizer only'}"
+            )
+            raise ConfigError(msg)
+        self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+        self.num_steps = outer["num_steps"]
+        for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
+            for into, x in zip(kept, loaded, strict=True):
+                into.copy_(x)
+        for request in self._requests:
+            request.reset_residual()
+        self._owed = [
+            x.to(flat) for x, flat in zip(outer["residual"], self._ways.flats, strict=True)
+        ]

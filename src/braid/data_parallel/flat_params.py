@@ -1,0 +1,121 @@
+"""All parameters as one flat tensor per dtype and device: what methods send that exchange parameters instead of gradients.
+
+Unlike gradients, parameters belong to the user and stay where they are; they are copied out, exchanged in few long messages, and copied back.
+
+Cost: one copy of the parameters in memory, two passes over them an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.errors import ConfigError
+from braid.params import FlatBuffer, allocator
+
+__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in"]
+
+Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
+
+
+class FlatParams:
+    """Parameters and room for a copy of them.
+
+    Args:
+        params: In the same order on all ranks.
+        group: Whose collectives the copies are for.
+
+    Attributes:
+        params: The parameters.
+        flats: The copies, one for each dtype and device.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], group: Group) -> None:
+        self.params = tuple(params)
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for param in self.params:
+            kinds.setdefault((param.dtype, param.device), []).append(param)
+        self._members = list(kinds.values())
+        self._buffers = [
+            FlatBuffer([p.shape for p in members], dtype, allocator(group, str(device)))
+            for (dtype, device), members in kinds.items()
+        ]
+        self.flats = [buffer.tensor for buffer in self._buffers]
+
+    def holds(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made for these."""
+        same = len(params) == len(self.params)
+        return same and all(a is b for a, b in zip(params, self.params, strict=True))
+
+    @torch.no_grad()
+    def read(self) -> list[torch.Tensor]:
+        """Copy the parameters to `flats`, and return these."""
+        for param, view in self._pairs():
+            view.copy_(param)
+        return self.flats
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Copy `flats` to the parameters."""
+        for param, view in self._pairs():
+            param.copy_(view)
+
+    def views(self) -> list[list[torch.Tensor]]:
+        """The part of each parameter, for each of `flats`."""
+        return [buffer.views for buffer in self._buffers]
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for members, buffer in zip(self._members, self._buffers, strict=True):
+            yield from zip(members, buffer.views, strict=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"FlatParams({len(self.params)} parameters, {sum(f.nbytes for f in self.flats)} bytes)"
+        )
+
+
+def parameters_in(params: Params) -> list[nn.Parameter]:
+    """Trained parameters out of parameters or of an optimizer's groups.
+
+    Raises:
+        ConfigError: It is something else, or there are none.
+    """
+    found: list[nn.Parameter] = []
+    for item in params:
+        members = item["params"] if isinstance(item, Mapping) else [item]
+        strangers = [x for x in members if not isinstance(x, torch.Tensor)]
+        if strangers:
+            msg = (
+                "expected parameters, such as model.parameters(), or an optimizer's param_groups, found "
+                f"{type(strangers[0]).__name__}"
+            )
+            raise ConfigError(msg)
+        found += [param for param in members if param.requires_grad]
+    if not found:
+        msg = "expected at least one parameter that requires a gradient, found none: was an iterator used twice?"
+        raise ConfigError(msg)
+    return found
+
+
+def mean(flat: FlatParams, group: Group) -> None:
+    """Replace the parameters by their mean over `group`; a collective.
+
+    Cost: 2 (n-1)/n l bytes a rank.
+    """
+    flats = flat.read()
+    with group.coalesce(lazily=True) as batch:
+        for tensor in flats:
+            batch.all_reduce(tensor, "avg")
+    batch.work.wait()
+    flat.write()
+
+
+def make_equal(flat: FlatParams, group: Group) -> None:
+    """Copy the parameters of the group's first rank to all; a collective."""
+    for tensor in flat.read():
+        group.broadcast(tensor, 0)
+    flat.write()

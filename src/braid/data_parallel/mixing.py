@@ -1,0 +1,191 @@
+"""Who averages with whom, and with which weights: mixing matrices as data. Pure: no torch, no communication.
+
+Problem: methods without a centre let each rank average with a few others a step. Whether that leads everybody to the same model, and how fast, depends
+on the weights alone; wrong ones move the mean away, in silence.
+
+Idea: the weights are a matrix, checked when it is made. W[i][j] is the weight with which rank i takes what rank j has:
+
+    x_i <- sum_j W[i][j] x_j
+
+    columns sum to 1    nothing is lost: the sum over ranks stays what it is       (enough for push-sum)
+    rows sum to 1       ranks that are equal stay equal                            (both: "doubly stochastic")
+    connected           everybody hears of everybody, sooner or later
+
+What is left of a disagreement after a step is at most the second largest modulus of an eigenvalue times as large, in the long run; one less
+that is the spectral gap. The matrices of a graph that changes follow each other in turns; their gap is that of a whole turn.
+
+    ring          2 messages a step, gap O(1 / n^2)
+    exponential   log2 n messages a step, gap O(1 / log n)
+    one_peer      1 message a step; after log2 n steps the exact mean, when n is a power of 2
+    complete      n - 1 messages, gap 1
+
+Source: Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004; Assran et al., "Stochastic Gradient Push", ICML 2019 (exponential graphs); Ying et al.,
+"Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from braid.errors import ConfigError
+
+__all__ = ["Matrix", "Mixing"]
+
+Matrix = tuple[tuple[float, ...], ...]
+TOLERANCE = 1e-9  # of sums; weights are quotients of small numbers
+
+
+class Mixing(NamedTuple):
+    """Mixing matrices that follow each other in turns; made by the functions below, or by `of` from one's own.
+
+    Attributes:
+        name: For messages.
+        matrices: One for each step of a turn.
+    """
+
+    name: str
+    matrices: tuple[Matrix, ...]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Sequence[Sequence[float]]], name: str = "own") -> Mixing:
+        """Mixing by one's own matrices.
+
+        Args:
+            matrices: One, or several that follow each other; square.
+            name: For messages.
+
+        Raises:
+            ConfigError: Weights are negative, columns do not sum to 1, or ranks cannot hear of each other; all of it is said.
+        """
+        found = tuple(tuple(tuple(map(float, row)) for row in matrix) for matrix in matrices)
+        mixing = cls(name, found)
+        _check(mixing)
+        return mixing
+
+    @classmethod
+    def ring(cls, size: int) -> Mixing:
+        """Each with the one before and the one after it, a third from each; a half for two ranks."""
+        return cls("ring", (_circulant(size, (-1, 0, 1)),))
+
+    @classmethod
+    def complete(cls, size: int) -> Mixing:
+        """Everybody with everybody: the mean at once."""
+        return cls("complete", (_circulant(size, range(size)),))
+
+    @classmethod
+    def exponential(cls, size: int) -> Mixing:
+        """Each takes from those 1, 2, 4, ... before it; directed."""
+        return cls("exponential", (_circulant(size, [0, *_hops(size)]),))
+
+    @classmethod
+    def one_peer(cls, size: int) -> Mixing:
+        """Each takes from one, which is 1 before it in the first step, 2 in the second, then 4, ...; directed."""
+        hops = _hops(size) or [0]
+        return cls("one_peer", tuple(_circulant(size, (0, hop)) for hop in hops))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.matrices[0])
+
+    @property
+    def doubly_stochastic(self) -> bool:
+        """Whether rows sum to 1, too."""
+        return not any(_wrong_sums(matrix, "row") for matrix in self.matrices)
+
+    def at(self, step: int) -> Matrix:
+        """The matrix of a step."""
+        return self.matrices[step % len(self.matrices)]
+
+    def sources(self, rank: int, step: int) -> list[int]:
+        """From whom `rank` takes something in a step, besides itself."""
+        row = self.at(step)[rank]
+        return [j for j, weight in enumerate(row) if weight and j != rank]
+
+    def targets(self, rank: int, step: int) -> list[int]:
+        """To whom `rank` gives something in a step, besides itself."""
+        return [i for i, row in enumerate(self.at(step)) if row[rank] and i != rank]
+
+    def spectral_gap(self) -> float:
+        """1 less the second largest modulus of an eigenvalue, of a whole turn: from 0 (never) to 1 (the mean at once).
+
+        >>> round(Mixing.ring(4).spectral_gap(), 6), round(Mixing.one_peer(8).spectral_gap(), 6)
+        (0.666667, 1.0)
+        """
+        if self.size == 1:
+            return 1.0
+        turn = reduce(
+            lambda done, matrix: np.asarray(matrix) @ done, self.matrices, np.eye(self.size)
+        )
+        moduli = np.sort(np.abs(np.linalg.eigvals(turn)))
+        return float(1.0 - moduli[-2])
+
+    def __repr__(self) -> str:
+        return f"Mixing({self.name!r}, {self.size} ranks, {len(self.matrices)} in a turn)"
+
+
+def _hops(size: int) -> list[int]:
+    return [1 << k for k in range((size - 1).bit_length())]
+
+
+def _circulant(size: int, shifts: Sequence[int]) -> Matrix:
+    """Every rank takes equal shares from those `shifts` before it."""
+    if size < 1:
+        msg = f"expected at least one rank to mix, found {size}"
+        raise ConfigError(msg)
+    rows = [[0.0] * size for _ in range(size)]
+    distances = {shift % size for shift in shifts}
+    for rank, row in enumerate(rows):
+        for distance in distances:
+            row[rank - distance] = 1.0 / len(distances)
+    return tuple(map(tuple, rows))
+
+
+def _check(mixing: Mixing) -> None:
+    size = len(mixing.matrices[0]) if mixing.matrices else 0
+    square = all(
+        len(matrix) == size and all(len(row) == size for row in matrix)
+        for matrix in mixing.matrices
+    )
+    wrong: list[str] = []
+    if not size or not square:
+        wrong.append("no square matrices of one size")
+    else:
+        for step, matrix in enumerate(mixing.matrices):
+            wrong += [
+                f"{weight} for what rank {i} takes from {j} in step {step}"
+                for i, row in enumerate(matrix)
+                for j, weight in enumerate(row)
+                if not 0.0 <= weight < float("inf")
+            ]
+            wrong += [f"{found} in step {step}" for found in _wrong_sums(matrix, "column")]
+        if not wrong and not _connected(mixing):
+            wrong.append("ranks that never hear of some others")
+    if wrong:
+        msg = (
+            f"expected weights that are not negative, columns that sum to 1 and ranks that all hear of each other in mixing {mixing.name!r}, "
+            f"found {'; '.join(wrong[:8])}"
+        )
+        raise ConfigError(msg)
+
+
+def _wrong_sums(matrix: Matrix, kind: str) -> list[str]:
+    lines = matrix if kind == "row" else zip(*matrix, strict=True)
+    sums = [sum(line) for line in lines]
+    return [
+        f"{kind} {k} that sums to {s:.6g}" for k, s in enumerate(sums) if abs(s - 1.0) > TOLERANCE
+    ]
+
+
+def _connected(mixing: Mixing) -> bool:
+    """Whether the graph of a whole turn is strongly connected."""
+    turn = np.eye(mixing.size)
+    for matrix in mixing.matrices:
+        turn = np.where(np.asarray(matrix) > 0, 1.0, 0.0) @ turn + turn
+    for _ in range(mixing.size.bit_length()):  # paths of up to 2, 4, 8, ... turns
+        turn = np.minimum(turn @ turn, 1.0)
+    return bool((turn > 0).all())

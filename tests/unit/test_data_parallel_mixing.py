@@ -1,0 +1,102 @@
+"""Mixing matrices: what is refused, whom ranks hear, how fast they agree."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.data_parallel import Mixing
+from braid.errors import ConfigError
+
+MAKERS = (Mixing.ring, Mixing.complete, Mixing.exponential, Mixing.one_peer)
+sizes = st.integers(1, 17)
+
+
+@given(st.sampled_from(MAKERS), sizes)
+def test_those_that_are_made_here_pass_the_check_and_are_doubly_stochastic(make, size):
+    mixing = make(size)
+    assert Mixing.of(mixing.matrices, mixing.name) == mixing
+    assert mixing.doubly_stochastic
+    assert mixing.size == size
+
+
+@given(st.sampled_from(MAKERS), sizes, st.integers(0, 20))
+def test_whom_a_rank_hears_sends_to_it(make, size, step):
+    mixing = make(size)
+    heard = {(j, i) for i in range(size) for j in mixing.sources(i, step)}
+    assert heard == {(j, i) for j in range(size) for i in mixing.targets(j, step)}
+    assert all(i != j for i, j in heard)
+
+
+def test_one_peer_graphs_hear_one_rank_a_step_which_is_twice_as_far_each_time():
+    mixing = Mixing.one_peer(8)
+    assert [mixing.sources(0, step) for step in range(4)] == [[7], [6], [4], [7]]
+    assert [mixing.targets(0, step) for step in range(4)] == [[1], [2], [4], [1]]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_one_peer_graphs_reach_the_exact_mean_in_a_turn(size):
+    values = [Fraction(rank * rank) for rank in range(size)]
+    mixing = Mixing.one_peer(size)
+    for step in range(len(mixing.matrices)):
+        matrix = mixing.at(step)
+        values = [
+            sum(Fraction(weight) * value for weight, value in zip(row, values, strict=True))
+            for row in matrix
+        ]
+    assert len(mixing.matrices) == size.bit_length() - 1
+    assert values == [Fraction(sum(r * r for r in range(size)), size)] * size
+    assert mixing.spectral_gap() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("mixing", "gap"),
+    [
+        (Mixing.complete(5), 1.0),
+        (Mixing.ring(1), 1.0),
+        (Mixing.ring(2), 1.0),
+        (Mixing.ring(12), 1 - (1 + 2 * math.cos(2 * math.pi / 12)) / 3),
+        (Mixing.exponential(8), 0.5),  # 2 / (1 + log2 n), Ying et al. 2021
+    ],
+)
+def test_the_spectral_gap_is_that_of_the_closed_form(mixing, gap):
+    assert mixing.spectral_gap() == pytest.approx(gap)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "words"),
+    [
+        ([[[0.5, 0.5], [0.4, 0.6]]], "column 0 that sums to 0.9 in step 0; column 1 that sums"),
+        ([[[1.5, 0.0], [-0.5, 1.0]]], "-0.5 for what rank 1 takes from 0 in step 0"),
+        ([[[1.0, 0.0], [0.0, 1.0]]], "never hear of some others"),
+        ([[[0.5, 0.0], [0.5, 1.0]]], "never hear of some others"),
+        ([[[1.0, 0.0]]], "no square matrices"),
+        ([], "no square matrices"),
+        ([[[math.nan]]], "nan for what rank 0"),
+    ],
+)
+def test_weights_that_move_the_mean_or_leave_ranks_alone_are_refused(matrices, words):
+    with pytest.raises(ConfigError, match=r"columns that sum to 1") as caught:
+        Mixing.of(matrices)
+    assert words in str(caught.value)
+
+
+def test_ranks_may_hear_of_each_other_in_the_course_of_a_turn():
+    pairs = [[[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]], [[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]]]
+    assert 0 < Mixing.of(pairs).spectral_gap() < 1
+    with pytest.raises(ConfigError, match="never hear"):
+        Mixing.of(pairs[:1])
+
+
+def test_columns_alone_are_enough_but_are_told_apart():
+    push = [[[0.5, 0.0, 0.25], [0.5, 0.5, 0.0], [0.0, 0.5, 0.75]]]
+    assert not Mixing.of(push).doubly_stochastic
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(ConfigError, match="at least one rank"):
+        Mixing.ring(0)

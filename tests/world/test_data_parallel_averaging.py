@@ -1,0 +1,313 @@
+"""Averaging of models equals what one process computes that holds all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from braid.comm import Group
+from braid.data_parallel import (
+    DiLoCo,
+    DistributedDataParallel,
+    HierarchicalModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDHook,
+    PostLocalSGDOptimizer,
+)
+from braid.errors import ConfigError
+
+WIDTH = 6
+
+
+class Model(nn.Module):
+    """Two dtypes, a parameter without a gradient, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.4)
+        self.second = nn.Parameter(torch.randn(WIDTH, generator=generator).double())
+        self.unused = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ self.first).double() @ self.second).square().mean()
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def _values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _marked(group: Group, make: Any, steps: int) -> list[float]:
+    """Parameters begin as the rank; what they are after each step."""
+    param = nn.Parameter(torch.full((3,), float(group.rank)))
+    averager = make(group)
+    found = []
+    for _ in range(steps):
+        with torch.no_grad():
+            param.add_(8.0 * group.rank)
+        averager.average_parameters(iter([param]))
+        found.append(param[0].item())
+    return found
+
+
+def _periodic(group: Group) -> PeriodicModelAverager:
+    return PeriodicModelAverager(period=3, warmup_steps=1, process_group=group)
+
+
+def test_a_periodic_averager_waits_and_then_averages_every_few_steps(world):
+    # steps 1 and 4 of 0..5, as torch's counts them
+    assert world(2, _marked, _periodic, 6) == [
+        [0.0, 8.5, 8.5, 8.5, 20.5, 20.5],
+        [9.0, 8.5, 16.5, 24.5, 20.5, 28.5],
+    ]
+
+
+def _hierarchical(group: Group) -> HierarchicalModelAverager:
+    return HierarchicalModelAverager({2: 2, 4: 4}, 1, group)
+
+
+def test_a_hierarchical_averager_takes_the_longest_period_that_is_due(world):
+    # step 2: pairs, step 4: all
+    told = world(4, _marked, _hierarchical, 5)
+    values = [float(r) for r in range(4)]
+    expected = []
+    for step in range(5):
+        values = [value + 8.0 * rank for rank, value in enumerate(values)]
+        if step == 2:
+            values = [(values[r - r % 2] + values[r - r % 2 + 1]) / 2 for r in range(4)]
+        if step == 4:
+            values = [sum(values) / 4] * 4
+        expected.append(list(values))
+    assert told == [list(column) for column in zip(*expected, strict=True)]
+
+
+def _refused(group: Group, case: str) -> str:
+    calls = {
+        "period": lambda: PeriodicModelAverager(0, 0, group),
+        "warmup": lambda: PeriodicModelAverager(2, -1, group),
+        "empty": lambda: PeriodicModelAverager(2, 0, group).average_parameters(iter([])),
+        "text": lambda: PeriodicModelAverager(2, 0, group).average_parameters(["x"]),
+        "no levels": lambda: HierarchicalModelAverager({}, 0, group),
+        "too large": lambda: HierarchicalModelAverager({2: 4}, 0, group),
+        "shrinks": lambda: HierarchicalModelAverager({4: 1, 2: 2}, 0, group),
+        "start": lambda: PostLocalSGDHook(-1),
+        "lr": lambda: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), lr=0),
+    }
+    try:
+        calls[case]()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("period", "found 0"),
+        ("warmup", "found -1"),
+        ("empty", "found none"),
+        ("text", "found str"),
+        ("no levels", "such as {4: 1, 16: 2}, found {}"),
+        ("too large", "found {2: 4}"),
+        ("shrinks", "growing periods"),
+        ("start", "found -1"),
+        ("lr", "lr=0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(world, case, words):
+    assert all(words in text for text in world(2, _refused, case))
+
+
+def _averaged_in_every_step(group: Group) -> None:
+    with pytest.warns(UserWarning, match="averaged in every step"):
+        PeriodicModelAverager(1, 0, group)
+
+
+def test_averaging_in_every_step_is_said_to_be_a_waste(world):
+    world(1, _averaged_in_every_step)
+
+
+def _post_local(group: Group, start: int, steps: int) -> list[torch.Tensor]:
+    model = Model()
+    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, PostLocalSGDHook(start))
+    averager = PeriodicModelAverager(3, start, group)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+    for step in range(steps):
+        optimizer.zero_grad()
+        wrapped(_batch(group.rank, step)).backward()
+        optimizer.step()
+    return _values(model)
+
+
+def _post_local_in_one_process(size: int, start: int, steps: int) -> list[list[torch.Tensor]]:
+    models = [Model() for _ in range(size)]
+    params = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model(_batch(rank, step)).backward()
+        if step < start:
+            for column in zip(*params, strict=True):
+                if column[0].grad is not None:
+                    average = sum(p.grad for p in column) / size
+                    for p in column:
+                        p.grad = average.clone()
+        with torch.no_grad():
+            for p in [p for row in params for p in row if p.grad is not None]:
+                p.sub_(0.1 * p.grad)
+            if step >= start and (step - start) % 3 == 0:
+                for column in zip(*params, strict=True):
+                    average = sum(p.clone() for p in column) / size
+                    for p in column:
+                        p.copy_(average)
+    return [_values(model) for model in models]
+
+
+@pytest.mark.parametrize(("start", "steps"), [(2, 5), (2, 6), (0, 3), (4, 4)])
+def test_post_local_sgd_averages_gradients_and_then_models(world, start, steps):
+    told = world(3, _post_local, start, steps)
+    expected = _post_local_in_one_process(3, start, steps)
+    torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
+    averaged_last = steps <= start or (steps - 1 - start) % 3 == 0
+    assert torch.equal(told[0][0], told[1][0]) == averaged_last
+
+
+def _of_a_few(group: Group) -> torch.Tensor:
+    part = group.split(group.rank // 2)
+    model = Model()
+    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, PostLocalSGDHook(0, part))
+    wrapped(_batch(group.rank, 0)).backward()
+    return model.first.grad.clone()
+
+
+def test_post_local_sgd_may_go_on_with_the_gradients_of_a_few(world):
+    told = world(4, _of_a_few)
+    assert torch.equal(told[0], told[1])
+    assert torch.equal(told[2], told[3])
+    assert not torch.equal(told[0], told[2])
+
+
+def _step_of_state(group: Group) -> tuple[int, int, list[float]]:
+    param = nn.Parameter(torch.ones(2))
+    averager = PeriodicModelAverager(5, 0, group)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD([param], lr=0.1), averager)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for _ in range(3):
+        param.sum().backward()
+        optimizer.step()
+        scheduler.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    step = averager.step
+    del state["step"]
+    with pytest.warns(UserWarning, match="found none: it begins at 0"):
+        optimizer.load_state_dict(state)
+    return step, averager.step, [group["lr"] for group in optimizer.param_groups]
+
+
+def test_the_step_of_the_averager_is_in_the_state_of_its_optimizer(world):
+    assert world(1, _step_of_state) == [(3, 0, [0.0125])]
+
+
+# DiLoCo.
+
+
+def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Wrapped anew after `pause` steps."""
+    model = Model()
+    if group.rank:
+        with torch.no_grad():
+            model.first.add_(1.0)  # rank 0's are copied to all
+
+    def make() -> DiLoCo:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+        return DiLoCo(inner, period=3, process_group=group, **options)
+
+    optimizer = make()
+    for step in range(steps):
+        if step == pause:
+            values, state = _values(model), copy.deepcopy(optimizer.state_dict())
+            optimizer = make()
+            optimizer.load_state_dict(state)
+            with torch.no_grad():
+                for param, value in zip(model.parameters(), values, strict=True):
+                    param.copy_(value)
+        optimizer.zero_grad()
+        model(_batch(group.rank, step)).backward()
+        optimizer.step()
+    return _values(model)
+
+
+def _diloco_in_one_process(size: int, steps: int, lr: float, momentum: float) -> Any:
+    models = [Model() for _ in range(size)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    outer_model = Model()
+    outer = torch.optim.SGD(
+        outer_model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0
+    )
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            model(_batch(rank, step)).backward()
+            inner[rank].step()
+        if step % 3 == 2:
+            columns = zip(*(model.parameters() for model in models), strict=True)
+            for start, column in zip(outer_model.parameters(), columns, strict=True):
+                if start.requires_grad:
+                    start.grad = sum(start.detach() - p.detach() for p in column) / size
+            outer.step()
+            for model in models:
+                model.load_state_dict(outer_model.state_dict())
+    return [_values(model) for model in models]
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)], ids=["nesterov", "local"])
+@pytest.mark.parametrize("steps", [6, 8])
+def test_diloco_is_its_algorithm_in_one_process(world, lr, momentum, steps):
+    told = world(3, _diloco, -1, steps, {"lr": lr, "momentum": momentum})
+    expected = _diloco_in_one_process(3, steps, lr, momentum)
+    torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(told[0][0], told[1][0]) == (steps == 6)
+
+
+@pytest.mark.parametrize("pause", [3, 4])
+def test_diloco_goes_on_from_its_state_as_if_nothing_had_been(world, pause):
+    for found, expected in zip(
+        world(2, _diloco, pause, 7, {}), world(2, _diloco, -1, 7, {}), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_diloco_sends_ways_in_few_bytes_and_keeps_what_they_miss(hosts, wire):
+    exact = hosts(3, _diloco, -1, 12, {"lr": 0.7})
+    for pause in (-1, 7):
+        rough = hosts(3, _diloco, pause, 12, {"lr": 0.7, "wire": wire})
+        assert all(torch.equal(found[0], rough[0][0]) for found in rough)
+        assert not torch.equal(rough[0][0], exact[0][0])
+        torch.testing.assert_close(rough, exact, rtol=0.05, atol=0.02)
+
+
+def _state_of_inner(group: Group) -> str:
+    optimizer = DiLoCo(torch.optim.SGD(Model().parameters()), process_group=group)
+    try:
+        optimizer.load_state_dict(optimizer.optim.state_dict())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_diloco_refuses_the_state_of_something_else(world):
+    assert "that of its inner optimizer only" in world(1, _state_of_inner)[0]
