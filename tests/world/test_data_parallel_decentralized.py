@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from braid.data_parallel import (
     adasum,
     adasum_hook,
 )
-from braid.errors import ConfigError, StaleError
+from braid.errors import ConfigError, PeerLostError, StaleError
+from braid.testing.pool import RankDiedError
 
 PUSH = ((0.5, 0.0, 0.25), (0.5, 0.5, 0.0), (0.0, 0.5, 0.75))  # columns sum to 1, rows do not
 
@@ -273,6 +276,26 @@ def _asynchronously_trained(group: Group) -> list[float]:
 def test_pairs_find_the_solution_of_which_each_rank_knows_a_part(world, size):
     for found in world(size, _asynchronously_trained):
         torch.testing.assert_close(torch.tensor(found), _target(0), rtol=0, atol=1e-3)
+
+
+def _loses_one(group: Group, victim: int) -> str:
+    method = ADPSGD([nn.Parameter(torch.zeros(4))], group)
+    try:
+        while method.active or method.num_asking:
+            if group.rank == victim and method.num_mixed == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            method.mix()
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_rank_is_named_by_who_waits_for_it(pool, victim):
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(2, _loses_one, victim)
+    assert caught.value.answers[1 - victim].result.startswith(f"rank {victim} (pid ")
 
 
 # Adasum.

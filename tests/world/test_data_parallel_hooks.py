@@ -23,6 +23,7 @@ from braid.data_parallel import (
     bf16_hook,
     fp16_hook,
 )
+from braid.data_parallel.mixed_precision import MixedPrecision
 from braid.errors import ConfigError
 from braid.params import GradBucket
 from braid.testing.pool import ProcessPool
@@ -220,6 +221,21 @@ def test_a_cast_changes_numbers_inside_of_a_host_too(world, hook):
     assert _equal(told[0], told[1])
 
 
+def _cast_complex(group: Group) -> complex:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda factor: (weight * factor).sum().abs()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, bf16_hook)
+    wrapped(1j).backward()
+    return weight.grad[0].item()
+
+
+def test_complex_gradients_are_not_cast(world):
+    assert world(2, _cast_complex) == [1.0 + 0.0j] * 2
+
+
 def _wrong_order(group: Group) -> tuple[list[int], list[torch.Tensor]]:
     """Ranks use two branches in different orders, so buckets are full in different orders."""
     model = nn.ModuleList([_linear(4, 4) for _ in range(3)])
@@ -390,6 +406,19 @@ def test_state_of_another_hook_is_refused(world):
 
 
 # Wire formats, between hosts.
+
+
+def _in_16_bits(group: Group, options: dict[str, Any]) -> torch.Tensor:
+    wrapped = DistributedDataParallel(_model(), process_group=group, **options)
+    return _gradients(wrapped, group.rank, 0)[0]
+
+
+@pytest.mark.procs
+def test_gradients_reduced_in_16_bits_are_those_of_the_hook_of_that_name(hosts):
+    wanted = MixedPrecision(reduce_dtype=torch.float16)
+    told = hosts(3, _in_16_bits, {"mixed_precision": wanted})
+    expected = hosts(3, _in_16_bits, {"hook": "fp16"})
+    assert all(torch.equal(found, expected[0]) for found in [*told, *expected])
 
 
 def _owed(group: Group, name: str, event: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -86,11 +86,8 @@ class ADPSGD(Decentralized):
             raise StaleError(msg)
         if self.active and self._passive:
             self._meet(self._random.choice(self._passive))
-        for _ in range(
-            self.num_asking
-        ):  # each of them once, or a quick one would keep this rank from its own steps
-            if self._asked is not None and self._asked.done():
-                self._answer()
+        if not self.active:
+            self._answer_all()
         self.num_mixed += 1
 
     def finish(self) -> None:
@@ -120,6 +117,15 @@ class ADPSGD(Decentralized):
         for flat, theirs in zip(flats, self._theirs, strict=True):
             flat.copy_(theirs)
         self._flat.write()
+
+    def _answer_all(self) -> None:
+        """Answer whoever has asked: each once, or a quick one would keep this rank from its own steps."""
+        health = self.group.context.health
+        health.collect()  # who only looks whether something has come does not hear that nothing will
+        health.check(self.group.ranks, -1)
+        for _ in range(self.num_asking):
+            if self._asked is not None and self._asked.done():
+                self._answer()
 
     def _listen(self) -> None:
         """Be ready for the next that asks, as long as there are any."""

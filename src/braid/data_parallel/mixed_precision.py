@@ -23,7 +23,7 @@ from braid.errors import ConfigError
 
 __all__ = ["MixedPrecision", "Precision", "precision_of"]
 
-WIRES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+WIRES = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
