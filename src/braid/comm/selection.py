@@ -33,7 +33,15 @@ from braid.comm.remote import remote_of
 from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.transport import Steps, Wait, WaitAny
 
-__all__ = ["DEFAULT_COSTS", "DEFAULT_FAR_COSTS", "Costs", "Selection", "measure", "predicted_s"]
+__all__ = [
+    "DEFAULT_COSTS",
+    "DEFAULT_FAR_COSTS",
+    "NUM_SYNCS",
+    "Costs",
+    "Selection",
+    "measure",
+    "predicted_s",
+]
 
 MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
 STEP_BYTES = 64
@@ -41,7 +49,7 @@ SENT_BYTES = (64 << 10, 1 << 20)
 SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
 REPEATS = 3
 CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
-NUM_SYNCS = 20
+NUM_SYNCS = 20  # and calls
 LEAST_RATE = (
     1e-12  # seconds per byte; a small one next to a slow synchronisation may come out negative
 )
@@ -59,6 +67,7 @@ class Costs(NamedTuple):
         pull: Likewise; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
         send: Seconds per byte that a host sends, with all of its ranks; empty where memory is shared.
+        call_s: Of a call, beside its steps; the same for all algorithms.
     """
 
     sync_s: float
@@ -67,6 +76,7 @@ class Costs(NamedTuple):
     pull: Piecewise
     measured: bool = False
     send: Piecewise = ()
+    call_s: float = 0.0
 
 
 # of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
@@ -101,7 +111,8 @@ def predicted_s(
         hosting = hosting or Hosting.of(range(size))
         steps, sent = _SENT[kind, algorithm](size, nbytes, hosting)
     return (
-        steps * costs.sync_s
+        costs.call_s
+        + steps * costs.sync_s
         + copied * rate["copy"]
         + added * rate["add"]
         + pulled * rate["pull"]
@@ -125,7 +136,7 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
     ("all_gather", "staged"): lambda n, l, m: (_offered(l / n), 2 * l / n + m, 0, 0),  # noqa: E741
     ("all_gather", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
-    ("reduce_scatter", "staged"): lambda _n, l, m: (_offered(l), m, m, 0),  # noqa: E741
+    ("reduce_scatter", "staged"): lambda n, l, m: (_offered(l), m + l / n, m, 0),  # noqa: E741
     ("reduce_scatter", "pulled"): lambda _n, _l, m: (2, 0, m, m),
     ("broadcast", "hierarchical"): lambda _n, l, _: (1, 2 * l, 0, 0),  # noqa: E741
     ("all_gather", "hierarchical"): lambda _n, l, m: (1, 2 * m, 0, 0),  # noqa: ARG005, E741
@@ -254,7 +265,9 @@ class Selection:
         return kind == "all_reduce" if alone else not (reduces and self._in_order)
 
     def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
-        return predicted_s(kind, name, nbytes, self.size, self.costs, self.hosting)
+        # each rank has its own figure of what a call takes, and all must choose alike
+        costs = self.costs._replace(call_s=0.0)
+        return predicted_s(kind, name, nbytes, self.size, costs, self.hosting)
 
     def _table(self, kind: str) -> tuple[list[int], list[str]]:
         bounds: list[int] = []
@@ -360,7 +373,7 @@ def _passes(
         spent_ns = 0
         for part, other in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
             if ch.shares:
-                spent_ns += yield from _pass(ch, clock, act, part, peer)
+                spent_ns += yield from _pass(ch, clock, act, part, other, peer)
             else:
                 start_ns = clock.now_ns()
                 act(part, other)
@@ -374,16 +387,20 @@ def _pass(
     clock: Clock,
     act: Callable[[torch.Tensor, torch.Tensor], int],
     part: torch.Tensor,
+    other: torch.Tensor,
     peer: int,
 ) -> Generator[Wait | WaitAny, None, int]:
-    """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective."""
+    """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective.
+
+    What is copied goes elsewhere than where it was staged from, to memory that is in no cache; what is added stays in its place.
+    """
     start_ns = clock.now_ns()
     ch.own.stage(part)
     staged_ns = clock.now_ns() - start_ns
     yield from ch.exchange()
     theirs = ch.peek(peer, part.numel(), part.dtype)
     start_ns = clock.now_ns()
-    weight = act(part, theirs)
+    weight = act(other if act is _copy else part, theirs)
     used_ns = clock.now_ns() - start_ns
     # a copy is the mean of the two ways; an addition is timed alone
     return (staged_ns + used_ns) // 2 if weight == 2 else used_ns
