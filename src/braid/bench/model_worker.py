@@ -13,7 +13,15 @@ from functools import partial
 import msgspec
 import torch
 
-from braid.bench.probe_worker import REST_S, Probed, measured, message_runs, stand
+from braid.bench.probe_worker import (
+    LONG_BYTES,
+    REST_S,
+    Probed,
+    measured,
+    message_runs,
+    rested_of,
+    stand,
+)
 from braid.bench.turns import in_turns
 from braid.comm import Group
 from braid.comm.selection import STEP_BYTES, Costs, predicted_s
@@ -113,7 +121,9 @@ def _far(group: Group, plan: Plan) -> Found:
     runs["copy"], runs["add"] = partial(a.copy_, b), partial(torch.add, a, b, out=a)
     little = torch.zeros(STEP_BYTES // 4)
     runs["step"] = partial(group.all_reduce, little, algorithm="direct")
-    times = in_turns(group, runs, plan.turns, rest_s=REST_S)
+    rested = rested_of(levels, plan.message_bytes)
+    rested += [f"{operation} {name} {n}" for operation, name, n in names if n > LONG_BYTES]
+    times = in_turns(group, runs, plan.turns, rest_s=REST_S, rested=rested)
     per_byte = {name: statistics.median(times[name]) / (a.numel() * 4) for name in ("copy", "add")}
     return Found(
         ranks=group.size,

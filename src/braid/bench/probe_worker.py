@@ -24,10 +24,22 @@ from braid.context import init, membership, shutdown
 from braid.errors import ConfigError
 from braid.topology import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 
-__all__ = ["Measured", "Plan", "Probed", "main", "measured", "message_runs", "stand"]
+__all__ = [
+    "LONG_BYTES",
+    "REST_S",
+    "Measured",
+    "Plan",
+    "Probed",
+    "main",
+    "measured",
+    "message_runs",
+    "rested_of",
+    "stand",
+]
 
 NODES = Path("/sys/devices/system/node")
 REST_S = 3e-3  # in which a bucket of tokens of a fast network fills
+LONG_BYTES = 64 << 10  # of a message, from which such a bucket matters
 SMALL_BYTES = 4  # of the message whose time is all latency
 
 
@@ -75,8 +87,8 @@ def main(plan: Plan) -> None:
     group = init()
     levels = stand(group, pin=plan.pin)
     runs = message_runs(group, levels, plan.sizes)
-    rest_s = REST_S if levels[-1].name == LEVEL_NAMES[-1] else 0.0
-    times = in_turns(group, runs, plan.rounds, rest_s=rest_s)
+    rested = rested_of(levels, plan.sizes)
+    times = in_turns(group, runs, plan.rounds, rest_s=REST_S, rested=rested)
     if group.rank == 0:
         print(msgspec.json.encode(measured(levels, plan.sizes, times)).decode(), flush=True)
     shutdown()
@@ -137,6 +149,12 @@ def message_runs(
             if size == sizes[-1]:
                 runs[f"{level.name} both ways"] = partial(_both_ways, group, ring, *tensors)
     return runs
+
+
+def rested_of(levels: list[Rings], sizes: tuple[int, ...]) -> list[str]:
+    """Names of messages that are sent after a rest: long ones over a network."""
+    far = [level.name for level in levels if level.name == LEVEL_NAMES[-1]]
+    return [f"{name} {size}" for name in far for size in sizes if size >= LONG_BYTES]
 
 
 def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[float]]) -> Probed:

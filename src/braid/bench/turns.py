@@ -8,7 +8,7 @@ network that lets more through after a rest is given one before each time, so th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -23,7 +23,12 @@ WORTH_S = 10e-3  # of one thing in one turn: enough for short ones to be told fr
 
 
 def in_turns(
-    group: Group, runs: Mapping[str, Run], turns: int, *, rest_s: float = 0.0
+    group: Group,
+    runs: Mapping[str, Run],
+    turns: int,
+    *,
+    rest_s: float = 0.0,
+    rested: Collection[str] = (),
 ) -> dict[str, list[float]]:
     """Least seconds of one `run()`, of the slowest rank, by name and turn; the same on all ranks.
 
@@ -31,13 +36,18 @@ def in_turns(
         group: All ranks; each calls this with the same names.
         runs: What to time; a rank that has no part in something does nothing.
         turns: How often to go through all of them.
-        rest_s: Time for which nothing is sent before each.
+        rest_s: Time for which nothing is sent before each ...
+        rested: ... of these: those that send so much that it matters. Whoever rests must wake up, too, which is not what a message costs.
     """
     once = torch.tensor([[_seconds(group, run, 1, 0.0) for run in runs.values()] for _ in range(2)])
-    most = MOST_RESTED if rest_s else MOST_COUNT
+    rests = [rest_s if name in rested else 0.0 for name in runs]
     counts = [
-        int(min(most, max(LEAST_COUNT, WORTH_S / max(seconds, 1e-7))))
-        for seconds in group.all_reduce(once[-1].contiguous(), "max").tolist()
+        int(
+            min(MOST_RESTED if rest else MOST_COUNT, max(LEAST_COUNT, WORTH_S / max(seconds, 1e-7)))
+        )
+        for seconds, rest in zip(
+            group.all_reduce(once[-1].contiguous(), "max").tolist(), rests, strict=True
+        )
     ]
     own = [
         [
