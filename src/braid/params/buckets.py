@@ -7,6 +7,7 @@ backwards add to it goes into the bucket by itself.
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -92,11 +93,8 @@ class Buckets:
                 return []
             good = torch.stack([view.isfinite().all() for view in buffer.views]).tolist()
         else:
-            # a number less itself is 0 if it is finite: two quick calls, since this is on the way of every bucket
-            firsts = buffer.tensor.take(self._firsts[number])
-            if (firsts - firsts).sum().item() == 0:
-                return []
-            good = firsts.isfinite().tolist()
+            firsts = buffer.tensor.take(self._firsts[number]).tolist()
+            good = [cmath.isfinite(value) for value in firsts]
         return [p for p, ok in zip(bucket.members, good, strict=True) if not ok]
 
     def start(self, number: int, hook: StateHook | None) -> None:
