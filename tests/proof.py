@@ -156,7 +156,7 @@ def hooks_section(report: HooksReport) -> list[str]:
             f"{report.batch} samples a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s."
         ),
         "",
-        f"| hook | ms a step | times as fast | quartiles | loss after {report.rounds} steps |",
+        f"| hook | ms a step | times as fast | quartiles | loss in the last 10 of {report.rounds} steps |",
         "|---|--:|--:|--:|--:|",
     ]
     for way in report.ways:

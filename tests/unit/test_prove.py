@@ -92,3 +92,10 @@ def test_a_difference_is_shown_with_step_parameter_and_distance():
     assert "after step 1: a.weight[0] is 1.5 in the parallel run and 1.25 in one process" in text
     assert "7 ulps apart; 2 of its 9 numbers differ" in text
     assert "p4 and 2 more" in text
+
+
+def test_imaginary_parts_and_opposite_signs_count():
+    a, b = torch.tensor([1 + 1j, 2 + 0j]), torch.tensor([1 + 2j, 2 + 0j])
+    assert difference("w", a, b).differing == 1
+    far = difference("w", torch.tensor([2.0, 1.0]).double(), torch.tensor([-2.0, 1.0]).double())
+    assert (far.place, far.ulps) == ((0,), torch.iinfo(torch.int64).max)

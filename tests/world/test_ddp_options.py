@@ -77,7 +77,10 @@ def assert_same(found: Gradients, expected: Gradients) -> None:
             assert torch.equal(a, b), (a, b)
 
 
-def said_by(call: Callable[[], object], kind: type[BaseException] = BraidError) -> str:
+def said_by(
+    call: Callable[[], object],
+    kind: type[BaseException] | tuple[type[BaseException], ...] = BraidError,
+) -> str:
     try:
         call()
     except kind as error:
@@ -635,3 +638,108 @@ def test_replicas_on_several_devices_are_reduced_here_first(world):
     for found in world(2, _several_devices):
         for a, b in zip(found, grads(net), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def _strided(group: Group, fused: bool) -> tuple[bool, list[torch.Tensor]]:
+    net = Net()
+    net.second.weight = nn.Parameter(net.second.weight.detach().t())  # column by column
+    wrapped = DistributedDataParallel(net, process_group=group)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=fused)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        optimizer.step()
+    same = all(p.grad.stride() == p.stride() for p in net.parameters())
+    return same, [p.detach().clone() for p in net.parameters()]
+
+
+def test_gradients_have_the_strides_of_their_parameters(world):
+    fused, plain = world(2, _strided, True), world(2, _strided, False)
+    for (same, found), (_, expected) in zip(fused, plain, strict=True):
+        assert same
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+class Inside(nn.Module):
+    """Shows what is inside, and the same tensor under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.net.first(x))
+        logits = self.net.third(hidden)
+        return {"hidden": hidden, "logits": logits, "again": logits}
+
+
+def _weighs_inside(group: Group, weight: float | None) -> tuple[Gradients, torch.Tensor]:
+    net = Inside()
+    wrapped = DistributedDataParallel(net, process_group=group, find_unused_parameters=True)
+    wrapped.weigh(weight)
+    x = batch(group.rank, 0).requires_grad_()
+    found = wrapped(x)
+    (by_input,) = torch.autograd.grad(found["logits"].sum(), x, retain_graph=True)
+    loss_of(found["logits"]).backward()
+    return grads(net), by_input
+
+
+def test_weights_scale_gradients_of_parameters_and_of_nothing_else(world):
+    pairs = zip(world(2, _weighs_inside, 4.0), world(2, _weighs_inside, None), strict=True)
+    for (found, by_input), (expected, plain) in pairs:
+        assert_same(found, expected)
+        assert torch.equal(by_input, plain)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, _grad):
+        raise ArithmeticError
+
+
+def _breaks_while_accumulating(group: Group) -> list[str]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, every=2)
+    said = []
+    for step in range(4):
+        hidden = wrapped(batch(group.rank, step))
+        if group.rank == 1 and step == 0:
+            hidden = wrapped(Breaks.apply(batch(1, step).requires_grad_()))
+        said.append(said_by(lambda h=hidden: loss_of(h).backward(), (CommError, ArithmeticError)))
+    return said
+
+
+def test_a_local_backward_that_breaks_is_told_at_the_next_averaging(world):
+    first, second = world(2, _breaks_while_accumulating)
+    assert "rank 1 left backward" in first[1]
+    assert first[0] == first[2] == first[3] == "nothing happened"
+    assert second[0] == ""
+    assert "rank 1 left backward" in second[1]
+    assert second[2:] == ["nothing happened"] * 2
+
+
+def _replaces(group: Group) -> str:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group)
+    net.second.weight = nn.Parameter(net.second.weight.detach().clone())
+    return said_by(lambda: wrapped(batch(0, 0)), ConfigError)
+
+
+def test_parameters_that_are_replaced_after_wrapping_are_named(world):
+    assert "found others as 'second.weight'" in world(1, _replaces)[0]
+
+
+def _graph_of_gradients(group: Group) -> str:
+    wrapped = DistributedDataParallel(Net(), process_group=group)
+    loss = loss_of(wrapped(batch(0, 0)))
+    return said_by(lambda: loss.backward(create_graph=True), ConfigError)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_gradients_with_a_graph_of_their_own_are_refused(world):
+    assert "create_graph=True" in world(1, _graph_of_gradients)[0]

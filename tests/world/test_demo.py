@@ -32,7 +32,7 @@ def demonstrate(
 def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_same_weights(
     tmp_path,
 ):
-    code, text = demonstrate(str(tmp_path / "demo"), steps=100, chaos=True)
+    code, text = demonstrate(str(tmp_path / "demo"), steps=300, chaos=True)
     assert code == 0, text
     assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", text)
     assert re.search(r"\| guilty +rank 1 \(pid \d+\): killed by signal 9", text)

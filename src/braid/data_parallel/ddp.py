@@ -5,7 +5,7 @@ all, so that replicas start equal; since they then apply equal gradients, they s
 
 Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020. What differs: buckets
 leave when they are full, not in order; unused parameters need no flag; sums are in the order of ranks; `no_sync` follows the
-backward; buffers are made equal after backward, not before the next forward.
+backward; buffers are made equal after each averaging, not before the next forward.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     On failure:
         A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
-        raises CommError in that of the others as soon as it begins its next forward; all may go on after that.
+        raises CommError in that of the others as soon as it begins its next forward; all may go on after that. One that is raised before
+        backward has come to this module (in the loss) is not seen: let the rank end, or skip the batch on all ranks.
     """
 
     def __init__(  # noqa: PLR0917 - the order of torch's
@@ -157,6 +158,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._weight: float | None = None
         self._hash_every = checked_hash_every(hash_every)
         self._table = table
+        self._known = {id(param) for param in module.parameters()}
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
         if init_sync:
@@ -186,6 +188,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             ),
         )
         self._comm_hook = comm_hook
+        self._hook_name = hook
+        weakref.finalize(self, self._reducer.close)
         if comm_hook is not None:
             self._reducer.use((None, comm_hook))
         reference = weakref.ref(self)
@@ -203,11 +207,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         follows = torch.is_grad_enabled()
         if follows:
             self._reducer.begin()
-        self._prepare_buffers()
+            self._refuse_strangers()
         found = self._precision.call(
             self._replicas[0] if self._replicas else self.module, args, kwargs
         )
         if follows:
+            if self._has_buffers and self.forward_sync_buffers and self.module.training:
+                self._reducer.buffers_used = True
             outputs = [x for x in tensors_in(found) if x.requires_grad]
             self._reducer.watch(outputs, self._weight)
         return found
@@ -215,18 +221,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients local, wherever their forward was; the next one outside averages the sum."""
-        before = self._reducer.synchronize
-        self._reducer.synchronize = False
-        try:
+        with self._reducer.no_sync():
             yield
-        finally:
-            self._reducer.synchronize = before
 
     def weigh(self, weight: float | None) -> None:
         """Let gradients of the forwards that follow count `weight`, such as their number of samples or tokens.
 
         The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks since the last one: what one process
-        finds whose loss is a mean over all of them. None counts every rank's backwards once.
+        finds whose loss is a mean over all of them. None counts every rank's backwards once. Gradients are multiplied where they are
+        accumulated, so in 16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers expect.
 
         Raises:
             ConfigError: It is negative or not finite.
@@ -234,6 +237,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         if weight is not None and not 0 <= weight < float("inf"):
             msg = f"expected a weight that is finite and not negative, found {weight!r}"
             raise ConfigError(msg)
+        if weight is not None:
+            self._reducer.weigh()
         self._weight = weight
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -249,17 +254,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         if not callable(hook):
             msg = f"expected a communication hook that can be called, found {type(hook).__name__}"  # type: ignore[unreachable]  # users without a type checker
             raise ConfigError(msg)
-        if self._comm_hook is not None:
+        if self._comm_hook is not None or self._hook_name is not None:
             msg = (
                 "expected one communication hook, found that another one has been registered before"
             )
             raise ConfigError(msg)
-        self._comm_hook = hook
         self._reducer.use((state, hook))
+        self._comm_hook = hook
 
     def step_in_backward(
         self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
+    ) -> dict[str, torch.optim.Optimizer]:
         """Let the optimizer's step be taken inside of backward: of each bucket when its averages are there, while others are on their way.
 
         Gradients are dropped after it. Steps in which some gradient is not finite are not taken, and clipping by the norm of all gradients is not
@@ -267,17 +272,20 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         Args:
             optimizer: Makes the optimizer of one parameter, such as `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+
+        Returns:
+            The optimizers by the parameter's name, for schedules and checkpoints.
         """
-        steps: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        trained = [record for record in self._table.trained if not record.sparse]
+        steps = {record.name: optimizer([record.param]) for record in trained}
 
         def step(records: Sequence[ParamRecord]) -> None:
             for record in records:
-                if record.param not in steps:
-                    steps[record.param] = optimizer([record.param])
-                steps[record.param].step()
+                steps[record.name].step()
                 record.param.grad = None
 
         self._reducer.on_bucket = step
+        return steps
 
     def hook_state(self) -> dict[str, Any]:
         """What compression has left out on this rank so far and will send later, for checkpoints; each rank keeps its own.
@@ -332,7 +340,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """See `Joinable`; `divide_by_initial_world_size` as in `join`."""
-        return _Helper(self, 1.0 if kwargs.get("divide_by_initial_world_size", True) else 0.0)
+        return _Helper(self, by_all=bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
@@ -394,16 +402,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             "backend_name": "braid",
         }
 
-    def _prepare_buffers(self) -> None:
-        """Where a forward follows another one without an averaging in between, make buffers equal now."""
-        reducer = self._reducer
-        if not (self.forward_sync_buffers and self._has_buffers and self.module.training):
-            return
-        if reducer.buffers_used and reducer.averages_next and self._join is None:
-            with torch.no_grad():
-                self._buffers_of_all.broadcast()
-        reducer.buffers_used = True
-
     def _after(self, outcome: Outcome) -> None:
         """Gradients have been averaged."""
         status = outcome.status
@@ -417,7 +415,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             with torch.no_grad():
                 self._buffers_of_all.broadcast(self._workers[0])
         self._reducer.buffers_used = False
-        if self._hash_every and outcome.number % self._hash_every == 0:
+        all_work = len(self._workers) == len(
+            status.standings
+        )  # others have not taken the last steps
+        if self._hash_every and outcome.number % self._hash_every == 0 and all_work:
             when = f"before the optimizer's step {outcome.number}"
             compare_values(self.process_group, self._table.records, when)
         if (
@@ -427,6 +428,18 @@ class DistributedDataParallel(nn.Module, Joinable):
         ):
             raise CommError(EARLY)
         react(outcome, self.process_group.ranks, self._reaction)
+
+    def _refuse_strangers(self) -> None:
+        """Parameters that have been added or replaced since wrapping would never be averaged."""
+        strangers = {id(param) for param in self.module.parameters()} - self._known
+        if strangers:
+            named = self.module.named_parameters()
+            names = [repr(name) for name, param in named if id(param) in strangers]
+            msg = (
+                f"expected the parameters that the module had when it was wrapped, found others as {', '.join(names[:MAX_NAMES])}: load values into "
+                "parameters (assign=False) and add layers before wrapping, or wrap again"
+            )
+            raise ConfigError(msg)
 
     def _say_unused(self, outcome: Outcome) -> None:
         if self.find_unused_parameters or not outcome.unused:
@@ -447,12 +460,15 @@ class DistributedDataParallel(nn.Module, Joinable):
 class _Helper(JoinHook):
     """What a rank without input does for one wrapper."""
 
-    def __init__(self, wrapper: DistributedDataParallel, weight: float) -> None:
+    def __init__(self, wrapper: DistributedDataParallel, *, by_all: bool) -> None:
         self._wrapper = wrapper
-        self._weight = weight
+        self._by_all = by_all
 
     def shadow(self) -> bool:
-        return self._wrapper._reducer.help_others(self._weight)  # noqa: SLF001 - its continuation
+        wrapper = self._wrapper
+        # where samples are counted, a rank without any counts nothing
+        counts = self._by_all and wrapper._weight is None  # noqa: SLF001 - its continuation
+        return wrapper._reducer.help_others(1.0 if counts else 0.0)  # noqa: SLF001 - its continuation
 
     def main_hook(self) -> None:
         self.shadow()

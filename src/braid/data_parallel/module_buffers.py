@@ -52,7 +52,9 @@ class ModuleBuffers:
             self._group.broadcast(flat.tensor, root)
             if self._group.rank != root:
                 for view, buffer in zip(flat.views, members, strict=True):
-                    buffer.copy_(view)
+                    buffer.data.copy_(
+                        view
+                    )  # a graph that has seen the old values may still be differentiated
 
     def _flat_of(
         self, dtype: torch.dtype, device: torch.device, members: list[torch.Tensor]

@@ -79,6 +79,12 @@ class _Averaging:
         self._reducer.begin()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters that come later would not be averaged."""
+        del param_group
+        msg = "expected all parameters when the optimizer was made to average, found a group that is added later: add it before, frozen if need be"
+        raise ConfigError(msg)
+
     def synchronize(self) -> None:
         """Gradients are averaged already; tell the others if the last backward was left by an exception, and see what is trained now."""
         self._reducer.begin()
@@ -86,12 +92,8 @@ class _Averaging:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside keep their gradients local; the next one outside averages the sum."""
-        before = self._reducer.synchronize
-        self._reducer.synchronize = False
-        try:
+        with self._reducer.no_sync():
             yield
-        finally:
-            self._reducer.synchronize = before
 
     def close(self) -> None:
         """Average no more."""

@@ -38,7 +38,7 @@ SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
 BAR_WIDTH = 40
 SAMPLE_ROWS = 6
 CHECKPOINTS = 5  # on the way, where a rank is killed
-KILLED_AFTER = 0.5  # of the steps
+KILLED_AFTER = 0.3  # of the steps; the rest leaves time to strike
 PROOF_FAILED_EXIT_CODE = 1
 
 

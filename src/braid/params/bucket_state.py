@@ -39,9 +39,16 @@ class Caps(NamedTuple):
 
     @classmethod
     def of_mb(cls, cap_mb: float | None) -> Caps:
-        """With a cap in MiB; the first bucket stays small."""
+        """With a cap in MiB; the first bucket stays small.
+
+        Raises:
+            ConfigError: It is no positive number.
+        """
         if cap_mb is None:
             return cls()
+        if not 0 < cap_mb < float("inf"):
+            msg = f"expected a cap of buckets above 0 MiB, found {cap_mb}"
+            raise ConfigError(msg)
         cap = max(1, int(cap_mb * (1 << 20)))
         return cls((min(cap, FIRST_BUCKET_BYTES), cap))
 

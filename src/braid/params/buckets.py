@@ -16,7 +16,7 @@ from braid.comm import Group, Request, Work
 from braid.errors import ConfigError
 from braid.events import Span
 from braid.params.bucket_state import Bucket
-from braid.params.flat import FlatBuffer, allocator
+from braid.params.flat import FlatBuffer, allocator, shaped
 from braid.params.grad_bucket import GradBucket, Hook, Steps, steps_of
 from braid.params.table import ParamRecord
 
@@ -56,7 +56,8 @@ class Buckets:
         for bucket in plan:
             shapes = [records[p].param.shape for p in bucket.members]
             dtype: torch.dtype = getattr(torch, bucket.dtype)
-            buffer = FlatBuffer(shapes, dtype, allocator(group, bucket.device))
+            like = [records[p].param for p in bucket.members]
+            buffer = FlatBuffer(shapes, dtype, allocator(group, bucket.device), like=like)
             self._buffers.append(buffer)
             numbers = None if dtype != torch.float32 else wire
             self._requests.append(
@@ -80,10 +81,26 @@ class Buckets:
         grad = param.grad
         if grad is None:
             return False
+        if grad.layout != torch.strided or grad.requires_grad:
+            self._refuse(position, grad)
         if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             view.copy_(grad)
             param.grad = view
         return True
+
+    def _refuse(self, position: int, grad: torch.Tensor) -> None:
+        name = self._records[position].name
+        if grad.requires_grad:
+            msg = (
+                f"expected a gradient of {name!r} that is a number, found one with a graph of its own (create_graph=True): averages have none; "
+                "differentiate with respect to inputs by torch.autograd.grad, or call the module itself (.module)"
+            )
+        else:
+            msg = (
+                f"expected a dense gradient of {name!r}, found one of layout {grad.layout}: use nn.Embedding(sparse=True), which is known to be "
+                "sparse, under DistributedDataParallel, or make it dense"
+            )
+        raise ConfigError(msg)
 
     def spoiled(self, number: int) -> list[int]:
         """Positions whose gradients are not finite, as far as they are looked at."""
@@ -159,7 +176,7 @@ class Buckets:
             parts = torch.split(residual, [view.numel() for view in buffer.views])
             for position, part in zip(bucket.members, parts, strict=True):
                 record = self._records[position]
-                part = part.view(record.param.shape)  # noqa: PLW2901 - as the parameter
+                part = shaped(part, record.param)  # noqa: PLW2901 - as the parameter
                 found[record.name] = found[record.name] + part if record.name in found else part
         return found
 

@@ -12,7 +12,7 @@ import torch
 
 from braid.comm import Group
 
-__all__ = ["FlatBuffer", "allocator"]
+__all__ = ["FlatBuffer", "allocator", "shaped"]
 
 
 class FlatBuffer:
@@ -23,6 +23,7 @@ class FlatBuffer:
         dtype: Of all of them.
         allocate: (shape, dtype) -> tensor, such as `Group.empty`.
         num_extra: Elements behind the last view.
+        like: Tensors of these shapes whose strides the views take, where they fill their memory; all row by row when None.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class FlatBuffer:
         allocate: Callable[[Sequence[int], torch.dtype], torch.Tensor],
         *,
         num_extra: int = 0,
+        like: Sequence[torch.Tensor] | None = None,
     ) -> None:
         numels = [shape.numel() for shape in shapes]
         total = sum(numels)
@@ -40,8 +42,9 @@ class FlatBuffer:
         self.views: list[torch.Tensor] = []
         self._starts: list[int] = []
         start = 0
-        for shape, numel in zip(shapes, numels, strict=True):
-            self.views.append(self.tensor[start : start + numel].view(shape))
+        for number, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
+            part = self.tensor[start : start + numel]
+            self.views.append(part.view(shape) if like is None else shaped(part, like[number]))
             self._starts.append(start)
             start += numel
 
@@ -53,6 +56,28 @@ class FlatBuffer:
     def __repr__(self) -> str:
         nbytes = self.tensor.numel() * self.tensor.element_size()
         return f"FlatBuffer({len(self.views)} views, {nbytes} bytes, {self.tensor.dtype})"
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of `flat` in the shape of `like`, and with its strides where it fills its memory, as in channels_last.
+
+    Optimizers that walk through parameter and gradient side by side expect that.
+    """
+    if like.is_contiguous() or not _is_dense(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.size(), like.stride(), flat.storage_offset())
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether its elements fill its memory without gaps, each once."""
+    expected = 1
+    for stride, extent in sorted(zip(x.stride(), x.size(), strict=True)):
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
 
 
 def allocator(group: Group, device: str) -> Callable[[Sequence[int], torch.dtype], torch.Tensor]:

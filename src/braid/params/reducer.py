@@ -20,8 +20,9 @@ division by their number happens once, at the end (`braid.data_parallel.referenc
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +72,7 @@ class GradientReducer:
         self._status_request = group.persistent("all_reduce", self._status)
         self._hook: StateHook | None = None
         self._handles: dict[int, RemovableHandle] = {}
+        self._part_handles: list[RemovableHandle] = []
         self._trained: tuple[bool, ...] = ()
         self._order: list[int] = []
         self._learnt = False
@@ -95,6 +97,16 @@ class GradientReducer:
         """Whether the next backward averages."""
         return self.synchronize and self._passed + 1 >= self._options.every
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients local."""
+        before = self.synchronize
+        self.synchronize = False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+
     def use(self, hook: StateHook | None) -> None:
         """Let a communication hook take the place of the all-reduce, with its state.
 
@@ -111,6 +123,20 @@ class GradientReducer:
             raise ConfigError(msg)
         self._hook = hook
 
+    def weigh(self) -> None:
+        """Call before the first forward that has a weight: gradients are scaled from now on where they are accumulated."""
+        if self._part_handles:
+            return
+        reference = weakref.ref(self)
+
+        def on_part(grad: torch.Tensor) -> torch.Tensor | None:
+            reducer = reference()
+            return None if reducer is None else reducer._on_part(grad)  # noqa: SLF001 - its continuation
+
+        for record in self._records:
+            if record.param.requires_grad:
+                self._part_handles.append(record.param.register_hook(on_part))  # type: ignore[no-untyped-call]
+
     def begin(self) -> None:
         """Call before each forward whose gradients shall be averaged.
 
@@ -124,6 +150,11 @@ class GradientReducer:
             self._order = []
             self._learnt = False
             self._replace_plan()
+            if self._part_handles:  # on what is trained now
+                for handle in self._part_handles:
+                    handle.remove()
+                self._part_handles.clear()
+                self.weigh()
 
     def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
         """Call after each such forward.
@@ -135,14 +166,14 @@ class GradientReducer:
         forward = _Forward(weight)
         reference = weakref.ref(self)
 
-        def on_output(grad: torch.Tensor) -> torch.Tensor | None:
+        def on_output(_grad: torch.Tensor) -> None:
             reducer = reference()
-            if reducer is None:
-                return None
-            return reducer._on_output(forward, grad)  # noqa: SLF001 - its continuation
+            if reducer is not None:
+                reducer._on_output(forward)  # noqa: SLF001 - its continuation
 
         for output in outputs:
-            output.register_hook(on_output)  # type: ignore[no-untyped-call]
+            if not output.is_leaf:  # a hook on a parameter that is returned would stay for ever
+                output.register_hook(on_output)  # type: ignore[no-untyped-call]
 
     def help_others(self, weight: float) -> bool:
         """Take part in one reduction of the others, without gradients of one's own; False when nobody works any more.
@@ -175,9 +206,10 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles.values():
+        for handle in [*self._handles.values(), *self._part_handles]:
             handle.remove()
         self._handles.clear()
+        self._part_handles.clear()
 
     # Plans.
 
@@ -250,6 +282,8 @@ class GradientReducer:
         self._passed = 0
         self._weight = 0.0
         self._weighted = False
+        self._broke = False
+        self._seen_weights: set[float | None] = set()
         self._spoiled: set[int] = set()
 
     def _enter(self) -> None:
@@ -258,18 +292,23 @@ class GradientReducer:
         self._in_backward = True
         self._averages = self.averages_next
         self._any_gradient = False
+        self._seen_weights.clear()
         # runs when the engine has finished the whole backward, in the thread that called it
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
 
-    def _on_output(self, forward: _Forward, grad: torch.Tensor) -> torch.Tensor | None:
+    def _on_output(self, forward: _Forward) -> None:
         self._enter()
-        if forward.weight is None:
-            return None
-        if not forward.counted:
-            forward.counted = True
-            self._weight += forward.weight
-            self._weighted = True
-        return grad * forward.weight
+        weight = forward.weight
+        if self._seen_weights and weight not in self._seen_weights:
+            (other,) = self._seen_weights
+            msg = f"expected forwards of one weight in a backward, found {other} and {weight}: call backward for each of them"
+            raise ConfigError(msg)
+        self._seen_weights.add(weight)
+
+    def _on_part(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """A gradient is about to be accumulated: let it count what the forward counts."""
+        weight = next(iter(self._seen_weights), None)
+        return None if weight is None else grad * weight
 
     def _on_gradient(self, position: int) -> None:
         self._enter()
@@ -301,6 +340,10 @@ class GradientReducer:
     def _leave(self) -> None:
         """Autograd has ended a backward."""
         self._in_backward = False
+        weight = next(iter(self._seen_weights), None)
+        if weight is not None and self._any_gradient:
+            self._weight += weight
+            self._weighted = True
         if not self._any_gradient:
             self._refuse_grad()
         elif self._averages:
@@ -320,8 +363,14 @@ class GradientReducer:
                 has_any.append(number)
         for number in has_any:
             self._start(number)
+        for position in self._sparse:
+            grad = self._records[position].param.grad
+            numbers = None if grad is None else grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
+            if numbers is not None and not bool(numbers.isfinite().all()):
+                self._spoiled.add(position)
         weight = self._weight if self._weighted else 1.0
         standing = Standing.SPOILED if self._spoiled else Standing.WORKS
+        standing = Standing.BROKE if self._broke else standing
         status = self._exchange(standing, weight=weight)
         for number in range(self.num_buckets):
             self._start_if_used(number, status)
@@ -339,6 +388,9 @@ class GradientReducer:
                 self._start_if_used(number, status)
             self.buckets.wait()
             self._end_step()
+        else:  # it is told when this rank averages next, as the others do
+            self._passed += 1
+            self._broke = True
         self._in_backward = False
 
     def _exchange(self, standing: Standing, *, weight: float) -> Status:
@@ -374,6 +426,8 @@ class GradientReducer:
         if broke:
             self.buckets.wait()
             self._end_step()
+            if standing is Standing.JOINED:
+                return
             raise CommError(_broken(self._group, broke))
         mean = status.weight / self._group.size
         self.buckets.wait(partial(self._bucket_came, status, mean))
@@ -444,13 +498,13 @@ class GradientReducer:
                 f"expected the same parameters to be trained on every rank, found that {'; '.join(differ[:8])}: freeze and unfreeze "
                 "parameters on all ranks in the same step"
             )
+            self._group.abort(msg)  # buckets on their way will never be matched
             raise MismatchError(msg)
 
 
 @dataclass(slots=True)
 class _Forward:
     weight: float | None
-    counted: bool = False
 
 
 def _device(group: Group) -> torch.device:

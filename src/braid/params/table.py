@@ -49,7 +49,8 @@ class ParamRecord(NamedTuple):
         tied = f" (= {', '.join(self.names[1:])})" if len(self.names) > 1 else ""
         frozen = "" if self.spec.requires_grad else " frozen"
         sparse = " sparse" if self.sparse else ""
-        return f"{self.name}{tied} {self.spec}{frozen}{sparse}"
+        strides = "" if self.param.is_contiguous() else f" strides {self.param.stride()}"
+        return f"{self.name}{tied} {self.spec}{strides}{frozen}{sparse}"
 
 
 class ParamTable:

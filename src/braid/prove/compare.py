@@ -60,10 +60,16 @@ def ulps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     >>> ulps_between(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0 + 2**-23, -0.0, -2.0])).tolist()
     [1, 0, 2147483648]
     """
+    if a.is_complex():
+        return ulps_between(torch.view_as_real(a), torch.view_as_real(b)).amax(-1)
     if not a.dtype.is_floating_point:
         return (a.to(torch.int64) - b.to(torch.int64)).abs()
-    apart = (_ordered(a) - _ordered(b)).abs()
+    x, y = _ordered(a), _ordered(b)
+    apart = (x - y).abs()
     far = torch.full_like(apart, torch.iinfo(torch.int64).max)
+    apart = torch.where(
+        (x.double() - y.double()).abs() >= float(1 << 62), far, apart
+    )  # more than an int64 holds
     nan_a, nan_b = a.isnan(), b.isnan()
     apart = torch.where(nan_a | nan_b, far, apart)
     return torch.where(nan_a & nan_b, torch.zeros_like(apart), apart)

@@ -14,6 +14,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel import accumulate
+from braid.errors import ConfigError
 from braid.params import ParamTable
 from braid.params.hashing import compare_values
 from braid.prove.compare import Difference, difference
@@ -63,8 +64,12 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         On the first rank what was found, None on the others.
 
     Raises:
+        ConfigError: No steps.
         MismatchError: The ranks themselves have other parameters than each other; on all of them.
     """
+    if steps < 1:
+        msg = f"expected at least one step to compare, found {steps}"
+        raise ConfigError(msg)
     model = task.model()
     wrapped = task.wrap(model, group)
     optimizer = task.optimizer(model.parameters())

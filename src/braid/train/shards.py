@@ -60,7 +60,8 @@ class ParallelShards:
 
     def __init__(self, model: GPT, windows: Windows, group: Group) -> None:
         self._model = model
-        self._parallel = DistributedDataParallel(model, process_group=group)
+        # losses are looked at, and told, before gradients are used
+        self._parallel = DistributedDataParallel(model, process_group=group, nonfinite="ignore")
         self._windows = windows
         self._group = group
 
