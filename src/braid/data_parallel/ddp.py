@@ -189,7 +189,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._comm_hook = comm_hook
         self._hook_name = hook
-        weakref.finalize(self, self._reducer.close)
         if comm_hook is not None:
             self._reducer.use((None, comm_hook))
         reference = weakref.ref(self)
