@@ -25,6 +25,7 @@ from braid.data_parallel.ddp_arguments import (
     caps_of,
     checked_hash_every,
     first_given,
+    table_of,
     trigger_of,
 )
 from braid.data_parallel.finite import Reaction, react, reaction_of
@@ -40,7 +41,6 @@ from braid.params import (
     Hook,
     Outcome,
     ParamRecord,
-    ParamTable,
     ReducerOptions,
     Standing,
 )
@@ -136,13 +136,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         group = group_of(process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
-        table = ParamTable.of(module, ignored)
-        if not table.trained:
-            msg = (
-                f"expected at least one parameter that requires a gradient in {type(module).__name__}, found "
-                f"{len(table)} frozen ones: there is nothing to average, use the module as it is"
-            )
-            raise ConfigError(msg)
+        table = table_of(module, ignored)
         self.module = module
         self.process_group = group
         self.device_ids = None if device_ids is None else list(device_ids)
@@ -162,10 +156,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
         if init_sync:
-            table.compare(group)
-            with torch.no_grad():
-                for record in table:
-                    group.broadcast(record.param.detach(), 0)
+            table.make_equal(group)
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
@@ -191,14 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._hook_name = hook
         if comm_hook is not None:
             self._reducer.use((None, comm_hook))
-        reference = weakref.ref(self)
-
-        def on_outcome(outcome: Outcome) -> None:
-            wrapper = reference()
-            if wrapper is not None:
-                wrapper._after(outcome)  # noqa: SLF001 - its continuation
-
-        self._reducer.on_outcome = on_outcome
+        self._listen()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
@@ -400,6 +384,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             "forward_sync_buffers": self.forward_sync_buffers,
             "backend_name": "braid",
         }
+
+    def _listen(self) -> None:
+        reference = weakref.ref(self)  # the reducer must not keep the wrapper alive
+
+        def on_outcome(outcome: Outcome) -> None:
+            wrapper = reference()
+            if wrapper is not None:
+                wrapper._after(outcome)  # noqa: SLF001 - its continuation
+
+        self._reducer.on_outcome = on_outcome
 
     def _after(self, outcome: Outcome) -> None:
         """Gradients have been averaged."""

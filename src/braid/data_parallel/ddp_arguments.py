@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
 from braid.errors import ConfigError
 from braid.params import Caps, ParamTable
 
-__all__ = ["caps_of", "checked_hash_every", "first_given", "trigger_of"]
+__all__ = ["caps_of", "checked_hash_every", "first_given", "table_of", "trigger_of"]
 
 MIB = 1 << 20
+
+
+def table_of(module: nn.Module, ignored: Collection[str]) -> ParamTable:
+    """Parameters that are averaged.
+
+    Raises:
+        ConfigError: None requires a gradient.
+    """
+    table = ParamTable.of(module, ignored)
+    if not table.trained:
+        msg = (
+            f"expected at least one parameter that requires a gradient in {type(module).__name__}, found "
+            f"{len(table)} frozen ones: there is nothing to average, use the module as it is"
+        )
+        raise ConfigError(msg)
+    return table
 
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:

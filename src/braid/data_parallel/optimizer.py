@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.comm import Group
 from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 from braid.params import Caps, GradientReducer, ParamTable, ReducerOptions
@@ -55,7 +54,7 @@ class DistributedOptimizer:
         group = group_of(process_group)
         table = ParamTable.named(_named(optimizer, named_parameters))
         if init_sync:
-            _make_equal(group, table)
+            table.make_equal(group)
         options = ReducerOptions(every=backward_passes_per_step, caps=Caps.of_mb(bucket_cap_mb))
         reducer = GradientReducer(group, table, options)
         kind = type(optimizer)
@@ -117,10 +116,3 @@ def _named(
         )
         raise ConfigError(msg)
     return [pair for param in own for pair in names[id(param)]]
-
-
-def _make_equal(group: Group, table: ParamTable) -> None:
-    table.compare(group)
-    with torch.no_grad():
-        for record in table:
-            group.broadcast(record.param.detach(), 0)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
+from braid.params.autograd_grad import refuse_grad
 from braid.params.bucket_state import BucketState, held_back, plan_buckets
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
@@ -163,13 +163,12 @@ class GradientReducer:
             outputs: What it has returned and autograd follows.
             weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
         """
-        forward = _Forward(weight)
         reference = weakref.ref(self)
 
         def on_output(_grad: torch.Tensor) -> None:
             reducer = reference()
             if reducer is not None:
-                reducer._on_output(forward)  # noqa: SLF001 - its continuation
+                reducer._on_output(weight)  # noqa: SLF001 - its continuation
 
         for output in outputs:
             if not output.is_leaf:  # a hook on a parameter that is returned would stay for ever
@@ -296,9 +295,8 @@ class GradientReducer:
         # runs when the engine has finished the whole backward, in the thread that called it
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
 
-    def _on_output(self, forward: _Forward) -> None:
+    def _on_output(self, weight: float | None) -> None:
         self._enter()
-        weight = forward.weight
         if self._seen_weights and weight not in self._seen_weights:
             (other,) = self._seen_weights
             msg = f"expected forwards of one weight in a backward, found {other} and {weight}: call backward for each of them"
@@ -345,7 +343,7 @@ class GradientReducer:
             self._weight += weight
             self._weighted = True
         if not self._any_gradient:
-            self._refuse_grad()
+            refuse_grad(self._records)
         elif self._averages:
             self.finish()
         else:
@@ -468,24 +466,6 @@ class GradientReducer:
 
     # What must not be.
 
-    def _refuse_grad(self) -> None:
-        """Gradients have been computed, and none has been accumulated: was it torch.autograd.grad?"""
-        for record in self._records:
-            if not record.param.requires_grad:
-                continue
-            node = torch.autograd.graph.get_gradient_edge(record.param).node
-            try:
-                torch._C._will_engine_execute_node(node)  # noqa: SLF001 - no public way
-            except RuntimeError as exc:
-                if "autograd.grad" not in str(exc):
-                    raise
-                msg = (
-                    f"expected backward(), which averages gradients over ranks, found torch.autograd.grad of {record.name!r}: its result is "
-                    "this rank's alone; call loss.backward() and read .grad, or use the wrapped module itself (.module) for "
-                    "gradients of one rank"
-                )
-                raise ConfigError(msg) from exc
-
     def _check_trained(self, status: Status) -> None:
         size = self._group.size
         differ = [
@@ -500,11 +480,6 @@ class GradientReducer:
             )
             self._group.abort(msg)  # buckets on their way will never be matched
             raise MismatchError(msg)
-
-
-@dataclass(slots=True)
-class _Forward:
-    weight: float | None
 
 
 def _device(group: Group) -> torch.device:

@@ -115,6 +115,17 @@ class ParamTable:
             return
         raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
 
+    def make_equal(self, group: Group) -> None:
+        """Compare, and copy rank 0's values to all; a collective.
+
+        Raises:
+            MismatchError: See `compare`.
+        """
+        self.compare(group)
+        with torch.no_grad():
+            for record in self.records:
+                group.broadcast(record.param.detach(), 0)
+
     def __iter__(self) -> Iterator[ParamRecord]:
         return iter(self.records)
 
