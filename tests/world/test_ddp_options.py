@@ -16,6 +16,7 @@ from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel, MixedPrecision, NonFiniteError, accumulate
 from braid.errors import BraidError, CommError, ConfigError, MismatchError
 
+PAIRS = 32 / (1 << 20)  # MiB: two parameters of 4 numbers in a bucket
 SMALL = 1e-5  # MiB: every parameter in a bucket of its own
 Gradients = list["torch.Tensor | None"]
 
@@ -150,6 +151,36 @@ def test_parameters_that_are_unfrozen_and_frozen_after_wrapping_are_followed(wor
         accumulate(net, [lambda r=r, s=step: loss_of(net(batch(r, s))) for r in range(2)])
         expected.append(grads(net))
     for found in world(2, _unfreezes, True):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+
+
+def _alternates(group: Group) -> tuple[list[Gradients], int]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net, process_group=group, bucket_cap_mb=SMALL, find_unused_parameters=True
+    )
+    found, plans = [], []
+    for step in range(6):
+        net.first.requires_grad_(step % 2 == 0)
+        net.second.requires_grad_(step % 2 == 1)
+        net.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        found.append(grads(net))
+        plans.append(wrapped._reducer.buckets)
+    return found, len({id(plan) for plan in plans[2:]})
+
+
+def test_plans_of_a_program_that_freezes_in_turns_are_kept(world):
+    net, expected = Net(), []
+    for step in range(6):
+        net.first.requires_grad_(step % 2 == 0)
+        net.second.requires_grad_(step % 2 == 1)
+        net.zero_grad()
+        accumulate(net, [lambda r=r, s=step: loss_of(net(batch(r, s))) for r in range(2)])
+        expected.append(grads(net))
+    for found, num_plans in world(2, _alternates):
+        assert num_plans == 2
         for a, b in zip(found, expected, strict=True):
             assert_same(a, b)
 
@@ -295,6 +326,47 @@ def test_ranks_without_inputs_help_the_others_until_all_are_through(world, by_al
             torch.testing.assert_close(a, b.detach().float())
 
 
+def _uneven_every(group: Group, sparse: bool) -> list[torch.Tensor]:
+    net, wrapped, optimizer = _accumulating(sparse, group)
+    with wrapped.join():
+        for step in range((4, 3, 1)[group.rank]):
+            loss_of(wrapped(_input(sparse, group.rank, step))).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def _accumulating(
+    sparse: bool, group: Group | None
+) -> tuple[nn.Module, nn.Module, torch.optim.SGD]:
+    table = nn.Embedding(7, 4, sparse=True, _weight=linear(4, 7).weight.detach())
+    net = nn.Sequential(table, Net()) if sparse else Net()
+    wrapped = (
+        net
+        if group is None
+        else DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL, every=2)
+    )
+    return net, wrapped, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def _input(sparse: bool, rank: int, step: int) -> torch.Tensor:
+    return torch.tensor([rank, step, 3]) if sparse else batch(rank, step)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_a_rank_has_accumulated_when_its_input_ends_takes_part(world, sparse):
+    net, _, optimizer = _accumulating(sparse, None)
+    for taking_part in [[(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)], [(0, 2), (0, 3), (1, 2)]]:
+        optimizer.zero_grad()
+        for rank, step in taking_part:
+            (loss_of(net(_input(sparse, rank, step))) / 3).backward()
+        optimizer.step()
+    for found in world(3, _uneven_every, sparse):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach())
+
+
 def _throws(group: Group) -> str:
     wrapped = DistributedDataParallel(Net(), process_group=group)
 
@@ -395,7 +467,7 @@ class Crossed(nn.Module):
 
 def _crossed(group: Group) -> tuple[list[tuple[int, ...]], Gradients]:
     net = Crossed()
-    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb_list=[32 / (1 << 20)])
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb_list=[PAIRS])
     for step in range(2):
         wrapped.zero_grad()
         wrapped(batch(group.rank, step)).sum().backward()
@@ -518,6 +590,38 @@ def test_a_hook_that_answers_something_else_is_told_so(world, kind, words):
         assert words in said
 
 
+def _hook_raises(group: Group, late: bool) -> str:
+    wrapped = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=SMALL)
+
+    def fails(bucket):
+        if group.rank == 1 and bucket.index() == 2:
+            msg = "no space left"
+            raise OSError(msg)
+
+    def hook(_state, bucket):
+        if not late:
+            fails(bucket)
+        return steps(bucket)
+
+    def steps(bucket):
+        yield group.all_reduce(bucket.buffer(), async_op=True)
+        if late:
+            fails(bucket)
+        yield group.all_reduce(bucket.buffer(), async_op=True)
+
+    wrapped.register_comm_hook(None, hook)
+    return said_by(lambda: loss_of(wrapped(batch(group.rank, 0))).backward(), (BraidError, OSError))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_hook_that_raises_on_one_rank_is_told_on_all(world, late):
+    first, own, third = world(3, _hook_raises, late)
+    assert own == "no space left"
+    for text in (first, third):
+        assert "rank 1: the communication hook _hook_raises.<locals>.hook for GradBucket(2:" in text
+        assert "raised OSError: no space left" in text
+
+
 # Precision, passing through, saving.
 
 
@@ -612,9 +716,26 @@ def test_options_that_make_no_sense_are_refused(world, options, words):
     assert words in world(1, _wrong, options)[0]
 
 
-def _times(group: Group) -> tuple[int, list[tuple[str, ...]], bool]:
-    wrapped = DistributedDataParallel(Net(), process_group=group, bucket_cap_mb=SMALL)
+def _dropped(group: Group) -> list[int]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group)
     loss_of(wrapped(batch(group.rank, 0))).backward()
+    before = sum(len(p._post_accumulate_grad_hooks) for p in net.parameters())
+    del wrapped
+    return [before, sum(len(p._post_accumulate_grad_hooks) for p in net.parameters())]
+
+
+def test_a_dropped_wrapper_leaves_no_hooks_on_parameters(world):
+    assert world(2, _dropped) == [[6, 0], [6, 0]]
+
+
+def _times(
+    group: Group, kind: type[nn.Module] = Net, cap_mb: float = SMALL
+) -> tuple[int, list[tuple[str, ...]], bool]:
+    wrapped = DistributedDataParallel(kind(), process_group=group, bucket_cap_mb_list=[cap_mb])
+    before = wrapped._reducer.buckets
+    loss_of(wrapped(batch(group.rank, 0))).backward()
+    assert (wrapped._reducer.buckets is before) == (kind is Net)
     found = wrapped.bucket_times()
     ready = [seconds for row in found.rows for seconds in row.ready_s]
     return found.step, [row.names for row in found.rows], min(ready) > 0
@@ -623,6 +744,11 @@ def _times(group: Group) -> tuple[int, list[tuple[str, ...]], bool]:
 def test_every_rank_hears_when_buckets_were_ready_on_all(world):
     for step, names, known in world(2, _times):
         assert (step, names[0], known) == (1, ("third.bias", "third.weight"), True)
+
+
+def test_times_of_buckets_are_those_of_the_plan_that_they_were_noted_with(world):
+    for step, names, known in world(2, _times, Crossed, PAIRS):
+        assert (step, names[0], known) == (1, ("weights.5", "weights.4"), True)
 
 
 def _several_devices(group: Group) -> Gradients:

@@ -40,6 +40,7 @@ class NonFinite(NamedTuple):
         names = ", ".join(map(repr, self.parameters[:MAX_NAMES]))
         names += f" and {more} more" if more > 0 else ""
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        ranks = ranks if self.ranks else "a rank that has joined"
         return f"gradients of {names} are NaN or infinite on {ranks} in step {self.step}"
 
 

@@ -8,7 +8,8 @@ backwards add to it goes into the bucket by itself.
 from __future__ import annotations
 
 import cmath
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -223,7 +224,31 @@ class Buckets:
             last=number == len(self.plan) - 1,
             group=self._group,
         )
-        self._under_way[number] = (steps_of(call(state, shown), shown), span)
+        with self._telling_others(call, shown):
+            self._under_way[number] = self._watched(call, state, shown), span
+
+    def _watched(self, call: Hook, state: object, shown: GradBucket) -> Steps:
+        """The steps of a hook, which is called at once."""
+        steps = steps_of(call(state, shown), shown)
+
+        def rest() -> Steps:
+            with self._telling_others(call, shown):
+                yield from steps
+
+        return rest()
+
+    @contextlib.contextmanager
+    def _telling_others(self, call: Hook, shown: GradBucket) -> Iterator[None]:
+        """A hook that raises leaves others waiting in the middle of its messages: end that, with the reason."""
+        try:
+            yield
+        except Exception as error:
+            name = getattr(call, "__qualname__", None) or repr(call)
+            self._group.abort(
+                f"rank {self._group.ranks[self._group.rank]}: the communication hook {name} for {shown!r} raised "
+                f"{type(error).__name__}: {error}"
+            )
+            raise
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply the gradients of a bucket."""

@@ -32,17 +32,16 @@ from torch.utils.hooks import RemovableHandle
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.params.autograd_grad import refuse_grad
-from braid.params.bucket_state import BucketState, held_back, plan_buckets
+from braid.params.bucket_state import Bucket
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
+from braid.params.plans import Plan, Plans
 from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.sparse import average_sparse
 from braid.params.status import Standing, Status, StatusLayout
 from braid.params.table import ParamRecord, ParamTable
 
 __all__ = ["GradientReducer"]
-
-PAYS = 0.9  # share of the present waiting that is left by a plan that is worth new buffers
 
 
 class GradientReducer:
@@ -66,22 +65,20 @@ class GradientReducer:
         self._group = group
         self._records = table.records
         self._options = options or ReducerOptions()
-        self._names = {position: r.name for position, r in enumerate(self._records)}
         self._layout = StatusLayout(len(self._records), group.size)
         self._status = torch.zeros(self._layout.length, dtype=torch.float64, device=_device(group))
         self._status_request = group.persistent("all_reduce", self._status)
         self._hook: StateHook | None = None
         self._handles: dict[int, RemovableHandle] = {}
         self._part_handles: list[RemovableHandle] = []
-        self._trained: tuple[bool, ...] = ()
-        self._order: list[int] = []
-        self._learnt = False
+        self._plans = Plans(group, self._records, self._options)
         self.num_reductions = 0
         self._now_ns = group.context.clock.now_ns
         self._ended_ns = self._now_ns()
-        self._last_ready_ns: dict[int, int] = {}
+        self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
+        self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
         self._reset_counts()
-        self._plan()
+        self._place_hooks()
         self.synchronize = True
         self.buffers_used = False
         self.on_outcome: Callable[[Outcome], None] | None = None
@@ -146,10 +143,8 @@ class GradientReducer:
             return
         if self._in_backward:
             self._give_up()
-        if tuple(r.param.requires_grad for r in self._records) != self._trained:
-            self._order = []
-            self._learnt = False
-            self._replace_plan()
+        if self._plans.follow():
+            self._place_hooks()
             if self._part_handles:  # on what is trained now
                 for handle in self._part_handles:
                     handle.remove()
@@ -175,33 +170,45 @@ class GradientReducer:
                 output.register_hook(on_output)  # type: ignore[no-untyped-call]
 
     def help_others(self, weight: float) -> bool:
-        """Take part in one reduction of the others, without gradients of one's own; False when nobody works any more.
+        """Take part in one reduction of the others; False when nobody works any more.
+
+        What this rank has accumulated and not averaged yet takes part in the first one; after that it has nothing of its own.
 
         Args:
-            weight: What this rank counts in their average.
+            weight: What this rank counts in their average when it brings nothing.
         """
-        status = self._exchange(Standing.JOINED, weight=weight)
+        brings = self._passed > 0
+        if brings:
+            self._collect()
+        else:
+            for bucket in self.buckets.plan:
+                self.buckets.zero(bucket.members)
+        weight = self._own_weight() if brings else weight
+        standing = Standing.BROKE if self._broke else Standing.JOINED
+        status = self._exchange(standing, weight=weight, brings=brings and not self._broke)
         if len(status.ranks(Standing.JOINED)) == self._group.size:
             return False
-        for number, bucket in enumerate(self.buckets.plan):
-            self.buckets.zero(bucket.members)
+        for number in range(self.num_buckets):
             self._start_if_used(number, status)
-        self._conclude(status, Standing.JOINED)
+        self._conclude(status, standing, brings=brings)
         return True
 
     def bucket_times(self) -> BucketTimes:
         """When the buckets of the last averaging were ready, on all ranks; a collective."""
-        plan = self.buckets.plan
-        own = [self._last_ready_ns.get(number, 0) * 1e-9 for number in range(len(plan))]
+        plan, ready_ns = self._last_times
+        own = [ready_ns.get(number, 0) * 1e-9 for number in range(len(plan))]
         table = self._group.all_gather(
             torch.tensor([own], dtype=torch.float64, device=self._status.device)
         )
         return BucketTimes.of(
             self.num_reductions,
             self._group.ranks,
-            [[self._names[p] for p in bucket.members] for bucket in plan],
+            [[self._records[p].name for p in bucket.members] for bucket in plan],
             table.view(self._group.size, -1).tolist(),
         )
+
+    def __del__(self) -> None:
+        self.close()  # hooks of reducers that are gone would be called for ever
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -212,53 +219,25 @@ class GradientReducer:
 
     # Plans.
 
-    def _plan(self) -> None:
-        """Make buckets for what is trained now, and hooks on it."""
-        self._trained = tuple(r.param.requires_grad for r in self._records)
-        own = {p: r for p, r in enumerate(self._records) if self._trained[p]}
-        for position in [p for p in self._handles if p not in own]:
+    @property
+    def buckets(self) -> Buckets:
+        """Where gradients lie now."""
+        return self._plan.buckets
+
+    @property
+    def _plan(self) -> Plan:
+        return self._plans.current
+
+    def _place_hooks(self) -> None:
+        """Have them on what is trained now."""
+        own = self._plan.positions
+        for position in set(self._handles).difference(own):
             self._handles.pop(position).remove()
-        for position, record in own.items():
+        for position in own:
             if position not in self._handles:
                 hook = self._hook_of(position)
-                self._handles[position] = record.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        options = self._options
-        dense = {p: r for p, r in own.items() if not r.sparse}
-        plan = plan_buckets(
-            {p: r.spec for p, r in dense.items()},
-            options.caps,
-            order=self._order,
-            delayed=frozenset(p for p, r in dense.items() if options.delayed & set(r.names)),
-            devices={p: str(r.param.device) for p, r in dense.items()},
-        )
-        self.buckets = Buckets(
-            self._group, plan, dense, wire=options.wire, check_all=options.check_all
-        )
-        self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
-        self._sparse = [p for p, r in own.items() if r.sparse]
-        self._state = BucketState([*plan], self._names)
-        self._after = next((p for p, r in own.items() if options.delayed_after in r.names), -1)
-
-    def _plan_again(self) -> None:
-        """After the first backward: fill buckets in the order in which rank 0's gradients came, if that pays."""
-        dense = [p for bucket in self.buckets.plan for p in bucket.members]
-        came = self._state.order + [p for p in dense if not self._state.came(p)]
-        order = torch.tensor(came, dtype=torch.int64, device=self._status.device)
-        self._group.broadcast(order, 0)
-        self._order = order.tolist()
-        specs = {p: self._records[p].spec for p in dense}
-        present = self.buckets.plan
-        better = plan_buckets(specs, self._options.caps, order=self._order)
-        late = any(bucket.delayed for bucket in present)
-        before = held_back(present, specs, self._order)
-        if not late and held_back(better, specs, self._order) < PAYS * before:
-            self._replace_plan()
-
-    def _replace_plan(self) -> None:
-        """Plan once more; what lossy formats have left out goes along."""
-        left_out = self.buckets.residuals()
-        self._plan()
-        self.buckets.owe(left_out)
+                param = self._records[position].param
+                self._handles[position] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _hook_of(self, position: int) -> Callable[[nn.Parameter], None]:
         # A parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, neither
@@ -315,23 +294,23 @@ class GradientReducer:
             return
         if self._records[position].sparse:
             return
-        complete = self._state.ready(position)
+        complete = self._plan.state.ready(position)
         self.buckets.collect(position)
-        learns = self._options.static_graph and not self._learnt  # how often gradients come
+        learns = self._options.static_graph and not self._plan.learnt  # how often gradients come
         if complete is not None and not learns and not self.buckets.plan[complete].delayed:
             self._start(complete)
-        if position == self._after:
+        if position == self._plan.after:
             self._start_delayed()
 
     def _start_delayed(self) -> None:
         for number, bucket in enumerate(self.buckets.plan):
-            full = all(map(self._state.came, bucket.members))
-            if bucket.delayed and full and not self._state.has_left(number):
+            full = all(map(self._plan.state.came, bucket.members))
+            if bucket.delayed and full and not self._plan.state.has_left(number):
                 self._start(number)
 
     def _start(self, number: int) -> None:
         self._spoiled.update(self.buckets.spoiled(number))
-        self._state.leave(number)
+        self._plan.state.leave(number)
         self._ready_ns[number] = self._now_ns() - self._ended_ns
         self.buckets.start(number, self._hook)
 
@@ -351,37 +330,43 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Start what has not been started, and wait for all buckets; `.grad` then holds the averages."""
-        has_any = []
+        for number in self._collect():
+            self._start(number)
+        standing = Standing.SPOILED if self._spoiled else Standing.WORKS
+        standing = Standing.BROKE if self._broke else standing
+        status = self._exchange(standing, weight=self._own_weight(), brings=not self._broke)
+        for number in range(self.num_buckets):
+            self._start_if_used(number, status)
+        self._conclude(status, standing, brings=True)
+
+    def _collect(self) -> list[int]:
+        """Bring what has been accumulated into the buckets that have not left; those that hold some of it."""
+        holding = []
         for number, bucket in enumerate(self.buckets.plan):
-            if self._state.has_left(number):
+            if self._plan.state.has_left(number):
                 continue
             missing = [p for p in bucket.members if not self.buckets.collect(p)]
             self.buckets.zero(missing)
             if len(missing) < len(bucket.members):
-                has_any.append(number)
-        for number in has_any:
-            self._start(number)
-        for position in self._sparse:
+                holding.append(number)
+        for position in self._plan.sparse:
             grad = self._records[position].param.grad
             numbers = None if grad is None else grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
             if numbers is not None and not bool(numbers.isfinite().all()):
                 self._spoiled.add(position)
-        weight = self._weight if self._weighted else 1.0
-        standing = Standing.SPOILED if self._spoiled else Standing.WORKS
-        standing = Standing.BROKE if self._broke else standing
-        status = self._exchange(standing, weight=weight)
-        for number in range(self.num_buckets):
-            self._start_if_used(number, status)
-        self._conclude(status, standing)
+        return holding
+
+    def _own_weight(self) -> float:
+        """What this rank counts."""
+        return self._weight if self._weighted else 1.0
 
     def _give_up(self) -> None:
         """The last backward was left by an exception: let the others end theirs, and tell them."""
-        averages, state = self._averages, self._state
-        if averages:
+        if self._averages:
             for number, bucket in enumerate(self.buckets.plan):
-                if not state.has_left(number):
+                if not self._plan.state.has_left(number):
                     self.buckets.zero(bucket.members)
-            status = self._exchange(Standing.BROKE, weight=1.0)
+            status = self._exchange(Standing.BROKE, weight=1.0, brings=False)
             for number in range(self.num_buckets):
                 self._start_if_used(number, status)
             self.buckets.wait()
@@ -391,20 +376,18 @@ class GradientReducer:
             self._broke = True
         self._in_backward = False
 
-    def _exchange(self, standing: Standing, *, weight: float) -> Status:
+    def _exchange(self, standing: Standing, *, weight: float, brings: bool) -> Status:
         """Tell the others what this rank has, and hear what they have; a collective."""
-        joined = standing in {Standing.JOINED, Standing.BROKE}
         own = self._layout.encode(
             self._group.rank,
             present=[
-                not joined and r.param.grad is not None and r.param.requires_grad
-                for r in self._records
+                brings and r.param.grad is not None and r.param.requires_grad for r in self._records
             ],
             spoiled=[p in self._spoiled for p in range(len(self._records))],
-            trained=self._trained,
+            trained=self._plan.trained,
             standing=standing,
             weight=weight,
-            buffers=self.buffers_used and not joined,
+            buffers=self.buffers_used and standing is not Standing.JOINED,
         )
         self._status.copy_(torch.tensor(own, dtype=torch.float64))
         self._status_request.start().wait()
@@ -416,10 +399,10 @@ class GradientReducer:
         """Let a bucket go of which this rank has nothing, if some other rank has."""
         members = self.buckets.plan[number].members
         used = any(status.present[p] for p in members) or status.ranks(Standing.BROKE)
-        if used and not self._state.has_left(number):
+        if used and not self._plan.state.has_left(number):
             self._start(number)
 
-    def _conclude(self, status: Status, standing: Standing) -> None:
+    def _conclude(self, status: Status, standing: Standing, *, brings: bool) -> None:
         broke = status.ranks(Standing.BROKE)
         if broke:
             self.buckets.wait()
@@ -429,18 +412,19 @@ class GradientReducer:
             raise CommError(_broken(self._group, broke))
         mean = status.weight / self._group.size
         self.buckets.wait(partial(self._bucket_came, status, mean))
-        for position in self._sparse:
+        for position in self._plan.sparse:
             if status.present[position]:
                 param = self._records[position].param
-                grad = param.grad if standing is not Standing.JOINED else None
+                grad = param.grad if brings else None
                 param.grad = average_sparse(self._group, param, grad, mean)
         outcome = Outcome(self.num_reductions + 1, status, self._records)
-        if not self._learnt:
-            self._learnt = True
+        self._last_times, self._ready_ns = (self.buckets.plan, self._ready_ns), {}
+        if not self._plan.learnt:
             if self._options.static_graph:
-                self._state.learn()
+                self._plan.state.learn()
+                self._plan.learnt = True
             else:
-                self._plan_again()
+                self._plans.improve(self._status.device)
         self._end_step()
         if self.on_outcome is not None:
             self.on_outcome(outcome)
@@ -460,8 +444,7 @@ class GradientReducer:
     def _end_step(self) -> None:
         self.num_reductions += 1
         self._ended_ns = self._now_ns()
-        self._last_ready_ns, self._ready_ns = self._ready_ns, {}
-        self._state.reset()
+        self._plan.state.reset()
         self._reset_counts()
 
     # What must not be.

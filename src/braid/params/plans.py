@@ -1,0 +1,133 @@
+"""Plans of buckets by what is trained: made for it, improved after its first backward, kept where it comes back.
+
+Problem: programs freeze and unfreeze. Some do it once, for fine tuning; others in every step, as adversarial pairs do, and then new
+buffers in shared memory and a new order to agree on would cost more than the step itself. But a plan that is kept keeps its buffers.
+
+Idea: what is trained is the key. When it changes, the old plan goes, unless its key has come back before: from then on that
+program alternates, and its plans stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.params.bucket_state import Bucket, BucketState, held_back, plan_buckets
+from braid.params.buckets import Buckets
+from braid.params.reducer_options import ReducerOptions
+from braid.params.table import ParamRecord
+
+__all__ = ["Plan", "Plans"]
+
+PAYS = 0.9  # share of the present waiting that is left by a plan that is worth new buffers
+MAX_KEPT = 4  # plans of programs that alternate
+
+
+class Plan:
+    """Buckets of what is trained, and how far a backward has filled them.
+
+    Attributes:
+        trained: By parameter, whether it requires a gradient.
+        buckets: Memory and requests of the dense ones.
+        state: Counts what is ready.
+        sparse: Positions of sparse parameters.
+        after: Position whose gradient lets delayed buckets go; -1 for the end of backward.
+        learnt: Whether a whole backward has been seen.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        records: Sequence[ParamRecord],
+        trained: tuple[bool, ...],
+        options: ReducerOptions,
+        order: Sequence[int] = (),
+    ) -> None:
+        self.trained = trained
+        own = {p: r for p, r in enumerate(records) if trained[p]}
+        dense = {p: r for p, r in own.items() if not r.sparse}
+        self.sparse = [p for p, r in own.items() if r.sparse]
+        self.after = next((p for p, r in own.items() if options.delayed_after in r.names), -1)
+        self.specs = {p: r.spec for p, r in dense.items()}
+        self.devices = {p: str(r.param.device) for p, r in dense.items()}
+        self.delayed = frozenset(p for p, r in dense.items() if options.delayed & set(r.names))
+        plan = self.divide(options, order)
+        self.buckets = Buckets(group, plan, dense, wire=options.wire, check_all=options.check_all)
+        self.state = BucketState(plan, {p: r.name for p, r in enumerate(records)})
+        self.learnt = False
+
+    @property
+    def positions(self) -> list[int]:
+        """Of what is trained."""
+        return [position for position, trained in enumerate(self.trained) if trained]
+
+    def divide(self, options: ReducerOptions, order: Sequence[int]) -> tuple[Bucket, ...]:
+        """These parameters in buckets for gradients that come in `order`."""
+        return plan_buckets(
+            self.specs, options.caps, order=order, delayed=self.delayed, devices=self.devices
+        )
+
+
+class Plans:
+    """The plan of what is trained now, and those that are kept.
+
+    Args:
+        group: Ranks that reduce together.
+        records: Their parameters.
+        options: How.
+    """
+
+    def __init__(
+        self, group: Group, records: Sequence[ParamRecord], options: ReducerOptions
+    ) -> None:
+        self._group = group
+        self._records = records
+        self._options = options
+        self._seen: set[tuple[bool, ...]] = set()
+        self._kept: dict[tuple[bool, ...], Plan] = {}
+        self.current = Plan(group, records, self._trained(), options)
+
+    def follow(self) -> bool:
+        """Look at what is trained now; whether that has changed, and with it the plan."""
+        trained, old = self._trained(), self.current
+        if trained == old.trained:
+            return False
+        left_out = old.buckets.residuals()
+        if old.trained in self._seen and len(self._kept) < MAX_KEPT:
+            self._kept[old.trained] = old
+        self._seen.add(old.trained)
+        self.current = (
+            self._kept.pop(trained)
+            if trained in self._kept
+            else Plan(self._group, self._records, trained, self._options)
+        )
+        self.current.buckets.owe(left_out)
+        return True
+
+    def improve(self, device: torch.device) -> None:
+        """After the first backward: fill buckets in the order in which rank 0's gradients came, if that pays; a collective.
+
+        Args:
+            device: Where the group takes small messages.
+        """
+        plan = self.current
+        dense = [p for bucket in plan.buckets.plan for p in bucket.members]
+        came = plan.state.order + [p for p in dense if not plan.state.came(p)]
+        agreed = torch.tensor(came, dtype=torch.int64, device=device)
+        self._group.broadcast(agreed, 0)
+        order: list[int] = agreed.tolist()
+        better = plan.divide(self._options, order)
+        before = held_back(plan.buckets.plan, plan.specs, order)
+        if not plan.delayed and held_back(better, plan.specs, order) < PAYS * before:
+            left_out = plan.buckets.residuals()
+            self.current = Plan(self._group, self._records, plan.trained, self._options, order)
+            self.current.buckets.owe(left_out)
+        self.current.learnt = True
+
+    def _trained(self) -> tuple[bool, ...]:
+        return tuple(record.param.requires_grad for record in self._records)
+
+    def __repr__(self) -> str:
+        return f"Plans({self.current.buckets!r}, {len(self._kept)} kept)"
