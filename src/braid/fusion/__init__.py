@@ -1,0 +1,26 @@
+"""Operations by name, in any order, agreed on in the background and carried out together; see README.md."""
+
+from braid.fusion.batching import Batch
+from braid.fusion.entry import Entry, Handle, Result
+from braid.fusion.fusion import Fusion, FusionOptions
+from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
+from braid.fusion.operations import Operation, Operations
+from braid.fusion.request import Request, Response
+from braid.fusion.stall import Stall
+
+__all__ = [
+    "Batch",
+    "Entry",
+    "Fusion",
+    "FusionOptions",
+    "FusionState",
+    "Handle",
+    "Operation",
+    "Operations",
+    "Outcome",
+    "Request",
+    "Response",
+    "Result",
+    "Stall",
+    "StateOptions",
+]

@@ -1,0 +1,188 @@
+"""Who has submitted what: a name is ready when all ranks have submitted it, and only if they mean the same. Pure.
+
+Problem: ranks submit tensors from hooks and threads, each in its own order. Had they to start collectives in one order, the
+first two that cross would hang both; and a tensor that has another shape elsewhere would be an abort on one rank and silence on another.
+
+Idea: one rank counts who has submitted each *name*. What all have submitted is compared field by field, and carried out on all
+ranks in the order in which it became ready; or refused on all of them, with the ranks that differ.
+
+Source: Sergeev & Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018, sec. 3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from braid.fusion.request import JOINABLE, Request, Response
+
+__all__ = ["Coordinator", "agree"]
+
+SAME_SHAPE = frozenset({"all_reduce", "broadcast", "reduce_scatter"})
+NEEDS_ROWS = frozenset({"all_gather", "all_to_all", "reduce_scatter"})
+REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
+
+
+class Coordinator:
+    """The table of one set of ranks.
+
+    Args:
+        ranks: Global ranks, for messages; others count by position.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._table: dict[str, dict[int, Request]] = {}
+        self._since_s: dict[str, float] = {}
+        self._joined: dict[int, None] = {}  # in order
+        self._groups: dict[str, set[str]] = defaultdict(set)
+
+    def add(self, rank: int, requests: Iterable[Request], now_s: float) -> None:
+        """Note what a rank has submitted."""
+        for request in requests:
+            self._table.setdefault(request.name, {})[rank] = request
+            self._since_s.setdefault(request.name, now_s)
+            if request.group:
+                self._groups[request.group].add(request.name)
+
+    def join(self, rank: int) -> None:
+        """Note that a rank submits nothing more until all have joined."""
+        self._joined[rank] = None
+
+    @property
+    def joined(self) -> list[int]:
+        """Positions of ranks that have joined, in order."""
+        return list(self._joined)
+
+    def all_joined(self) -> int | None:
+        """The rank that joined last, once all have; they are back at work then."""
+        if len(self._joined) < len(self._ranks):
+            return None
+        last = list(self._joined)[-1]
+        self._joined.clear()
+        return last
+
+    def ready(self) -> list[Response]:
+        """What can be done now, in the order in which it was first submitted."""
+        size = len(self._ranks)
+        full = {
+            name
+            for name, found in self._table.items()
+            if len(found) + sum(rank not in found for rank in self._joined) == size
+        }
+        complete = []
+        for name in [name for name in self._table if name in full]:
+            whole = [r for r in self._table[name].values() if r.group]
+            if all(self._is_complete(r, full) for r in whole):
+                complete.append(name)
+        responses = []
+        for name in complete:
+            responses.append(agree(name, self._table.pop(name), self._ranks))
+            del self._since_s[name]
+        for response in responses:
+            self._groups.pop(response.request.group, None)
+        return responses
+
+    def _is_complete(self, request: Request, full: set[str]) -> bool:
+        names = self._groups[request.group]
+        return len(names) >= request.group_size and names <= full
+
+    def waiting(self) -> dict[str, tuple[list[int], float]]:
+        """What some ranks have submitted and others have not: who has, by position, and since when."""
+        return {n: (sorted(found), self._since_s[n]) for n, found in self._table.items()}
+
+    def drop(self) -> list[str]:
+        """Forget all that waits; its names."""
+        names = list(self._table)
+        self._table.clear()
+        self._since_s.clear()
+        self._groups.clear()
+        return names
+
+    def __repr__(self) -> str:
+        return f"Coordinator({len(self._table)} waiting, {len(self._joined)} of {len(self._ranks)} joined)"
+
+
+def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Response:
+    """What to do with requests of one name.
+
+    Args:
+        name: Theirs.
+        found: By position of the rank; those that have joined are missing.
+        ranks: Global ranks by position.
+
+    >>> mine, other = (Request("x", "all_reduce", "float32", (n,), 4, "sum") for n in (3, 4))
+    >>> agree("x", {0: mine, 1: mine}, (0, 1)).error
+    ''
+    >>> agree("x", {0: mine, 1: other}, (0, 1)).error
+    "expected the same shape of 'x' on all ranks, found (3,) on rank 0; (4,) on rank 1"
+    """
+    by_rank = dict(sorted(found.items()))
+    first = next(iter(by_rank.values()))
+    error = _difference(by_rank, ranks) or _senseless(by_rank, ranks)
+    if not error and len(by_rank) < len(ranks) and first.kind not in JOINABLE:
+        away = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
+        error = (
+            f"expected all ranks to take part in {first.kind} of {name!r}, found that rank {', '.join(away)} has joined: only all_reduce and barrier "
+            "can go on without"
+        )
+    if error:
+        return Response(name, first, error=error)
+    rows: tuple[tuple[int, ...], ...] = ()
+    if first.kind == "all_gather":
+        rows = tuple((request.shape[0],) for request in by_rank.values())
+    if first.kind == "all_to_all":
+        rows = tuple(request.splits for request in by_rank.values())
+    return Response(name, first, rows)
+
+
+def _difference(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
+    first = next(iter(found.values()))
+    fields: list[tuple[str, Callable[[Request], Any]]] = [
+        ("operation", lambda r: r.kind),
+        ("text", lambda r: r.text),
+        ("dtype", lambda r: r.dtype),
+        ("device type", lambda r: r.device.partition(":")[0]),
+        ("reduction", lambda r: r.op),
+        ("root", lambda r: r.root),
+        ("prescale factor", lambda r: r.prescale),
+        ("postscale factor", lambda r: r.postscale),
+        ("group", lambda r: (r.group, r.group_size)),
+    ]
+    if first.kind in SAME_SHAPE:
+        fields.append(("shape", lambda r: r.shape))
+    if first.kind in {"all_gather", "all_to_all"}:
+        fields.append(("number of dims", lambda r: len(r.shape)))
+        fields.append(("shape behind dim 0", lambda r: r.shape[1:]))
+    for what, read in fields:
+        values: dict[Any, list[int]] = {}
+        for position, request in found.items():
+            values.setdefault(read(request), []).append(ranks[position])
+        if len(values) > 1:
+            named = "; ".join(f"{value} on {_named(those)}" for value, those in values.items())
+            return f"expected the same {what} of {first.name!r} on all ranks, found {named}"
+    return ""
+
+
+def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
+    """What is the same everywhere, and cannot be done all the same."""
+    first = next(iter(found.values()))
+    size = len(ranks)
+    if first.kind in NEEDS_ROWS and not first.shape:
+        return f"expected {first.name!r} to have a dim 0 for {first.kind}, found a scalar"
+    if first.kind == "broadcast" and not 0 <= first.root < size:
+        return f"expected the root of {first.name!r} to be one of {size} ranks, found {first.root}"
+    if first.kind == "all_to_all":
+        for position, request in found.items():
+            splits = request.splits
+            if len(splits) != size or sum(splits) != request.shape[0] or min(splits) < 0:
+                return (
+                    f"expected splits of {first.name!r} that give each of {size} ranks its rows and add up to dim 0, found "
+                    f"{list(splits)} for {request.shape[0]} rows on rank {ranks[position]}"
+                )
+    return ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

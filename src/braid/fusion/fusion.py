@@ -1,0 +1,354 @@
+"""Operations by name, from any thread and in any order; a thread in the background agrees with the other ranks and carries them out.
+
+Problem: collectives must be started in one order on all ranks. Hooks of autograd, several threads and data-dependent models do not
+start them in one order.
+
+Idea: `submit` only puts a request into a table. A thread agrees with its peers on what all have submitted (`fusion_state`), and carries it out in that order,
+many small tensors at once. It sleeps while there is nothing to agree on: a rank enters an exchange when it has something new, and now and then while
+something waits. What waits for an exchange sleeps as well.
+
+    caller      submit a   submit b                         wait
+    thread      ......>| agree | carry out [a b] | .....     ^ woken
+    others      ..........>|  agree | carry out [a b] |
+
+Source: Sergeev & Del Balso 2018. There, threads exchange every millisecond, busy or idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from braid.comm import Group
+from braid.errors import BraidError, CommError, ConfigError
+from braid.fusion.activities import Activities
+from braid.fusion.batching import Batch
+from braid.fusion.entry import Entry, Handle
+from braid.fusion.fusion_buffer import FusionBuffer
+from braid.fusion.fusion_state import FusionState, StateOptions
+from braid.fusion.operations import Operations, default_operations
+from braid.fusion.request import Request
+from braid.fusion.stall import Stall
+from braid.fusion.timeline import Timeline, write_timeline
+
+__all__ = ["Fusion", "FusionOptions"]
+
+MIN_PAUSE_S = (
+    0.001  # between exchanges of a rank that waits for something, and has nothing new; grows
+)
+MAX_PAUSE_S = 0.008
+STOP_TIMELINE = "stop timeline"
+HEARTBEAT_S = 1.0  # between exchanges of a rank that waits for nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionOptions:
+    """How an engine works; the same on all ranks.
+
+    Attributes:
+        state: How ranks agree.
+        cycle_time_s: For how long requests are collected before an exchange, while nobody waits for one.
+        algorithm: Of all_reduce, see `Group.all_reduce`.
+
+    Raises:
+        ConfigError: A time that is negative.
+    """
+
+    state: StateOptions = field(default_factory=StateOptions)
+    cycle_time_s: float = 0.001
+    algorithm: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cycle_time_s < float("inf"):
+            msg = f"expected a cycle time of at least 0 s, found {self.cycle_time_s!r}"
+            raise ConfigError(msg)
+
+
+class Fusion:
+    """The engine of one rank. Use it as a context manager, or `close` it.
+
+    Args:
+        group: Ranks that agree; nobody else uses it. Make one by `group.split(0)`.
+        options: How.
+        on_stall: Called on each rank with what has waited for long.
+        told: Called with a kind and the way it is carried out, when that changes.
+
+    Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.
+
+    On failure: what is in flight ends with the error, and so does what is submitted later.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        options: FusionOptions | None = None,
+        *,
+        on_stall: Callable[[Stall], None] | None = None,
+        told: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.options = options or FusionOptions()
+        self.group = group
+        self.buffer = FusionBuffer(group)
+        self._clock = group.context.clock
+        self.activities = Activities(group.context.events, self._clock)
+        self.operations: Operations = default_operations(
+            group, self.buffer, self.activities, algorithm=self.options.algorithm, told=told
+        )
+        self._on_stall = on_stall or (lambda _stall: None)
+        self._state = FusionState(group.rank, group.ranks, self.options.state)
+        self._entries: dict[str, Entry] = {}
+        self._lock = threading.Condition()
+        self._joining: Handle | None = None
+        self._urgent = False
+        self._pause_s = MIN_PAUSE_S
+        self._timeline: Timeline | None = None
+        self._path: Path | None = None
+        self._ended = ""
+        self._error: BaseException | None = None
+        word = self._state.open(0.0)
+        self._words = torch.zeros(len(word) // 8, dtype=torch.int64)
+        self._exchange = group.persistent("all_reduce", self._words, op="band")
+        self.num_cycles = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"braid-fusion-{group.context.rank}", daemon=True
+        )
+        self._thread.start()
+
+    # From any thread.
+
+    def submit(
+        self, request: Request, tensor: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> Handle:
+        """Let an operation be carried out when all ranks have submitted it.
+
+        Args:
+            request: What.
+            tensor: What goes in; not to be changed until it is done.
+            out: Where the result goes, for kinds whose result has the shape of `tensor`.
+
+        Raises:
+            ConfigError: Its name is in flight on this rank, or this rank has joined.
+            CommError: The engine has ended.
+        """
+        return self.submit_all([(request, tensor, out)])[0]
+
+    def submit_all(
+        self, wanted: Iterable[tuple[Request, torch.Tensor | None, torch.Tensor | None]]
+    ) -> list[Handle]:
+        """Several at once; see `submit`. All or none of them are taken."""
+        now_ns = self._clock.now_ns()
+        made = [
+            Entry(request, tensor, out, Handle(request.name, self._hurry), now_ns)
+            for request, tensor, out in wanted
+        ]
+        with self._lock:
+            self._check_running()
+            if len(made) > 1:
+                self._state.check([entry.request.name for entry in made])
+            for entry in made:
+                self._state.submit(entry.request, now_ns * 1e-9)
+                self._entries[entry.request.name] = entry
+            self._lock.notify()
+        return [entry.handle for entry in made]
+
+    def join(self) -> Handle:
+        """Stand in with zeros for what others submit, until all have joined; its result is the rank that joined last.
+
+        Raises:
+            CommError: The engine has ended.
+        """
+        handle = Handle("join", self._hurry)
+        with self._lock:
+            self._check_running()
+            self._joining = handle
+            self._state.join()
+            self._lock.notify()
+        return handle
+
+    def close(self, reason: str = "") -> None:
+        """End it on all ranks; what is in flight fails. Waits for the thread."""
+        with self._lock:
+            if not self._ended:
+                self._state.stop(reason or f"rank {self.group.context.rank} has shut down")
+                self._urgent = True
+                self._lock.notify()
+        self._thread.join()
+
+    def __enter__(self) -> Fusion:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether it still takes operations."""
+        return not self._ended
+
+    def _check_running(self) -> None:
+        if self._ended:
+            msg = f"expected an engine that runs, found that it has ended: {self._ended}"
+            raise CommError(msg) from self._error
+
+    def _hurry(self) -> None:
+        """Somebody waits: collect no longer."""
+        with self._lock:
+            self._urgent = True
+            self._lock.notify()
+
+    # In the thread.
+
+    def _run(self) -> None:
+        reason, error = "", None
+        try:
+            while not reason:
+                self._rest()
+                reason = self._cycle()
+            self._write_timeline()  # all ranks have come to this end
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, those who wait must hear it
+            reason, error = str(exc), exc
+        self._end(reason, error)
+
+    def _rest(self) -> None:
+        """Until there is a reason for an exchange."""
+        state, pause_s = self._state, self._pause_s
+        with self._lock:
+            if not (state.num_pending or self._joining):
+                pause_s = HEARTBEAT_S
+            if not state.has_new:
+                self._lock.wait_for(lambda: state.has_new, pause_s)
+            elif not self._urgent:
+                self._lock.wait_for(lambda: self._urgent, self.options.cycle_time_s)
+            self._urgent = False
+            self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
+
+    def _cycle(self) -> str:
+        """One exchange, and what follows from it; why everything ends, if it does."""
+        state = self._state
+        start_ns = self._clock.now_ns()
+        with self._lock:
+            word = state.open(self._now_s())
+        self._words.copy_(torch.frombuffer(bytearray(word), dtype=torch.int64))
+        self._exchange.start().wait()
+        with self._lock:
+            lists = state.combined(self._words.numpy().tobytes())
+        answer = self._ask() if lists else None
+        with self._lock:
+            outcome = state.conclude(answer)
+            agreed = [(batch, self._taken(batch)) for batch in outcome.batches]
+        self.num_cycles += 1
+        agreed_ns = self._clock.now_ns()
+        if self._timeline is not None:
+            self._timeline.cycle(start_ns, agreed_ns)
+        for batch, entries in agreed:
+            self._pause_s = MIN_PAUSE_S
+            self._carry_out(batch, entries, agreed_ns)
+        for stall in outcome.stalls:
+            self._on_stall(stall)
+        if outcome.last_joined >= 0 and self._joining is not None:
+            joining, self._joining = self._joining, None
+            joining.finish(self.group.ranks[outcome.last_joined])
+        return outcome.stop
+
+    def _ask(self) -> bytes:
+        """Send what is new to the first rank; its answer."""
+        with self._lock:
+            own = self._state.own_list(self._now_s())
+        lists = self.group.objects.gather(own)
+        answer = None if lists is None else self._state.answer(lists, self._now_s())
+        found: bytes = self.group.objects.broadcast(answer)
+        return found
+
+    def _taken(self, batch: Batch) -> list[Entry]:
+        """This rank's half of a batch; zeros where it has joined."""
+        return [
+            self._entries.pop(response.name)
+            if response.name in self._entries
+            else Entry.stand_in(response.request)
+            for response in batch.responses
+        ]
+
+    def _carry_out(self, batch: Batch, entries: Sequence[Entry], agreed_ns: int) -> None:
+        error = batch.responses[0].error
+        if error:
+            for entry in entries:
+                entry.handle.fail(CommError(error))
+            return
+        if batch.request.kind == STOP_TIMELINE:
+            self._write_timeline()
+            entries[0].handle.finish(None)
+            return
+        timeline, self.activities.kept = self._timeline, None if self._timeline is None else []
+        results = self.operations.choose(batch).carry_out(batch, entries)
+        for entry, result in zip(entries, results, strict=True):
+            entry.handle.finish(result)
+        if timeline is not None:
+            for entry in entries:
+                timeline.operation(
+                    entry.request.name,
+                    entry.request.kind,
+                    submitted_ns=entry.submitted_ns,
+                    agreed_ns=agreed_ns,
+                    activities=self.activities.kept or (),
+                    what=f"{entry.request.dtype}{list(entry.request.shape)}",
+                )
+
+    # Timelines.
+
+    def start_timeline(self, *, mark_cycles: bool = False) -> None:
+        """Note what becomes of each tensor from now on."""
+        self._timeline = Timeline(self.group.context.rank, mark_cycles=mark_cycles)
+
+    def stop_timeline(self, path: Path) -> Handle:
+        """Write the timelines of all ranks, which all call this; the file is on the first rank when the handle is done."""
+        self._path = path
+        return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
+
+    def write_at_end(self, path: Path) -> None:
+        """Write the timelines when the engine ends."""
+        self._path = path
+
+    def _write_timeline(self) -> None:
+        """A collective of the engine's thread."""
+        timeline, self._timeline = self._timeline, None
+        if self._path is None:
+            return
+        parts = self.group.objects.gather(b"[]" if timeline is None else timeline.encode())
+        if parts is not None:
+            write_timeline(self._path, parts)
+        self._path = None
+
+    def _end(self, reason: str, error: BaseException | None) -> None:
+        """Nothing goes on: tell everybody who waits."""
+        if error is not None:
+            with contextlib.suppress(BraidError):
+                self.group.abort(f"rank {self.group.context.rank}: {reason}")
+        with self._lock:
+            self._ended, self._error = reason, error
+            waiting = [entry.handle for entry in self._entries.values()]
+            waiting += [self._joining] if self._joining is not None else []
+            self._entries.clear()
+            self._joining = None
+        for handle in waiting:
+            msg = f"{handle.name!r} was not carried out: {reason}"
+            failed = CommError(msg)
+            failed.__cause__ = error
+            handle.fail(failed)
+
+    def _now_s(self) -> float:
+        return self._clock.now_ns() * 1e-9
+
+    def __repr__(self) -> str:
+        state = f"ended: {self._ended}" if self._ended else f"{self.num_cycles} cycles"
+        return f"Fusion(rank {self.group.rank} of {self.group.size}, {state})"

@@ -1,0 +1,402 @@
+"""How ranks agree on what to carry out next, cycle by cycle: one machine, on every rank. Pure: no tensors, threads, clocks or messages.
+
+A cycle has at most two exchanges, and mostly one:
+
+    all ranks   open()        one word: what I am ready for of what we know, and whether I have something new
+                              ---- "and" over all ranks ----
+    all ranks   combined()    what all are ready for; has anybody something new?       no: conclude(None)
+    all ranks   own_list()    my new requests                     ---- to rank 0 ----
+    rank 0      answer()      compares them, by name               ---- to all ----
+    all ranks   conclude()    batches, in the same order on all ranks
+
+In steady state rank 0 does what every rank does. What ranks hold in common (cache, order) changes in `combined` and `conclude` only, by what all ranks have
+received alike; so it stays equal without being compared.
+
+The word, from its lowest bit: quiet, working, joined, then for each position of the cache whether I am ready for it, then whether it is still valid for me.
+
+Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.fusion.batching import Batch, batches
+from braid.fusion.coordinator import Coordinator
+from braid.fusion.request import JOINABLE, Request, Response
+from braid.fusion.response_cache import Found, ResponseCache
+from braid.fusion.stall import Stall, StallInspector
+
+__all__ = ["FusionState", "Outcome", "StateOptions"]
+
+QUIET, WORKING, JOINED = 1, 2, 4
+NUM_FLAGS = 3
+WORD_BYTES = 8
+MAX_PLANS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOptions:
+    """What ranks must have alike.
+
+    Attributes:
+        threshold_bytes: Limit of a batch.
+        cache_capacity: Number of responses that are remembered.
+        split_groups: Whether explicit groups share batches with others.
+        stall_check_s: Seconds until it is told which ranks have not submitted what others have; 0 never tells.
+        stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
+
+    Raises:
+        ConfigError: One of them is negative.
+    """
+
+    threshold_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    split_groups: bool = False
+    stall_check_s: float = 60.0
+    stall_shutdown_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "threshold_bytes": self.threshold_bytes,
+            "cache_capacity": self.cache_capacity,
+            "stall_check_s": self.stall_check_s,
+            "stall_shutdown_s": self.stall_shutdown_s,
+        }
+        for name, number in numbers.items():
+            if not number >= 0:
+                msg = f"expected {name} of at least 0, found {number!r}"
+                raise ConfigError(msg)
+
+
+class _List(msgspec.Struct, array_like=True):
+    """What a rank has new."""
+
+    requests: list[Request]
+    ages_s: list[float]
+    joined: bool
+    stopping: str
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    """What rank 0 found."""
+
+    responses: list[Response]
+    last_joined: int
+    stalls: list[Stall]
+    stop: str
+
+
+_NOTHING = _Answer([], -1, [], "")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a cycle has led to, the same on all ranks.
+
+    Attributes:
+        batches: To be carried out in this order; those with an error are refused.
+        last_joined: Position of the rank that joined last, when all have; -1 otherwise.
+        stalls: What waits for ranks that have not submitted it.
+        stop: Why everything ends now; empty to go on.
+    """
+
+    batches: Sequence[Batch] = ()
+    last_joined: int = -1
+    stalls: Sequence[Stall] = ()
+    stop: str = ""
+
+
+@dataclass(slots=True)
+class _Mine:
+    """A request of this rank that is not carried out yet."""
+
+    request: Request
+    since_s: float
+    position: int = -1  # in the cache, when it was found there
+    sent: bool = False  # to rank 0
+
+
+class _Planned(NamedTuple):
+    """What becomes of positions that are ready."""
+
+    positions: tuple[int, ...]
+    bits: int
+    names: tuple[str, ...]
+    batches: list[Batch]
+
+
+class _Cycle(NamedTuple):
+    """What is known between `combined` and `conclude`."""
+
+    ready: _Planned
+    all_work: bool
+
+
+class FusionState:
+    """One rank's half of the agreement.
+
+    Args:
+        rank: Position of this rank.
+        ranks: Global ranks, for messages.
+        options: The same on all.
+    """
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], options: StateOptions | None = None
+    ) -> None:
+        self.options = options or StateOptions()
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._mine: dict[str, _Mine] = {}
+        self._unsent: dict[str, _Mine] = {}
+        self._hits = 0  # bits of positions that this rank is ready for
+        self._changed = 0  # bits of positions that are not valid for this rank any more
+        self._joined = False
+        self._tell_joined = False
+        self._stopping = ""
+        self._cache = ResponseCache(self.options.cache_capacity)
+        self._announced = 0  # bits of positions that the last word has said to be ready
+        self._plans: dict[int, _Planned] = {}
+        self._cycle = _Cycle(self._plan(0), all_work=True)
+        self._coordinator = Coordinator(ranks) if rank == 0 else None
+        self._inspector = StallInspector(
+            self.options.stall_check_s, self.options.stall_shutdown_s, ranks
+        )
+        self._words = -(-(NUM_FLAGS + 2 * self.options.cache_capacity) // (8 * WORD_BYTES))
+        self._all = (1 << self.options.cache_capacity) - 1
+
+    # What happens here.
+
+    def submit(self, request: Request, now_s: float) -> None:
+        """This rank wants something done.
+
+        Raises:
+            ConfigError: It has submitted that name, which is not carried out yet; or it has joined.
+        """
+        self.check([request.name])
+        found, position = self._cache.look(request)
+        mine = self._mine[request.name] = _Mine(request, now_s, position)
+        if found is Found.HIT:
+            self._hits |= 1 << position
+            return
+        self._unsent[request.name] = mine
+        if found is Found.CHANGED:
+            self._changed |= 1 << position
+
+    def check(self, names: Sequence[str]) -> None:
+        """Whether this rank may submit these; raises as `submit` does."""
+        where = f"on rank {self._ranks[self._rank]}"
+        twice = [n for number, n in enumerate(names) if n in self._mine or n in names[:number]]
+        if twice:
+            msg = (
+                f"expected a new name for each operation in flight, found {twice[0]!r} once more {where}: wait for the first one, or give them "
+                "different names"
+            )
+            raise ConfigError(msg)
+        if self._joined and names:
+            msg = f"expected nothing from a rank that has joined, found {names[0]!r} {where}"
+            raise ConfigError(msg)
+
+    def join(self) -> None:
+        """This rank has nothing more to submit until all have joined."""
+        self._joined = self._tell_joined = True
+
+    def stop(self, reason: str) -> None:
+        """This rank wants all to end."""
+        self._stopping = reason
+
+    @property
+    def has_new(self) -> bool:
+        """Whether something was submitted that the others have not heard of."""
+        unsaid = self._hits & ~self._announced
+        return bool(self._unsent or self._tell_joined or self._stopping or unsaid)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of this rank's requests that are not carried out yet."""
+        return len(self._mine)
+
+    # One cycle.
+
+    def open(self, now_s: float) -> bytes:
+        """This rank's word; bytes of whole 64-bit numbers."""
+        self._doubt_stalled(now_s)
+        quiet = not (self._unsent or self._tell_joined or self._stopping or self._changed)
+        if self._coordinator is not None and quiet:
+            quiet = not self._inspector.is_due(self._coordinator.waiting(), now_s)
+        word = QUIET * quiet | (JOINED if self._joined else WORKING)
+        hits = self._all if self._joined else self._hits
+        valid = self._all & ~self._changed
+        word |= (hits | valid << self.options.cache_capacity) << NUM_FLAGS
+        self._announced = self._hits
+        return word.to_bytes(self._words * WORD_BYTES, "little")
+
+    def combined(self, word: bytes) -> bool:
+        """What all ranks said; whether lists are to be exchanged."""
+        number = int.from_bytes(word, "little")
+        fields = number >> NUM_FLAGS
+        invalid = ~(fields >> self.options.cache_capacity) & self._all
+        if invalid:
+            self._again(self._cache.erase(_positions(invalid)))
+            self._changed &= ~invalid
+        nobody = number & JOINED  # all have joined, and each says that it would stand in
+        ready = self._plan(0 if nobody else fields & self._cache.bits)
+        self._cycle = _Cycle(ready, all_work=bool(number & WORKING))
+        return not number & QUIET
+
+    def own_list(self, now_s: float) -> bytes:
+        """What this rank has new, for rank 0."""
+        new = list(self._unsent.values())
+        for mine in new:
+            mine.sent = True
+        self._unsent.clear()
+        joined, self._tell_joined = self._tell_joined, False
+        ages = [now_s - mine.since_s for mine in new]
+        return msgspec.msgpack.encode(
+            _List([mine.request for mine in new], ages, joined, self._stopping)
+        )
+
+    def answer(self, lists: Sequence[bytes], now_s: float) -> bytes:
+        """On rank 0: compare what all have sent, in the order of ranks."""
+        table = self._coordinator
+        if table is None:
+            msg = f"expected rank 0 to answer, found that position {self._rank} is asked"
+            raise ConfigError(msg)
+        stop = ""
+        for rank, data in enumerate(lists):
+            found = msgspec.msgpack.decode(data, type=_List)
+            for request, age_s in zip(found.requests, found.ages_s, strict=True):
+                table.add(rank, [request], now_s - age_s)
+            if found.joined:
+                table.join(rank)
+            stop = stop or found.stopping
+        responses = table.ready()
+        last = table.all_joined()
+        stalls, fatal = self._inspector.look(table.waiting(), table.joined, now_s)
+        return msgspec.msgpack.encode(
+            _Answer(responses, -1 if last is None else last, stalls, stop or fatal)
+        )
+
+    def conclude(self, answer: bytes | None = None) -> Outcome:
+        """What is to be done now.
+
+        Args:
+            answer: Of rank 0, if lists were exchanged.
+        """
+        ready, all_work = self._cycle
+        self._take(ready)
+        if answer is None and all_work:
+            return Outcome(ready.batches)
+        found = [self._cached(position, all_work=all_work) for position in ready.positions]
+        new = _NOTHING if answer is None else msgspec.msgpack.decode(answer, type=_Answer)
+        own = [self._mine.pop(response.name, None) for response in new.responses]
+        asked = [None if mine is None else mine.request for mine in own]
+        self._again(self._cache.put(new.responses, asked))
+        if new.last_joined >= 0:
+            self._joined = False
+        planned = self._divide([*found, *new.responses])
+        return Outcome(planned, new.last_joined, new.stalls, new.stop)
+
+    @property
+    def digest(self) -> int:
+        """Of what ranks hold in common, for tests."""
+        return self._cache.digest
+
+    # Parts.
+
+    def _plan(self, bits: int) -> _Planned:
+        """What becomes of these positions; the same ones come back in every step."""
+        planned = self._plans.get(bits)
+        if planned is None:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            ready = self._whole(_positions(bits))
+            responses = [self._cache.response(position) for position in ready]
+            planned = self._plans[bits] = _Planned(
+                tuple(ready),
+                sum(1 << position for position in ready),
+                tuple(response.name for response in responses),
+                self._divide(responses),
+            )
+        return planned
+
+    def _divide(self, responses: Sequence[Response]) -> list[Batch]:
+        options = self.options
+        return batches(responses, options.threshold_bytes, split_groups=options.split_groups)
+
+    def _cached(self, position: int, *, all_work: bool) -> Response:
+        """What was agreed on; refused if some rank has joined that cannot take part in it."""
+        response = self._cache.response(position)
+        if all_work or response.request.kind in JOINABLE:
+            return response
+        error = (
+            f"expected all ranks to take part in {response.request.kind} of {response.name!r}, found that a rank has joined: only all_reduce and "
+            "barrier can go on without"
+        )
+        return Response(response.name, response.request, error=error)
+
+    def _whole(self, ready: list[int]) -> list[int]:
+        """Without explicit groups of which some are not ready."""
+        groups = {self._cache.response(p).request.group for p in ready} - {""}
+        if not groups:
+            return ready
+        known = set(ready)
+        partial: set[int] = set()
+        for group in groups:
+            members = self._cache.members(group)
+            if not members <= known:
+                partial |= members
+        return [position for position in ready if position not in partial]
+
+    def _take(self, ready: _Planned) -> None:
+        """They are carried out now."""
+        for name in ready.names:
+            self._mine.pop(name, None)
+        self._hits &= ~ready.bits
+        self._announced &= ~ready.bits
+        self._cache.use(ready.positions)
+
+    def _again(self, names: Sequence[str]) -> None:
+        """These are not in the cache any more: what this rank waits for of them goes to rank 0."""
+        if names:
+            self._plans.clear()
+        for name in names:
+            mine = self._mine.get(name)
+            if mine is not None and mine.position >= 0:
+                bit = 1 << mine.position
+                self._hits &= ~bit
+                self._announced &= ~bit
+                self._changed &= ~bit
+                mine.position = -1
+                if not mine.sent:
+                    self._unsent[name] = mine
+
+    def _doubt_stalled(self, now_s: float) -> None:
+        """What has waited long in the cache is negotiated anew: only then rank 0 knows who has it."""
+        limit = self.options.stall_check_s
+        if not limit or not self._hits:
+            return
+        for mine in self._mine.values():
+            if now_s - mine.since_s < limit:
+                break  # they are in the order of submission
+            if mine.position >= 0 and not mine.sent:
+                self._changed |= 1 << mine.position
+
+    def __repr__(self) -> str:
+        return f"FusionState({len(self._mine)} in flight, {self._cache!r})"
+
+
+def _positions(bits: int) -> list[int]:
+    """Of the bits that are set, from the lowest."""
+    found = []
+    while bits:
+        low = bits & -bits
+        found.append(low.bit_length() - 1)
+        bits ^= low
+    return found

@@ -1,0 +1,348 @@
+"""How what has been agreed on is carried out: for each kind several ways in order, of which the first that suits is taken.
+
+Problem: one kind of operation has several good ways, by size, device and hosts, and users want to know which one they got, and to
+add their own.
+
+Idea: a list. Each operation says what it suits; `Operations.choose` takes the first and tells it once a kind. What is
+reduced together goes through one buffer in memory that all ranks of the host can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError
+from braid.fusion.activities import Activities
+from braid.fusion.batching import Batch
+from braid.fusion.entry import Entry, Result
+from braid.fusion.fusion_buffer import FusionBuffer
+
+__all__ = ["Operation", "Operations", "default_operations"]
+
+
+class Operation(Protocol):
+    """One way of carrying out some batches.
+
+    Attributes:
+        name: For people.
+        kind: Of request.
+    """
+
+    name: str
+    kind: str
+
+    def suits(self, batch: Batch) -> bool:
+        """Whether it can carry out this batch; the same on all ranks."""
+        ...
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Do it, and return the results in the order of the batch."""
+        ...
+
+
+class Operations:
+    """The ways that there are.
+
+    Args:
+        ways: In the order of preference.
+        told: Called with a kind and the name of what is used for it, when that changes.
+    """
+
+    def __init__(
+        self, ways: Sequence[Operation], told: Callable[[str, str], None] | None = None
+    ) -> None:
+        self._ways = list(ways)
+        self._told = told or (lambda _kind, _name: None)
+        self._chosen: dict[str, str] = {}
+
+    def prefer(self, way: Operation) -> None:
+        """Ask this one before all others."""
+        self._ways.insert(0, way)
+
+    def choose(self, batch: Batch) -> Operation:
+        """The first that suits.
+
+        Raises:
+            CommError: There is none.
+        """
+        kind = batch.request.kind
+        for way in self._ways:
+            if way.kind == kind and way.suits(batch):
+                if self._chosen.get(kind) != way.name:
+                    self._chosen[kind] = way.name
+                    self._told(kind, way.name)
+                return way
+        names = ", ".join(way.name for way in self._ways if way.kind == kind) or "nothing"
+        msg = f"expected a way to carry out {kind} of {batch.request.name!r} with {batch.request.op!r}, found that none suits of {names}"
+        raise CommError(msg)
+
+    def __repr__(self) -> str:
+        return f"Operations({', '.join(way.name for way in self._ways)})"
+
+
+class BufferedAllReduce:
+    """Several tensors in one message, through a buffer.
+
+    Args:
+        group: Ranks.
+        buffer: Where they are laid behind each other.
+        activities: Where copies and transfer are noted.
+        algorithm: See `Group.all_reduce`.
+    """
+
+    name = "all_reduce through the fusion buffer"
+    kind = "all_reduce"
+
+    def __init__(
+        self,
+        group: Group,
+        buffer: FusionBuffer,
+        activities: Activities,
+        algorithm: str | None = None,
+    ) -> None:
+        self._group = group
+        self._buffer = buffer
+        self._activities = activities
+        self._algorithm = algorithm
+
+    def suits(self, batch: Batch) -> bool:
+        """Several, or one that lies in pieces or is small: then a copy costs less than anything else."""
+        return batch.request.op in REDUCTIONS and len(batch.responses) > 1
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Copy in, reduce, copy out."""
+        tensors = [entry.tensor for entry in entries if entry.tensor is not None]
+        flat, views = self._buffer.views(tensors)
+        with self._activities.span("copy in", batch.nbytes):
+            torch._foreach_copy_(views, tensors)
+            scale(flat, batch.request.prescale)
+        with self._activities.span("transfer", batch.nbytes):
+            self._group.all_reduce(flat, batch.request.op, algorithm=self._algorithm)
+        outs = [_out(entry) for entry in entries]
+        with self._activities.span("copy out", batch.nbytes):
+            scale(flat, batch.request.postscale)
+            torch._foreach_copy_(outs, views)
+        return list(outs)
+
+
+class AllReduce:
+    """One tensor, where it lies."""
+
+    name = "all_reduce in place"
+    kind = "all_reduce"
+
+    def __init__(self, group: Group, activities: Activities, algorithm: str | None = None) -> None:
+        self._group = group
+        self._activities = activities
+        self._algorithm = algorithm
+
+    def suits(self, batch: Batch) -> bool:
+        """Everything but several at once."""
+        return batch.request.op in REDUCTIONS and len(batch.responses) == 1
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Reduce in the place of the result."""
+        (entry,) = entries
+        out = _out(entry)
+        if entry.tensor is not None and entry.tensor is not out:
+            out.copy_(entry.tensor)
+        scale(out, batch.request.prescale)
+        with self._activities.span("transfer", batch.nbytes):
+            self._group.all_reduce(out, batch.request.op, algorithm=self._algorithm)
+        scale(out, batch.request.postscale)
+        return [out]
+
+
+class Broadcast:
+    """From one rank to all."""
+
+    name = "broadcast"
+    kind = "broadcast"
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+    def suits(self, batch: Batch) -> bool:
+        """All."""
+        return batch.request.root >= 0
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """In the place of the result."""
+        (entry,) = entries
+        out = _out(entry)
+        if (
+            self._group.rank == batch.request.root
+            and entry.tensor is not None
+            and entry.tensor is not out
+        ):
+            out.copy_(entry.tensor)
+        with self._activities.span("transfer", batch.nbytes):
+            self._group.broadcast(out, batch.request.root)
+        return [out]
+
+
+class AllGather:
+    """Rows of all ranks, behind each other; each may have another number of them."""
+
+    name = "all_gather"
+    kind = "all_gather"
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+    def suits(self, batch: Batch) -> bool:
+        """All."""
+        return bool(batch.responses[0].rows)
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Into a new tensor."""
+        (entry,) = entries
+        x = _given(entry)
+        rows = [count for (count,) in batch.responses[0].rows]
+        out = x.new_empty((sum(rows), *x.shape[1:]))
+        with self._activities.span("transfer", out.numel() * out.element_size()):
+            if out.numel():
+                self._group.all_gather(x.contiguous(), out=list(torch.split(out, rows)))
+        return [out]
+
+
+class AllToAll:
+    """Rows for each rank, from each rank."""
+
+    name = "all_to_all"
+    kind = "all_to_all"
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+    def suits(self, batch: Batch) -> bool:
+        """All."""
+        return bool(batch.responses[0].rows)
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Into a new tensor; and how many rows came from each rank."""
+        (entry,) = entries
+        x = _given(entry)
+        table = batch.responses[0].rows
+        sent = list(table[self._group.rank])
+        received = [row[self._group.rank] for row in table]
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        some = any(map(sum, table)) and all(x.shape[1:])
+        with self._activities.span("transfer", out.numel() * out.element_size()):
+            if some:
+                self._group.all_to_all(
+                    list(torch.split(x.contiguous(), sent)), out=list(torch.split(out, received))
+                )
+        return [(out, torch.tensor(received, dtype=torch.int32))]
+
+
+class ReduceScatter:
+    """The rows of the reduction, shared out: the first ranks get one more where they do not divide."""
+
+    name = "reduce_scatter"
+    kind = "reduce_scatter"
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+    def suits(self, batch: Batch) -> bool:
+        """All that can be reduced."""
+        return batch.request.op in REDUCTIONS
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """Into a new tensor."""
+        (entry,) = entries
+        x = _given(entry)
+        size = self._group.size
+        rows = [x.shape[0] // size + (rank < x.shape[0] % size) for rank in range(size)]
+        out = x.new_empty((rows[self._group.rank], *x.shape[1:]))
+        if x.numel():
+            given = x
+            if batch.request.prescale != 1.0:
+                given = x.clone()
+                scale(given, batch.request.prescale)
+            with self._activities.span("transfer", batch.nbytes):
+                self._group.reduce_scatter(
+                    list(torch.split(given.contiguous(), rows)), batch.request.op, out=out
+                )
+            scale(out, batch.request.postscale)
+        return [out]
+
+
+class Nothing:
+    """What is over when all have agreed: barrier, agree."""
+
+    def __init__(self, kind: str) -> None:
+        self.name = self.kind = kind
+
+    def suits(self, batch: Batch) -> bool:
+        """All."""
+        return batch.request.kind == self.kind
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - all have come
+        """Nothing more."""
+        return [None for _ in batch.responses]
+
+
+REDUCTIONS = frozenset({"sum", "avg", "min", "max", "product"})
+
+
+def default_operations(
+    group: Group,
+    buffer: FusionBuffer,
+    activities: Activities,
+    *,
+    algorithm: str | None = None,
+    told: Callable[[str, str], None] | None = None,
+) -> Operations:
+    """Those of this room.
+
+    Args:
+        group: Ranks.
+        buffer: For what is reduced together.
+        activities: Where copies and transfer are noted.
+        algorithm: Of all_reduce; chosen by size and hosts when None.
+        told: See `Operations`.
+    """
+    return Operations(
+        [
+            BufferedAllReduce(group, buffer, activities, algorithm),
+            AllReduce(group, activities, algorithm),
+            Broadcast(group, activities),
+            AllGather(group, activities),
+            AllToAll(group, activities),
+            ReduceScatter(group, activities),
+            Nothing("barrier"),
+            Nothing("agree"),
+        ],
+        told,
+    )
+
+
+def scale(x: torch.Tensor, factor: float) -> None:
+    """Multiply in place: integers in 64-bit floats and cut off, 16-bit floats in 32 bits and rounded once."""
+    if factor == 1.0:
+        return
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        x.mul_(factor)
+    else:
+        x.copy_(x.double().mul_(factor))
+
+
+def _given(entry: Entry) -> torch.Tensor:
+    if entry.tensor is None:
+        msg = f"expected a tensor for {entry.request.kind} of {entry.request.name!r}, found none"
+        raise CommError(msg)
+    return entry.tensor
+
+
+def _out(entry: Entry) -> torch.Tensor:
+    return torch.empty_like(_given(entry)) if entry.out is None else entry.out

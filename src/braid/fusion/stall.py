@@ -1,0 +1,87 @@
+"""What waits because some ranks have not submitted it: told after a while, and in the end fatal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+__all__ = ["Stall", "StallInspector"]
+
+Waiting = Mapping[str, tuple[list[int], float]]
+
+
+class Stall(msgspec.Struct, frozen=True, array_like=True):
+    """One name that waits.
+
+    Attributes:
+        name: Of the requests.
+        waited_s: Since the first of them.
+        present: Global ranks that have submitted it.
+        missing: Those that have not.
+    """
+
+    name: str
+    waited_s: float
+    present: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name!r} has waited for {self.waited_s:.0f} s: submitted by rank {', '.join(map(str, self.present))}, "
+            f"not by rank {', '.join(map(str, self.missing))}"
+        )
+
+
+class StallInspector:
+    """Looks at what waits, each `check_s` seconds.
+
+    Args:
+        check_s: Waiting that is told; 0 never tells.
+        shutdown_s: Waiting that is fatal; 0 for none.
+        ranks: Global ranks by position.
+    """
+
+    def __init__(self, check_s: float, shutdown_s: float, ranks: Sequence[int]) -> None:
+        self._check_s = check_s
+        self._shutdown_s = shutdown_s
+        self._ranks = tuple(ranks)
+        self._told_s: dict[str, float] = {}
+
+    def is_due(self, waiting: Waiting, now_s: float) -> bool:
+        """Whether there is something to tell."""
+        return any(self._is_due(name, since_s, now_s) for name, (_, since_s) in waiting.items())
+
+    def look(
+        self, waiting: Waiting, joined: Collection[int], now_s: float
+    ) -> tuple[list[Stall], str]:
+        """What is to be told now, and why everything ends, if it does.
+
+        Args:
+            waiting: By name, who has submitted it and since when.
+            joined: Positions of ranks that stand in with zeros.
+            now_s: The time.
+        """
+        self._told_s = {name: told for name, told in self._told_s.items() if name in waiting}
+        stalls, fatal = [], ""
+        for name, (have, since_s) in waiting.items():
+            if not self._is_due(name, since_s, now_s):
+                continue
+            self._told_s[name] = now_s
+            present = tuple(self._ranks[p] for p in have)
+            away = set(range(len(self._ranks))).difference(have, joined)
+            missing = tuple(self._ranks[p] for p in sorted(away))
+            stall = Stall(name, now_s - since_s, present, missing)
+            stalls.append(stall)
+            if self._shutdown_s and stall.waited_s >= self._shutdown_s:
+                fatal = fatal or f"stalled for more than {self._shutdown_s:g} s: {stall}"
+        return stalls, fatal
+
+    def _is_due(self, name: str, since_s: float, now_s: float) -> bool:
+        if self._shutdown_s and now_s - since_s >= self._shutdown_s:
+            return True
+        last_s = self._told_s.get(name, since_s)
+        return bool(self._check_s) and now_s - last_s >= self._check_s
+
+    def __repr__(self) -> str:
+        return f"StallInspector(check {self._check_s:g} s, shutdown {self._shutdown_s:g} s)"

@@ -1,0 +1,347 @@
+"""Ranks that submit in any order, at any time, carry out the same in the same order; and hear the same errors."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from braid.errors import ConfigError
+from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
+from braid.fusion.request import Request, Response
+
+
+def reduce(name: str, shape: tuple[int, ...] = (4,), **fields: object) -> Request:
+    return Request(name, "all_reduce", "float32", shape, 4, "sum", **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """Machines of all ranks, and exchanges that end when all have come."""
+
+    size: int
+    options: StateOptions = field(default_factory=StateOptions)
+    now_s: float = 0.0
+    num_lists: int = 0
+
+    def __post_init__(self) -> None:
+        ranks = range(self.size)
+        self.machines = [FusionState(rank, ranks, self.options) for rank in ranks]
+
+    def cycle(self, opened: Sequence[bytes] | None = None) -> Outcome:
+        words = opened or [machine.open(self.now_s) for machine in self.machines]
+        together = int.from_bytes(words[0], "little")
+        for word in words[1:]:
+            together &= int.from_bytes(word, "little")
+        said = [m.combined(together.to_bytes(len(words[0]), "little")) for m in self.machines]
+        assert len(set(said)) == 1
+        answer = None
+        if said[0]:
+            self.num_lists += 1
+            lists = [machine.own_list(self.now_s) for machine in self.machines]
+            answer = self.machines[0].answer(lists, self.now_s)
+        outcomes = [machine.conclude(answer) for machine in self.machines]
+        assert all(outcome == outcomes[0] for outcome in outcomes)
+        assert len({machine.digest for machine in self.machines}) == 1
+        return outcomes[0]
+
+    def submit(self, request: Request, ranks: Sequence[int] | None = None) -> None:
+        for rank in range(self.size) if ranks is None else ranks:
+            self.machines[rank].submit(request, self.now_s)
+
+    def settle(self) -> list[list[str]]:
+        found = []
+        while True:
+            outcome = self.cycle()
+            if not outcome.batches:
+                return found
+            found += [names(batch.responses) for batch in outcome.batches]
+
+
+def names(responses: Sequence[Response]) -> list[str]:
+    return [response.name for response in responses]
+
+
+def errors(outcome: Outcome) -> list[str]:
+    return [r.error for batch in outcome.batches for r in batch.responses if r.error]
+
+
+def test_what_all_have_submitted_is_carried_out_whatever_their_order():
+    world = World(3)
+    for rank, order in enumerate(["abc", "cab", "bca"]):
+        for name in order:
+            world.submit(reduce(name), [rank])
+    assert world.settle() == [["a", "b", "c"]]
+
+
+def test_what_one_rank_lacks_waits_for_it():
+    world = World(3)
+    world.submit(reduce("a"), [0, 2])
+    assert world.settle() == []
+    world.submit(reduce("a"), [1])
+    assert world.settle() == [["a"]]
+
+
+def test_the_second_time_no_list_is_sent():
+    world = World(2)
+    for _ in range(3):
+        world.submit(reduce("a"))
+        world.submit(reduce("b"))
+        assert world.settle() == [["a", "b"]]
+    assert world.num_lists == 1
+
+
+def test_a_name_in_flight_is_refused_on_its_rank_and_free_again_afterwards():
+    world = World(2)
+    world.submit(reduce("a"), [0])
+    with pytest.raises(ConfigError, match="found 'a' once more on rank 0"):
+        world.submit(reduce("a"), [0])
+    world.submit(reduce("a"), [1])
+    assert world.settle() == [["a"]]
+    world.submit(reduce("a"))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (reduce("a", (5,)), "same shape of 'a' on all ranks, found (4,) on ranks 0, 2; (5,) on rank 1"),
+        (Request("a", "all_reduce", "int64", (4,), 8, "sum"), "same dtype of 'a'"),
+        (Request("a", "all_reduce", "float32", (4,), 4, "max"), "same reduction of 'a'"),
+        (Request("a", "broadcast", "float32", (4,), 4, root=0), "same operation of 'a'"),
+        (reduce("a", prescale=2.0), "same prescale factor of 'a'"),
+        (reduce("a", postscale=2.0), "same postscale factor of 'a'"),
+        (reduce("a", device="cuda:0"), "same device type of 'a'"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_the_same_error_on_all_ranks(other, words):
+    world = World(3)
+    for _ in range(2):  # from lists, and once more after agreement
+        world.submit(reduce("a"), [0, 2])
+        world.submit(other, [1])
+        (error,) = errors(world.cycle())
+        assert words in error
+        world.submit(reduce("a"))
+        assert world.settle() == [["a"]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("reduce_scatter", {"shape": ()}, "found a scalar"),
+        ("all_gather", {"shape": ()}, "found a scalar"),
+        ("broadcast", {"root": 2}, "one of 2 ranks, found 2"),
+        ("all_to_all", {"splits": (1, 2)}, "found [1, 2] for 4 rows on rank 0"),
+        ("all_to_all", {"splits": (4,)}, "found [4] for 4 rows"),
+        ("all_to_all", {"splits": (5, -1)}, "found [5, -1] for 4 rows"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_on_all_ranks(kind, changes, words):
+    fields = {"dtype": "float32", "shape": (4,), "itemsize": 4, **changes}
+    world = World(2)
+    world.submit(Request("a", kind, **fields))
+    (error,) = errors(world.cycle())
+    assert words in error
+
+
+def test_rows_of_all_ranks_come_with_a_gather_and_again_when_they_change():
+    world = World(2)
+    for rows in [(2, 3), (2, 3), (0, 5)]:
+        for rank, count in enumerate(rows):
+            world.submit(Request("g", "all_gather", "float32", (count, 7), 4), [rank])
+        (batch,) = world.cycle().batches
+        assert batch.responses[0].rows == tuple((count,) for count in rows)
+    assert world.num_lists == 2
+
+
+def test_groups_are_carried_out_whole_or_not_at_all():
+    world = World(2)
+    pair = [reduce(name, group="g", group_size=2) for name in "ab"]
+    for _ in range(3):  # by lists, then by bits
+        world.submit(pair[0])
+        world.submit(reduce("c"))
+        world.submit(pair[1], [0])
+        assert world.settle() == [["c"]]
+        world.submit(pair[1], [1])
+        assert world.settle() == [["a", "b"]]
+
+
+def test_a_group_stays_in_one_batch_whatever_the_limit():
+    world = World(2, StateOptions(threshold_bytes=16))
+    for name in "abc":
+        world.submit(reduce(name, group="g", group_size=3))
+    world.submit(reduce("d"))
+    world.submit(reduce("e"))
+    assert world.settle() == [["a", "b", "c"], ["d"], ["e"]]
+
+
+def test_batches_look_past_what_does_not_fit():
+    world = World(2, StateOptions(threshold_bytes=48))
+    for name in "abcde":
+        dtype, size = ("float32", 4) if name != "c" else ("int32", 4)
+        world.submit(Request(name, "all_reduce", dtype, (4,), size, "sum"))
+    assert world.settle() == [["a", "b", "d"], ["c"], ["e"]]
+
+
+def test_a_cache_that_is_too_small_forgets_the_least_used_everywhere():
+    world = World(3, StateOptions(cache_capacity=2))
+    for name in "ab":
+        world.submit(reduce(name))
+    world.settle()
+    world.submit(reduce("a"), [0, 1])  # waits in the cache
+    assert world.settle() == []
+    for name in "cd":  # a and b go
+        world.submit(reduce(name))
+    assert world.settle() == [["c", "d"]]
+    world.submit(reduce("a"), [2])
+    assert world.settle() == [["a"]]
+
+
+def test_ranks_that_have_joined_are_stood_in_for_until_all_have():
+    world = World(3)
+    world.submit(reduce("a"))
+    world.settle()
+    world.machines[1].join()
+    world.submit(reduce("a"), [0, 2])
+    world.submit(reduce("new"), [0, 2])
+    assert world.settle() == [["a", "new"]]
+    world.submit(Request("b", "broadcast", "float32", (4,), 4, root=0), [0, 2])
+    (error,) = errors(world.cycle())
+    assert "found that rank 1 has joined" in error
+    with pytest.raises(ConfigError, match="found 'x' on rank 1"):
+        world.submit(reduce("x"), [1])
+    world.machines[2].join()
+    assert world.cycle().last_joined == -1
+    world.machines[0].join()
+    assert world.cycle().last_joined == 0
+    world.submit(reduce("a"))
+    assert world.settle() == [["a"]]
+
+
+def test_what_is_in_the_cache_and_cannot_go_on_without_a_joined_rank_is_refused():
+    world = World(2)
+    gather = Request("g", "all_gather", "float32", (2,), 4)
+    world.submit(gather)
+    world.settle()
+    world.machines[1].join()
+    world.cycle()
+    world.submit(gather, [0])
+    (error,) = errors(world.cycle())
+    assert "found that a rank has joined" in error
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_waits_for_long_is_told_with_who_has_it_and_who_has_not(known):
+    world = World(3, StateOptions(stall_check_s=60.0, stall_shutdown_s=150.0))
+    if known:
+        world.submit(reduce("a"))
+        world.settle()
+    world.submit(reduce("a"), [0])
+    world.cycle()
+    world.now_s = 30.0
+    world.submit(reduce("a"), [2])
+    assert not world.cycle().stalls
+    world.now_s = 61.0
+    (stall,) = world.cycle().stalls
+    assert (
+        str(stall) == "'a' has waited for 61 s: submitted by rank 0, 2, not by rank 1" or not known
+    )
+    if not known:
+        assert str(stall).endswith("submitted by rank 0, 2, not by rank 1")
+    assert not world.cycle().stalls
+    world.now_s = 121.0
+    assert len(world.cycle().stalls) == 1
+    world.now_s = 151.0
+    assert "stalled for more than 150 s: 'a'" in world.cycle().stop
+
+
+def test_one_rank_that_stops_ends_it_for_all_and_says_who():
+    world = World(2)
+    world.machines[1].stop("rank 1 has shut down")
+    assert world.cycle().stop == "rank 1 has shut down"
+
+
+# Random orders.
+
+
+def _requests(random_: random.Random, number: int) -> list[Request]:
+    """One step's: mostly those of other steps, some of other shapes, some in groups."""
+    found = []
+    for index in range(random_.randint(1, 6)):
+        name = f"t{random_.randint(0, 9)}" if random_.random() < 0.7 else f"s{number}.{index}"
+        shape = (random_.choice([1, 1, 1, 2]),)
+        found.append(reduce(name, shape))
+    unique = list({request.name: request for request in found}.values())
+    if random_.random() < 0.3:
+        size = len(unique)
+        unique = [
+            reduce(f"g.{r.name}", r.shape, group=f"g{number}", group_size=size) for r in unique
+        ]
+    return unique
+
+
+def _interleaved(seed: int) -> None:
+    """Each rank submits each step's requests in an order of its own, while cycles go on."""
+    random_ = random.Random(seed)
+    size, num_steps = random_.choice([1, 2, 3, 4]), 6
+    options = StateOptions(
+        cache_capacity=random_.choice([0, 1, 3, 8, 64]),
+        threshold_bytes=random_.choice([0, 8, 1 << 20]),
+    )
+    world = World(size, options)
+    steps = [_requests(random_, number) for number in range(num_steps)]
+    leaves_early = random_.randrange(size) if size > 1 and random_.random() < 0.3 else -1
+    todo: list[list[list[Request]]] = []
+    for rank in range(size):
+        own = steps if rank != leaves_early else steps[: random_.randint(0, num_steps - 1)]
+        todo.append([random_.sample(step, len(step)) for step in own])
+    in_flight: list[set[str]] = [set() for _ in range(size)]
+    done: Counter[str] = Counter()
+    last = -1
+    for _ in range(2000):
+        opened = []
+        for rank in random_.sample(range(size), size):
+            machine = world.machines[rank]
+            for late in (False, True):
+                for _ in range(random_.randint(0, 3)):
+                    _submit_next(machine, todo[rank], in_flight[rank])
+                if not late:
+                    opened.append((rank, machine.open(0.0)))
+        outcome = world.cycle([word for _, word in sorted(opened)])
+        for batch in outcome.batches:
+            for response in batch.responses:
+                assert not response.error
+                done[response.name] += 1
+                for rank in range(size):
+                    in_flight[rank].discard(response.name)
+        last = max(last, outcome.last_joined)
+        if last >= 0:
+            break
+    assert last >= 0, (seed, world.machines, todo)
+    assert done == Counter(request.name for step in steps for request in step)
+    assert all(machine.num_pending == 0 for machine in world.machines)
+
+
+def _submit_next(machine: FusionState, todo: list[list[Request]], in_flight: set[str]) -> None:
+    """The next request of a rank, which begins a step when all of the last one is done, as training does."""
+    if todo and not todo[0] and not in_flight:
+        todo.pop(0)
+    if todo and todo[0]:
+        request = todo[0].pop()
+        in_flight.add(request.name)
+        machine.submit(request, 0.0)
+    elif not todo and not machine._joined:
+        machine.join()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_interleavings_carry_out_everything_once_in_one_order(seed):
+    _interleaved(seed)
+
+
+@pytest.mark.proof
+def test_thousands_of_interleavings_carry_out_everything_once_in_one_order():
+    for seed in range(40, 4040):
+        _interleaved(seed)

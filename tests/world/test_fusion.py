@@ -1,0 +1,299 @@
+"""The engine: what ranks submit by name, in any order and from any thread, is carried out on all of them alike."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from braid.comm import Group
+from braid.errors import CommError, ConfigError
+from braid.fusion import Fusion, FusionOptions, Handle, Request, StateOptions
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTEGERS = [torch.int32, torch.int64, torch.uint8, torch.int8]
+
+
+def engine(group: Group, **options: float) -> Fusion:
+    part = group.split(0)
+    assert part is not None
+    return Fusion(part, FusionOptions(state=StateOptions(**options)))  # type: ignore[arg-type]
+
+
+def asked(name: str, kind: str, x: torch.Tensor, **fields: object) -> Request:
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Request(name, kind, dtype, tuple(x.shape), x.element_size(), **fields)  # type: ignore[arg-type]
+
+
+def reduce(fusion: Fusion, name: str, x: torch.Tensor, op: str = "sum", **fields: object) -> Handle:
+    return fusion.submit(asked(name, "all_reduce", x, op=op, **fields), x, torch.empty_like(x))
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 9, shape, generator=generator).to(dtype)
+
+
+# Every kind, dtype and number of dims.
+
+
+def _all_kinds(group: Group, dtype: torch.dtype) -> list[str]:
+    wrong = []
+    size = group.size
+
+    def compare(what: str, found: object, expected: torch.Tensor) -> None:
+        if not isinstance(found, torch.Tensor) or not torch.equal(found, expected):
+            wrong.append(f"{what} {dtype}: {found} instead of {expected}")
+
+    with engine(group) as fusion:
+        for num_dims in range(1, 5):
+            shape = (3, 2, 4, 1)[:num_dims]
+            each = [numbers(rank, shape, dtype) for rank in range(size)]
+            own, name = each[group.rank], f"{num_dims}"
+            total = torch.stack([x.double() for x in each]).sum(0).to(dtype)
+            compare("sum", reduce(fusion, name, own).wait(), total)
+            biggest = torch.stack(each).amax(0)
+            compare("max", reduce(fusion, name, own, "max").wait(), biggest)
+            root = num_dims % size
+            handle = fusion.submit(asked(f"b{name}", "broadcast", own, root=root), own, own.clone())
+            compare("broadcast", handle.wait(), each[root])
+            ragged = [numbers(rank, (rank, *shape), dtype) for rank in range(size)]
+            mine = ragged[group.rank]
+            handle = fusion.submit(asked(f"g{name}", "all_gather", mine), mine)
+            compare("all_gather", handle.wait(), torch.cat(ragged))
+            splits = [[(rank + to) % 3 for to in range(size)] for rank in range(size)]
+            sent = [numbers(rank, (sum(splits[rank]), *shape), dtype) for rank in range(size)]
+            mine = sent[group.rank]
+            wanted = asked(f"a{name}", "all_to_all", mine, splits=tuple(splits[group.rank]))
+            found = fusion.submit(wanted, mine).wait()
+            assert isinstance(found, tuple)
+            parts = [x.split(split)[group.rank] for x, split in zip(sent, splits, strict=True)]
+            compare("all_to_all", found[0], torch.cat(parts))
+            assert found[1].tolist() == [split[group.rank] for split in splits]
+            handle = fusion.submit(asked(f"r{name}", "reduce_scatter", own, op="sum"), own)
+            rows = [3 // size + (rank < 3 % size) for rank in range(size)]
+            compare("reduce_scatter", handle.wait(), total.split(rows)[group.rank])
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_kind_of_operation_is_right_in_one_to_four_dims(world, size):
+    assert sum(world(size, _all_kinds, torch.float32), []) == []  # noqa: RUF017 - a few lists
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS[1:], *INTEGERS])
+def test_every_kind_of_operation_is_right_in_every_dtype(world, dtype):
+    assert sum(world(2, _all_kinds, dtype), []) == []  # noqa: RUF017 - a few lists
+
+
+def _factors(group: Group) -> list[torch.Tensor]:
+    with engine(group) as fusion:
+        whole = torch.tensor([3, 5, 7])
+        half = torch.tensor([1.0, 3.0, 5.0], dtype=torch.bfloat16)
+        fields = {"prescale": 0.5, "postscale": 3.0}
+        handles = [
+            reduce(fusion, "whole", whole, **fields),
+            reduce(fusion, "half", half, **fields),
+            reduce(fusion, "other", half, **fields),
+            reduce(fusion, "average", whole + group.rank, "avg"),
+        ]
+        return [handle.wait() for handle in handles]  # type: ignore[misc]
+
+
+def test_factors_are_applied_before_and_after_and_averages_of_integers_are_cut_off(world):
+    for whole, half, other, average in world(2, _factors):
+        assert whole.tolist() == [6, 12, 18]  # 3 * (1 + 1), 3 * (2 + 2), 3 * (3 + 3)
+        assert half.tolist() == other.tolist() == [3.0, 9.0, 15.0]
+        assert average.tolist() == [3, 5, 7]
+
+
+# Any order, any thread.
+
+
+def _shuffled(group: Group, seed: int) -> list[float]:
+    random_ = random.Random(100 * seed + group.rank)
+    with engine(group, threshold_bytes=256) as fusion:
+        sums = []
+        for step in range(5):
+            xs = {f"x{n}": torch.full((n % 7,), float(n + step + group.rank)) for n in range(30)}
+            order = random_.sample(sorted(xs), len(xs))
+            found: dict[str, Handle] = {}
+
+            def submit(names: list[str], found=found, xs=xs) -> None:
+                found.update({name: reduce(fusion, name, xs[name]) for name in names})
+
+            threads = [threading.Thread(target=submit, args=(order[k::3],)) for k in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            sums += [float(found[name].wait().sum()) for name in sorted(found)]  # type: ignore[union-attr]
+        return [sum(sums)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_threads_may_submit_in_any_order(world, size):
+    expected = sum(
+        (n % 7) * (n + step + rank) for n in range(30) for step in range(5) for rank in range(size)
+    )
+    for found in world(size, _shuffled, 1):
+        assert found == [expected]
+
+
+def _grouped(group: Group) -> tuple[list[list[float]], bool]:
+    with engine(group) as fusion:
+        x = torch.ones(2)
+        pair = [
+            (asked(n, "all_reduce", x, op="sum", group="g", group_size=2), x, None) for n in "ab"
+        ]
+        if group.rank == 0:
+            handles = fusion.submit_all(pair)
+            reduce(fusion, "now", x).wait()
+            early = handles[0].done()
+        else:
+            first = fusion.submit(*pair[0])
+            reduce(fusion, "now", x).wait()
+            early = first.done()
+            handles = [first, fusion.submit(*pair[1])]
+        return [handle.wait().tolist() for handle in handles], early  # type: ignore[union-attr]
+
+
+def test_a_group_waits_for_its_last_member(world):
+    assert world(2, _grouped) == [([[2.0, 2.0]] * 2, False)] * 2
+
+
+# What goes wrong.
+
+
+def _mistakes(group: Group) -> list[str]:
+    said = []
+    with engine(group) as fusion:
+        x = torch.ones(2 + group.rank)
+        handle = reduce(fusion, "x", x)
+        try:
+            reduce(fusion, "x", x)
+        except ConfigError as error:
+            said.append(str(error))
+        for handle_ in (handle, reduce(fusion, "y", torch.ones(2).to(FLOATS[group.rank]))):
+            try:
+                handle_.wait()
+            except CommError as error:
+                said.append(str(error))
+        said.append(str(reduce(fusion, "x", torch.ones(1)).wait()))
+    return said
+
+
+def test_mismatches_are_the_same_on_all_ranks_and_the_engine_goes_on(world):
+    for rank, (twice, shape, dtype, after) in enumerate(world(3, _mistakes)):
+        assert f"found 'x' once more on rank {rank}" in twice
+        assert (
+            shape
+            == "expected the same shape of 'x' on all ranks, found (2,) on rank 0; (3,) on rank 1; (4,) on rank 2"
+        )
+        assert "same dtype of 'y' on all ranks, found float32 on rank 0; float64 on rank 1" in dtype
+        assert after == "tensor([3.])"
+
+
+def _joins(group: Group) -> tuple[list[float], str, int]:
+    with engine(group) as fusion:
+        found, said = [], ""
+        for step in range(group.rank + 1):
+            handle = reduce(fusion, f"x{step % 2}", torch.ones(1), "avg")
+            found.append(float(handle.wait()))  # type: ignore[arg-type]
+        if group.rank == 2:
+            x = torch.ones(1)
+            try:
+                fusion.submit(asked("g", "all_gather", x), x).wait()
+            except CommError as error:
+                said = str(error)
+        last = fusion.join().wait()
+        reduce(fusion, "after", torch.ones(1)).wait()
+        return found, said, last  # type: ignore[return-value]
+
+
+def test_ranks_without_input_are_stood_in_for_until_all_have_joined(world):
+    found = world(3, _joins)
+    third = 1.0 / 3
+    assert [averages for averages, _, _ in found] == [
+        [1.0],
+        pytest.approx([1.0, 2 * third]),
+        pytest.approx([1.0, 2 * third, third]),
+    ]
+    assert "have joined" in found[2][1] or "has joined" in found[2][1]
+    assert [last for _, _, last in found] == [2, 2, 2]
+
+
+def _stalls(group: Group) -> tuple[list[str], str]:
+    part = group.split(0)
+    assert part is not None
+    told: list[str] = []
+    options = StateOptions(stall_check_s=0.05, stall_shutdown_s=0.3)
+    with Fusion(
+        part, FusionOptions(state=options), on_stall=lambda s: told.append(str(s))
+    ) as fusion:
+        if group.rank == 1:
+            fusion._thread.join()  # it never submits
+            return told, ""
+        handle = reduce(fusion, "lonely", torch.ones(1))
+        with pytest.raises(CommError) as caught:
+            handle.wait()
+        return told, str(caught.value)
+
+
+def test_a_rank_that_never_submits_is_named_and_ends_it_in_the_end(world):
+    (first, said), (second, _) = world(2, _stalls)
+    assert first == second
+    assert "submitted by rank 0, not by rank 1" in first[0]
+    assert "'lonely' was not carried out: stalled for more than 0.3 s" in said
+
+
+def _shuts_down(group: Group) -> list[str]:
+    fusion = engine(group)
+    if group.rank == 1:
+        fusion.close()
+        return []
+    said = []
+    for name in ("waiting", "late"):
+        with pytest.raises(CommError) as caught:
+            reduce(fusion, name, torch.ones(1)).wait()
+        said.append(str(caught.value))
+    fusion.close()
+    return said
+
+
+def test_one_rank_that_shuts_down_ends_it_for_all(world):
+    first, late = world(2, _shuts_down)[0]
+    assert "rank 1 has shut down" in first
+    assert "rank 1 has shut down" in late
+
+
+# Timelines.
+
+
+def _traced(group: Group, folder: str) -> None:
+    with engine(group) as fusion:
+        for number in (1, 2):
+            fusion.start_timeline(mark_cycles=True)
+            for name in "ab":
+                reduce(fusion, name, torch.ones(3))
+            reduce(fusion, "c", torch.ones(3)).wait()
+            fusion.stop_timeline(Path(folder) / f"{number}.json").wait()
+
+
+def test_a_timeline_shows_every_tensor_on_every_rank(world, tmp_path):
+    world(2, _traced, str(tmp_path))
+    for number in (1, 2):
+        events = json.loads((tmp_path / f"{number}.json").read_bytes())["traceEvents"]
+        names = {
+            (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+        }
+        done = {(e["pid"], names[e["pid"], e["tid"]], e["name"]) for e in events if e["ph"] == "X"}
+        for rank in range(2):
+            for name in "abc":
+                steps = {step for r, n, step in done if (r, n) == (rank, name)}
+                assert {"negotiate all_reduce", "queue", "transfer"} <= steps
+            assert (rank, "cycles", "exchange") in done
