@@ -1,0 +1,53 @@
+"""Adasum as an operation of the engine: gradients that point alike are averaged, those that do not are added.
+
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; see `braid.data_parallel.adasum`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.comm import Group
+from braid.data_parallel import adasum
+from braid.errors import ConfigError
+from braid.fusion.activities import Activities
+from braid.fusion.batching import Batch
+from braid.fusion.entry import Entry, Result
+from braid.fusion.operations import scale
+
+__all__ = ["AdasumReduce"]
+
+
+class AdasumReduce:
+    """Tensor by tensor, since each has a direction of its own."""
+
+    name = "adasum"
+    kind = "all_reduce"
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+    def suits(self, batch: Batch) -> bool:
+        """What asks for it."""
+        return batch.request.op == "adasum"
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
+        """All tensors of the batch in the same messages."""
+        outs = []
+        for entry in entries:
+            if entry.tensor is None:
+                msg = f"expected a tensor for Adasum of {entry.request.name!r}, found none"
+                raise ConfigError(msg)
+            out = torch.empty_like(entry.tensor) if entry.out is None else entry.out
+            if out is not entry.tensor:
+                out.copy_(entry.tensor)
+            scale(out, batch.request.prescale)
+            outs.append(out)
+        with self._activities.span("transfer", batch.nbytes):
+            adasum(outs, self._group)
+        for out in outs:
+            scale(out, batch.request.postscale)
+        return list(outs)

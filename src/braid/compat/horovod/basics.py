@@ -1,0 +1,191 @@
+"""Who am I: `init`, `rank`, `size` and what else Horovod tells about the job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braid.comm import Group
+from braid.compat.horovod.process_sets import ProcessSet, add_process_set, check_sets
+from braid.compat.horovod.session import session, start, started, stop
+from braid.errors import ConfigError
+
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+def init(
+    comm: Any = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    """Become a rank. Calling it again does nothing.
+
+    Args:
+        comm: None, a `braid.Group`, or all ranks; jobs among some of the started ranks are not there: use process sets.
+        process_sets: Those that are there from the beginning, the same on all ranks; "dynamic" is accepted: sets can always be added.
+
+    Raises:
+        ConfigError: `comm` is something else, or a set repeats or has strange ranks.
+    """
+    if started():
+        return
+    sets = check_sets([] if process_sets is None or isinstance(process_sets, str) else process_sets)
+    if process_sets is not None and isinstance(process_sets, str) and process_sets != "dynamic":
+        msg = f"expected process_sets to be a list or 'dynamic', found {process_sets!r}"
+        raise ConfigError(msg)
+    found = start(comm if isinstance(comm, Group) else None)
+    everybody = list(range(found.group.size))
+    if comm is not None and not isinstance(comm, Group) and list(comm) not in ([], everybody):
+        stop()
+        msg = f"expected comm=None, a Group or all ranks {everybody}, found {comm!r}: use process_sets for operations among some ranks"
+        raise ConfigError(msg)
+    try:
+        for wanted in sets:
+            add_process_set(wanted)
+    except BaseException:
+        stop()
+        raise
+
+
+def shutdown() -> None:
+    """Stop being a rank; what is in flight fails on all ranks."""
+    stop()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called."""
+    return started()
+
+
+def rank() -> int:
+    """This rank."""
+    return session().group.rank
+
+
+def size() -> int:
+    """Number of ranks."""
+    return session().group.size
+
+
+def local_rank() -> int:
+    """This rank among those of this host."""
+    return session().job.local_rank
+
+
+def local_size() -> int:
+    """Number of ranks of this host."""
+    return session().job.local_world_size
+
+
+def cross_rank() -> int:
+    """Number of this host among those that have a rank of this local rank."""
+    return session().cross[0]
+
+
+def cross_size() -> int:
+    """Number of such hosts."""
+    return session().cross[1]
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of ranks."""
+    return session().homogeneous
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Note what becomes of each tensor from now on; all ranks call this.
+
+    Args:
+        file_path: Where `stop_timeline` writes it, on rank 0.
+        mark_cycles: Note each exchange as well.
+    """
+    found = session()
+    found.timeline = file_path
+    found.whole.engine.start_timeline(mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write the timelines of all ranks into one file on rank 0; all ranks call this."""
+    found = session()
+    path = found.timeline or found.environment.timeline
+    if path:
+        found.whole.engine.stop_timeline(Path(path)).wait()
+
+
+def mpi_threads_supported() -> bool:
+    """False: there is no MPI below."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False: there is no MPI below."""
+    return False
+
+
+def mpi_built() -> bool:
+    """False: there is no MPI below."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """True: ranks meet and negotiate without MPI, which is what scripts ask this for."""
+    return True
+
+
+def gloo_built() -> bool:
+    """True: see `gloo_enabled`."""
+    return True
+
+
+def nccl_built() -> int:
+    """NCCL's version as one number where torch has it, 0 otherwise."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = (*version, 0, 0)[:3]
+    return int(major) * 10000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch was built for ROCm."""
+    return torch.version.hip is not None

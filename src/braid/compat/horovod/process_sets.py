@@ -1,0 +1,147 @@
+"""Process sets: operations among some of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from braid.compat.horovod.session import GLOBAL, Member, session, started
+from braid.errors import ConfigError
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "process_set_by_id",
+    "remove_process_set",
+]
+
+
+class ProcessSet:
+    """Some ranks. Becomes usable by `add_process_set`, or by `init(process_sets=[...])`.
+
+    Args:
+        ranks: Global ranks, each once.
+
+    Raises:
+        ConfigError: One is repeated, or there is none.
+
+    Attributes:
+        process_set_id: None until it is added, and after it has been removed.
+    """
+
+    def __init__(self, ranks: Iterable[int] | int) -> None:
+        found = [ranks] if isinstance(ranks, int) else list(ranks)
+        if not found or len(set(found)) < len(found) or min(found) < 0:
+            msg = f"expected different ranks of at least 0 for a process set, found {found}"
+            raise ConfigError(msg)
+        self._ranks = sorted(found)
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks."""
+        return list(self._ranks)
+
+    @property
+    def member(self) -> Member:
+        """This rank in it.
+
+        Raises:
+            ConfigError: It has not been added.
+        """
+        if self.process_set_id is None:
+            msg = f"expected a process set that has been added, found {self}: call hvd.add_process_set on all ranks, or hvd.init(process_sets=[...])"
+            raise ConfigError(msg)
+        return session().member(self.process_set_id)
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.member.ranks)
+
+    def rank(self) -> int:
+        """This rank's position; -1 on ranks that are not in it."""
+        member = self.member
+        return member.engine.group.rank if member.included else -1
+
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return self.member.included
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcessSet) and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.ranks))
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _Global(ProcessSet):
+    """All ranks, whoever they are."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.process_set_id = GLOBAL
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(session().whole.ranks) if started() else []
+
+
+global_process_set = _Global()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set usable; all ranks call this, in the same order.
+
+    Raises:
+        ConfigError: It has ranks that do not exist, or there is one of these ranks already.
+        HorovodInternalError: Ranks pass different ones.
+    """
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check_new(found, session().group.size)
+    member = session().add(found.ranks)
+    found.process_set_id = member.number
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set away; all ranks call this. False if it is that of all ranks, or was not added."""
+    number = process_set.process_set_id
+    if number is None or number == GLOBAL or number not in session().numbers():
+        return False
+    session().remove(number)
+    process_set.process_set_id = None
+    return True
+
+
+def process_set_by_id(process_set_id: int) -> ProcessSet:
+    """The process set of this number."""
+    if process_set_id == GLOBAL:
+        return global_process_set
+    found = ProcessSet(session().member(process_set_id).ranks)
+    found.process_set_id = process_set_id
+    return found
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """Ranks of all process sets, by number."""
+    return {number: list(session().member(number).ranks) for number in session().numbers()}
+
+
+def check_sets(sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
+    """Those that are to be there from the beginning."""
+    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in sets]
+
+
+def _check_new(found: ProcessSet, size: int) -> None:
+    strangers = [rank for rank in found.ranks if rank >= size]
+    if strangers:
+        msg = f"expected ranks below {size} for a process set, found {strangers}"
+        raise ConfigError(msg)
+    for number, ranks in get_process_set_ids_and_ranks().items():
+        if found.ranks == ranks:
+            msg = f"expected a process set that is not there yet, found {ranks}, which is number {number}"
+            raise ConfigError(msg)

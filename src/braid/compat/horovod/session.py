@@ -1,0 +1,245 @@
+"""What `hvd.init()` makes and `hvd.shutdown()` takes away: the one state of this face.
+
+Horovod's functions take no group: they mean the process that they run in. So something must remember; it is here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from braid.compat.horovod.environment import Environment
+
+from braid import context
+from braid.comm import Group
+from braid.compat.horovod.adasum import AdasumReduce
+from braid.errors import ConfigError, StaleError
+from braid.fusion import Fusion, Request, Stall
+from braid.fusion.batching import Batch
+from braid.fusion.entry import Entry, Result
+from braid.rendezvous import JobEnvironment
+
+__all__ = ["Member", "Session", "session", "start", "stop"]
+
+GLOBAL = 0  # number of the set of all ranks
+NEW_SET = "new process set"
+
+
+class Member:
+    """This rank in one process set.
+
+    Args:
+        number: Of the set.
+        ranks: Global ranks.
+        engine: Where operations go; None on ranks that are not in it.
+    """
+
+    def __init__(self, number: int, ranks: Sequence[int], engine: Fusion | None) -> None:
+        self.number = number
+        self.ranks = tuple(ranks)
+        self._engine = engine
+        self._counts: dict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+    @property
+    def included(self) -> bool:
+        """Whether this rank is in it."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Fusion:
+        """Where operations go.
+
+        Raises:
+            ConfigError: This rank is not in the set.
+        """
+        if self._engine is None:
+            msg = f"expected a rank of process set {self.number} ({', '.join(map(str, self.ranks))}), found another one that uses it"
+            raise ConfigError(msg)
+        return self._engine
+
+    def name(self, kind: str, given: str | None) -> str:
+        """A name for an operation: ranks that give none must start them in one order."""
+        return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
+
+
+class Session:
+    """Engines of all process sets of this rank.
+
+    Args:
+        group: Of all ranks.
+        environment: What HOROVOD_* says.
+    """
+
+    def __init__(self, group: Group, environment: Environment) -> None:
+        self.group = group
+        self.environment = environment
+        self.job = JobEnvironment.from_os()
+        self.timeline = ""
+        mine = (self.job.local_rank, self.job.node_rank)
+        places = group.objects.all_gather(mine)
+        alike = sorted(node for local, node in places if local == mine[0])
+        self.cross = alike.index(mine[1]), len(alike)
+        self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
+        self._members: dict[int, Member] = {}
+        self._next_number = GLOBAL
+        self._groups: list[Group] = []
+        direct = group.split(0)
+        assert direct is not None  # this rank is one of all
+        self.direct = direct  # for what is not negotiated
+        self._groups.append(direct)
+        whole = self._add(group, range(group.size))
+        whole.engine.operations.prefer(_NewSet(self))
+        if environment.timeline:
+            whole.engine.start_timeline(mark_cycles=environment.timeline_mark_cycles)
+            whole.engine.write_at_end(Path(environment.timeline))
+
+    @property
+    def whole(self) -> Member:
+        """The set of all ranks."""
+        return self._members[GLOBAL]
+
+    def member(self, number: int) -> Member:
+        """One process set.
+
+        Raises:
+            ConfigError: There is none of this number.
+        """
+        if number not in self._members:
+            msg = f"expected the number of a process set, one of {sorted(self._members)}, found {number}"
+            raise ConfigError(msg)
+        return self._members[number]
+
+    def numbers(self) -> list[int]:
+        """Of all process sets."""
+        return sorted(self._members)
+
+    def add(self, ranks: Sequence[int]) -> Member:
+        """A new process set; all ranks call this.
+
+        Raises:
+            CommError: Ranks pass different ones.
+        """
+        text = ",".join(map(str, ranks))
+        engine = self.whole.engine
+        engine.submit(Request(NEW_SET, NEW_SET, text=text), None).wait()
+        return self._members[max(self._members)]
+
+    def remove(self, number: int) -> None:
+        """Take a process set away; all ranks call this."""
+        member = self._members.pop(number)
+        if member.included:
+            member.engine.close(f"process set {number} has been removed")
+
+    def close(self) -> None:
+        """End all engines."""
+        for member in reversed(list(self._members.values())):
+            if member.included:
+                member.engine.close()
+        for group in reversed(self._groups):
+            group.close()
+        self._members.clear()
+
+    def _add(self, parent: Group, ranks: Sequence[int]) -> Member:
+        """A set of ranks of `parent`, whose members all come here."""
+        number = self._next_number
+        self._next_number += 1
+        engine = None
+        part = self._part(parent, ranks)
+        if part is not None:
+            engine = Fusion(
+                part, self.environment.options(), on_stall=_stall_teller(part.rank), told=self._told
+            )
+            engine.operations.prefer(AdasumReduce(part, engine.activities))
+        self._members[number] = Member(number, ranks, engine)
+        return self._members[number]
+
+    def _part(self, parent: Group, ranks: Sequence[int]) -> Group | None:
+        part = parent.split(0 if parent.rank in ranks else None)
+        if part is not None:
+            self._groups.append(part)
+        return part
+
+    def _told(self, kind: str, name: str) -> None:
+        if self.environment.log_level in {"trace", "debug"}:
+            print(f"rank {self.group.rank}: {kind} by {name}", file=sys.stderr, flush=True)
+
+
+class _NewSet:
+    """Adds a process set in the engine's thread, where its turn is the same on all ranks."""
+
+    name = kind = NEW_SET
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def suits(self, batch: Batch) -> bool:
+        """All."""
+        return batch.request.kind == NEW_SET
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - they bring no tensors
+        """Divide the engine's group."""
+        ranks = [int(rank) for rank in batch.request.text.split(",")]
+        self._session._add(self._session.whole.engine.group, ranks)  # noqa: SLF001 - its continuation
+        return [None]
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.session: Session | None = None
+
+
+_HOLDER = _Holder()
+
+
+def session() -> Session:
+    """The session.
+
+    Raises:
+        StaleError: There is none.
+    """
+    if _HOLDER.session is None:
+        msg = "expected hvd.init() to have been called, found no session: call it once at the start of the program"
+        raise StaleError(msg)
+    return _HOLDER.session
+
+
+def started() -> bool:
+    """Whether there is a session."""
+    return _HOLDER.session is not None
+
+
+def start(group: Group | None = None, environment: Environment | None = None) -> Session:
+    """Make the session; the one that there is if it has been made.
+
+    Args:
+        group: Of all ranks; that of `braid.init()` when None.
+        environment: What HOROVOD_* says; read when None.
+    """
+    if _HOLDER.session is None:
+        group = context.init() if group is None else group
+        _HOLDER.session = Session(group, environment or Environment.of(os.environ))
+        atexit.register(stop)
+    return _HOLDER.session
+
+
+def stop() -> None:
+    """Take it away."""
+    session, _HOLDER.session = _HOLDER.session, None
+    if session is not None:
+        atexit.unregister(stop)
+        session.close()
+
+
+def _stall_teller(rank: int) -> Callable[[Stall], None]:
+    """One rank tells everybody's."""
+
+    def tell(stall: Stall) -> None:
+        if rank == 0:
+            print(f"braid.compat.horovod: {stall}", file=sys.stderr, flush=True)
+
+    return tell

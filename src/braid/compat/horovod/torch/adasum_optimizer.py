@@ -1,0 +1,69 @@
+"""Adasum over what optimizers change: each rank takes its own step, and the differences are combined.
+
+Optimizers with momentum or with a norm of their own change parameters by something that is not their gradient; what has to be combined is that change.
+
+    before = p;  step();  change = p - before;  p = before + Adasum(changes of all ranks)
+
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, section 3.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from braid.compat.horovod.process_sets import ProcessSet
+from braid.compat.horovod.torch.compression import Compressor
+from braid.compat.horovod.torch.handles import synchronize
+from braid.compat.horovod.torch.operations import allreduce_async_
+from braid.compat.horovod.torch.reductions import Adasum
+from braid.errors import ConfigError
+from torch import nn
+
+__all__ = ["AdasumSteps"]
+
+
+class AdasumSteps:
+    """Steps of one optimizer.
+
+    Args:
+        names: Of the optimizer's parameters.
+        compression: What changes travel as.
+        passes: Backwards before each step; of no consequence, since gradients stay local.
+        process_set: Ranks that take part.
+    """
+
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        compression: type[Compressor],
+        passes: int,
+        process_set: ProcessSet,
+    ) -> None:
+        if passes < 1:
+            msg = f"expected backward_passes_per_step of at least 1, found {passes}"
+            raise ConfigError(msg)
+        self._names = names
+        self._compression = compression
+        self._set = process_set
+
+    def take(self, step: Callable[[], Any]) -> None:
+        """Take one, on all ranks together."""
+        if not self._set.included():
+            step()
+            return
+        trained = [param for param in self._names if param.requires_grad]
+        with torch.no_grad():
+            before = [param.detach().clone() for param in trained]
+        step()
+        with torch.no_grad():
+            pending = []
+            for param, old in zip(trained, before, strict=True):
+                small, ctx = self._compression.compress(param.detach() - old)
+                name = f"change.{self._names[param]}"
+                handle = allreduce_async_(small, None, name, Adasum, process_set=self._set)
+                pending.append((handle, ctx))
+            for param, old, (handle, ctx) in zip(trained, before, pending, strict=True):
+                change = self._compression.decompress(synchronize(handle), ctx)
+                param.copy_(old.add_(change))

@@ -1,0 +1,395 @@
+"""The forms that wait. Those that return new tensors can be differentiated, on all ranks alike.
+
+What a gradient means here is Horovod's: that of a reduction is reduced in the same way; those of allgather and broadcast are averaged, as if the
+loss were the mean of all ranks' losses.
+
+    y = allreduce(x, op, pre, post)      dx = allreduce(dy, op, pre, post)         Sum, Average, Adasum
+    y = allgather(x)                     dx = rows of x in the average of dy
+    y = broadcast(x, root)               dx = average of dy on the root, zeros elsewhere
+    y = alltoall(x, splits)              dx = alltoall(dy, rows received)
+    y = reducescatter(x, op)             dx = allgather(dy), times the number of ranks for Sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.torch import operations as under_way
+from braid.compat.horovod.torch.compression import Compression, Compressor
+from braid.compat.horovod.torch.handles import synchronize
+from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, Sum, chosen_op
+from braid.errors import ConfigError
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over the ranks; see `allreduce_async`.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        average: The older way of saying `op`.
+        name: By which ranks find each other.
+        compression: What it travels as.
+        op: Average when None.
+        prescale_factor: Before the reduction.
+        postscale_factor: After it.
+        process_set: Ranks that take part.
+    """
+    wanted = chosen_op(op, average)
+    small, ctx = compression.compress(tensor)
+    factors = (prescale_factor, postscale_factor)
+    found: torch.Tensor = _AllReduce.apply(small, name, wanted, factors, process_set)  # type: ignore[no-untyped-call]
+    return compression.decompress(found, ctx)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `allreduce`, in the place of `tensor`; cannot be differentiated."""
+    found: torch.Tensor = synchronize(
+        under_way.allreduce_async_(
+            tensor,
+            None,
+            name,
+            chosen_op(op, average),
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+    )
+    return found
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As `allreduce`, of several tensors that are reduced together when all ranks have submitted all of them."""
+    wanted = chosen_op(op, average)
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    factors = (prescale_factor, postscale_factor)
+    found = _GroupedAllReduce.apply(name, wanted, factors, process_set, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(found, pairs, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """As `grouped_allreduce`, in their places; cannot be differentiated."""
+    found: list[torch.Tensor] = synchronize(
+        under_way.grouped_allreduce_async_(
+            tensors,
+            None,
+            name,
+            chosen_op(op, average),
+            prescale_factor,
+            postscale_factor,
+            process_set,
+        )
+    )
+    return found
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The rows of all ranks behind each other; see `allgather_async`."""
+    found: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    return found
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """As `allgather`, of several tensors."""
+    return list(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """What the root has, as a new tensor; see `broadcast_async`."""
+    found: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return found
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `broadcast`, in the place of `tensor`; cannot be differentiated."""
+    found: torch.Tensor = synchronize(
+        under_way.broadcast_async_(tensor, root_rank, name, process_set)
+    )
+    return found
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rows for each rank, from each rank; see `alltoall_async`.
+
+    Returns:
+        What came; with `splits` also how many rows came from each rank.
+    """
+    found, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return found if splits is None else (found, received)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce over the ranks and share the rows out; see `reducescatter_async`."""
+    small, ctx = compression.compress(tensor)
+    factors = (prescale_factor, postscale_factor)
+    (found,) = _ReduceScatter.apply(name, chosen_op(op), factors, process_set, False, small)  # type: ignore[no-untyped-call]
+    return compression.decompress(found, ctx)
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """As `reducescatter`, of several tensors."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    factors = (prescale_factor, postscale_factor)
+    found = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
+        name, chosen_op(op), factors, process_set, True, *(x for x, _ in pairs)
+    )
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(found, pairs, strict=True)]
+
+
+# Forward and backward.
+
+
+def _linear(op: ReduceOp) -> None:
+    if op not in {Average, Sum, Adasum}:
+        msg = f"expected Average, Sum or Adasum where gradients are wanted, found {op.name}: it has no gradient here; detach the tensor"
+        raise ConfigError(msg)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        name: str | None,
+        op: ReduceOp,
+        factors: tuple[float, float],
+        process_set: ProcessSet,
+    ) -> Any:
+        ctx.how = op, factors, process_set
+        return synchronize(under_way.allreduce_async(tensor, None, name, op, *factors, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op, factors, process_set = ctx.how
+        _linear(op)
+        found = allreduce(
+            grads[0].contiguous(),
+            op=op,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
+            process_set=process_set,
+        )
+        return found, None, None, None, None
+
+
+class _GroupedAllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        factors: tuple[float, float],
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.how = op, factors, process_set
+        return tuple(
+            synchronize(
+                under_way.grouped_allreduce_async(tensors, None, name, op, *factors, process_set)
+            )
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op, factors, process_set = ctx.how
+        _linear(op)
+        found = grouped_allreduce(
+            [grad.contiguous() for grad in grads],
+            op=op,
+            prescale_factor=factors[0],
+            postscale_factor=factors[1],
+            process_set=process_set,
+        )
+        return None, None, None, None, *found
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
+        ctx.rows, ctx.process_set = (tensor.shape[0] if tensor.dim() else 0), process_set
+        return synchronize(under_way.allgather_async(tensor, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (found,) = _own_rows([grads[0]], [ctx.rows], ctx.process_set)
+        return found, None, None
+
+
+class _GroupedAllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
+        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
+        ctx.process_set = process_set
+        return tuple(synchronize(under_way.grouped_allgather_async(tensors, name, process_set)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *_own_rows(grads, ctx.rows, ctx.process_set)
+
+
+def _own_rows(grads: Sequence[Any], rows: list[int], process_set: ProcessSet) -> list[Any]:
+    """This rank's rows of the averages of gradients of gathered tensors."""
+    average = grouped_allreduce(
+        [g.contiguous() for g in grads], op=Average, process_set=process_set
+    )
+    table = allgather(torch.tensor([rows]), process_set=process_set)
+    before = table[: process_set.rank()].sum(0).tolist()
+    return [x.narrow(0, start, n) for x, start, n in zip(average, before, rows, strict=True)]
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        ctx.how = root_rank, process_set
+        return synchronize(under_way.broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        root_rank, process_set = ctx.how
+        found = allreduce(grads[0].contiguous(), op=Average, process_set=process_set)
+        is_root = process_set.rank() == process_set.ranks.index(root_rank)
+        return (found if is_root else torch.zeros_like(found)), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: torch.Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        found = synchronize(under_way.alltoall_async(tensor, splits, name, process_set))
+        if splits is None:
+            size = process_set.size()
+            found = found, torch.full((size,), found.shape[0] // size, dtype=torch.int32)
+        ctx.received, ctx.process_set = found[1], process_set
+        ctx.mark_non_differentiable(found[1])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found, _ = alltoall(grads[0].contiguous(), splits=ctx.received, process_set=ctx.process_set)
+        return found, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        factors: tuple[float, float],
+        process_set: ProcessSet,
+        grouped: bool,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.how = op, factors, process_set
+        if grouped:
+            handle = under_way.grouped_reducescatter_async(tensors, name, op, process_set, *factors)
+            return tuple(synchronize(handle))
+        handle = under_way.reducescatter_async(tensors[0], name, op, process_set, *factors)
+        return (synchronize(handle),)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        op, factors, process_set = ctx.how
+        _linear(op)
+        factor = factors[0] * factors[1] * (process_set.size() if op is Sum else 1)
+        given = [grad.contiguous() * factor for grad in grads]
+        found = grouped_allgather(given, process_set=process_set)
+        return None, None, None, None, None, *found

@@ -1,0 +1,219 @@
+"""The same state on all ranks: parameters, optimizers and any object, from one rank or of all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from braid.comm.plain_data import decode, encode
+from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.torch.differentiable import allgather, broadcast_
+from braid.compat.horovod.torch.handles import HorovodInternalError, synchronize
+from braid.compat.horovod.torch.operations import broadcast_async_
+from braid.errors import ConfigError
+from braid.types import text_digest
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+PICKLE_SWITCH = "BRAID_HOROVOD_ALLOW_PICKLE"
+Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def broadcast_parameters(
+    params: Named, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Let all ranks have the root's tensors, in place.
+
+    Args:
+        params: A state dict, or named parameters; None values are left out.
+        root_rank: Global rank.
+        process_set: Ranks that take part.
+
+    Raises:
+        ConfigError: A value that is no tensor.
+        HorovodInternalError: Ranks have other names, or shapes.
+    """
+    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+    found = [(str(name), value) for name, value in pairs if value is not None]
+    wrong = [
+        f"{name!r} ({type(x).__name__})" for name, x in found if not isinstance(x, torch.Tensor)
+    ]
+    if wrong:
+        msg = f"expected tensors by name, as state_dict() and named_parameters() have them, found {', '.join(wrong[:5])}"
+        raise ConfigError(msg)
+    _compare([name for name, _ in found], process_set)
+    handles = [
+        broadcast_async_(tensor, root_rank, f"parameter.{name}", process_set)
+        for name, tensor in found
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Let all ranks have the root's optimizer state and options, whatever they have.
+
+    Args:
+        optimizer: Over the same parameters on all ranks.
+        root_rank: Global rank.
+        model: Not needed.
+        process_set: Ranks that take part.
+
+    Raises:
+        ConfigError: It is LBFGS, whose state is not one of parameters.
+    """
+    del model
+    if isinstance(optimizer, torch.optim.LBFGS):
+        msg = "expected an optimizer that keeps its state by parameter, found LBFGS: use another one, or broadcast what you need by broadcast_object"
+        raise ConfigError(msg)
+    is_root = process_set.rank() == process_set.member.ranks.index(root_rank)
+    tensors: list[torch.Tensor] = []
+    outline = _outline(optimizer.state_dict(), tensors) if is_root else None
+    about = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors]
+    outline, about = broadcast_object((outline, about), root_rank, "optimizer", process_set)
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in about]
+    else:
+        tensors = [tensor.cpu().contiguous() for tensor in tensors]
+    for number, tensor in enumerate(tensors):
+        broadcast_(tensor, root_rank, f"optimizer.{number}", process_set)
+    if not is_root:
+        optimizer.load_state_dict(_filled(outline, tensors))
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    allow_pickle: bool | None = None,
+) -> Any:
+    """The root's object, on all ranks.
+
+    None, numbers, text, bytes, lists, tuples, sets and dictionaries of them travel as they are. Anything else is pickled, if that is allowed: whoever
+    can send to this job could then run code in it.
+
+    Args:
+        obj: On the root; not looked at elsewhere.
+        root_rank: Global rank.
+        name: By which ranks find each other.
+        process_set: Ranks that take part.
+        allow_pickle: On all ranks; when None, whether BRAID_HOROVOD_ALLOW_PICKLE is 1.
+
+    Raises:
+        ConfigError: It is not plain, and pickling is not allowed.
+        HorovodInternalError: The root could not send it.
+    """
+    allowed = _allowed(allow_pickle)
+    member = process_set.member
+    base = member.name("object", name)
+    is_root = process_set.rank() == member.ranks.index(root_rank)
+    data, error = _packed(obj, allowed) if is_root else (b"", None)
+    size = torch.tensor([len(data) if error is None else -len(data)])
+    broadcast_(size, root_rank, f"{base}.size", process_set)
+    buffer = torch.empty(abs(int(size)), dtype=torch.uint8)
+    if is_root:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    broadcast_(buffer, root_rank, f"{base}.data", process_set)
+    if error is not None:
+        raise error
+    return obj if is_root else _unpacked(buffer, int(size) < 0, root_rank, allowed)
+
+
+def allgather_object(
+    obj: Any,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    allow_pickle: bool | None = None,
+) -> list[Any]:
+    """The objects of all ranks, in their order; see `broadcast_object`."""
+    allowed = _allowed(allow_pickle)
+    member = process_set.member
+    base = member.name("objects", name)
+    data, error = _packed(obj, allowed)
+    size = torch.tensor([len(data) if error is None else -len(data)])
+    sizes = allgather(size, f"{base}.size", process_set).tolist()
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    whole = allgather(own, f"{base}.data", process_set)
+    if error is not None:
+        raise error
+    parts = torch.split(whole, [abs(size) for size in sizes])
+    return [
+        _unpacked(part, size < 0, rank, allowed)
+        for part, size, rank in zip(parts, sizes, member.ranks, strict=True)
+    ]
+
+
+def _allowed(allow_pickle: bool | None) -> bool:
+    return os.environ.get(PICKLE_SWITCH) == "1" if allow_pickle is None else allow_pickle
+
+
+def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
+    """Bytes, or why there are none."""
+    try:
+        return encode(obj, allow_pickle=allowed), None
+    except ConfigError as error:
+        why = f"{error}; scripts that cannot say so: set {PICKLE_SWITCH}=1 for all ranks"
+        return why.encode(), ConfigError(why)
+
+
+def _unpacked(data: torch.Tensor, failed: bool, rank: int, allowed: bool) -> Any:
+    raw = data.numpy().tobytes()
+    if failed:
+        msg = f"expected an object of rank {rank}, found that it could not send it: {raw.decode()}"
+        raise HorovodInternalError(msg)
+    return decode(raw, allow_pickle=allowed)
+
+
+def _compare(names: list[str], process_set: ProcessSet) -> None:
+    """That ranks wait for each other's names for ever is known before."""
+    digests = allgather(torch.tensor([text_digest("\n".join(names))]), process_set=process_set)
+    if len(set(digests.tolist())) == 1:
+        return
+    everybody = allgather_object(names, process_set=process_set)
+    common = set.intersection(*map(set, everybody))
+    extra = [
+        f"rank {rank} has {', '.join(map(repr, sorted(set(own) - common)[:5])) or 'another order'}"
+        for rank, own in zip(process_set.member.ranks, everybody, strict=True)
+    ]
+    msg = f"expected tensors of the same names, in one order, on all ranks, found that {'; '.join(extra)}"
+    raise HorovodInternalError(msg)
+
+
+_TENSOR = "tensor number"
+
+
+def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The same with numbers in place of tensors, which are added to `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return {_TENSOR: len(tensors) - 1}
+    if isinstance(value, Mapping):
+        return {key: _outline(each, tensors) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_outline(each, tensors) for each in value)
+    return value
+
+
+def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(outline, dict):
+        if set(outline) == {_TENSOR}:
+            return tensors[outline[_TENSOR]]
+        return {key: _filled(each, tensors) for key, each in outline.items()}
+    if isinstance(outline, list | tuple):
+        return type(outline)(_filled(each, tensors) for each in outline)
+    return outline

@@ -1,0 +1,411 @@
+"""allreduce, allgather, broadcast, alltoall, reducescatter and their variants, by name and under way in the background.
+
+Each has an asynchronous form, which returns a handle for `synchronize`. Forms that wait can be differentiated: they are in `differentiable`. Forms that end in `_`
+leave the result in the tensor that they are given.
+
+Names: ranks find each other's operations by `name`. Without one, operations are counted, so that ranks must start them in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.torch.handles import Pending, synchronize
+from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
+from braid.errors import ConfigError
+from braid.fusion import Request, Result
+
+__all__ = [
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall_async",
+    "barrier",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter_async",
+    "join",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
+    """What the ranks hear of a tensor."""
+    return Request(
+        name,
+        kind,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(tensor.shape),
+        tensor.element_size(),
+        device=str(tensor.device),
+        **fields,
+    )
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Reduce a tensor over the ranks; the result is a new one.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        average: The older way of saying `op`.
+        name: See the module.
+        op: Average when None. Averages of integers are cut off.
+        prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats in 32 bits.
+        postscale_factor: After it, likewise.
+        process_set: Ranks that take part.
+
+    Raises:
+        ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in the set.
+        HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or factors.
+    """
+    return _reduce(
+        [tensor],
+        [torch.empty_like(tensor, requires_grad=False)],
+        name,
+        chosen_op(op, average),
+        (prescale_factor, postscale_factor),
+        process_set,
+        grouped=False,
+    )
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """As `allreduce_async`, in the place of `tensor`."""
+    return _reduce(
+        [tensor],
+        [tensor],
+        name,
+        chosen_op(op, average),
+        (prescale_factor, postscale_factor),
+        process_set,
+        grouped=False,
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """As `allreduce_async`, of several tensors that are reduced together when all ranks have submitted all of them."""
+    return _reduce(
+        tensors,
+        [torch.empty_like(tensor, requires_grad=False) for tensor in tensors],
+        name,
+        chosen_op(op, average),
+        (prescale_factor, postscale_factor),
+        process_set,
+        grouped=True,
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """As `grouped_allreduce_async`, in their places."""
+    return _reduce(
+        tensors,
+        tensors,
+        name,
+        chosen_op(op, average),
+        (prescale_factor, postscale_factor),
+        process_set,
+        grouped=True,
+    )
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending:
+    """The rows of all ranks behind each other.
+
+    Args:
+        tensor: Each rank may have another number of rows (dim 0); the other dims are alike.
+        name: See the module.
+        process_set: Ranks that take part.
+    """
+    return _each([tensor], "all_gather", name, process_set, grouped=False)
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Pending:
+    """As `allgather_async`, of several tensors, when all ranks have submitted all of them."""
+    return _each(tensors, "all_gather", name, process_set, grouped=True)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending:
+    """Reduce over the ranks and share the rows out; where they do not divide, the first ranks get one more."""
+    return _each(
+        [tensor],
+        "reduce_scatter",
+        name,
+        process_set,
+        grouped=False,
+        op=_reducing(op, tensor),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Pending:
+    """As `reducescatter_async`, of several tensors, when all ranks have submitted all of them."""
+    return _each(
+        tensors,
+        "reduce_scatter",
+        name,
+        process_set,
+        grouped=True,
+        op=_reducing(op, tensors[0]),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+    )
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """What the root has, as a new tensor.
+
+    Args:
+        tensor: The same shape and dtype on all ranks.
+        root_rank: Global rank.
+        name: See the module.
+        process_set: Ranks that take part; the root is one of them.
+    """
+    return _broadcast(
+        tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name, process_set
+    )
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """As `broadcast_async`, in the place of `tensor`."""
+    return _broadcast(tensor, tensor, root_rank, name, process_set)
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Rows for each rank, from each rank.
+
+    Args:
+        tensor: Rows for rank 0, then for rank 1, and so on.
+        splits: How many for each; equally many when None, and then the result is the tensor alone.
+        name: See the module.
+        process_set: Ranks that take part.
+
+    Returns:
+        A handle of (what came, how many rows came from each rank), or of what came without `splits`.
+    """
+    member = process_set.member
+    size = len(member.ranks)
+    if splits is None:
+        rows = tensor.shape[0] if tensor.dim() else -1
+        if rows < 0 or rows % size:
+            what = "a scalar" if rows < 0 else f"{rows} rows"
+            msg = f"expected rows that {size} ranks share equally, or splits, found {what}"
+            raise ConfigError(msg)
+        shares: tuple[int, ...] = (rows // size,) * size
+    else:
+        given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        shares = tuple(int(share) for share in given)
+    wanted = request(member.name("alltoall", name), "all_to_all", tensor, splits=shares)
+    handle = member.engine.submit(wanted, tensor.detach())
+
+    def finish(results: list[Result]) -> Any:
+        (found,) = results
+        assert isinstance(found, tuple)
+        return found[0] if splits is None else found
+
+    return Pending([handle], finish, tensor)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str,
+    op: ReduceOp,
+    process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Sum or average a sparse tensor: indices and values of all ranks behind each other, added where they meet."""
+    wanted = chosen_op(op)
+    if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+        msg = f"expected Average or Sum of a sparse tensor, found {wanted.name}"
+        raise ConfigError(msg)
+    whole = tensor.coalesce()
+    size = len(process_set.member.ranks)
+    indices = allgather_async(whole.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(whole.values(), f"{name}.values", process_set)
+
+    def finish(_: list[Result]) -> torch.Tensor:
+        where, what = synchronize(indices).t(), synchronize(values)
+        what = what / size if wanted is ReduceOp.AVERAGE else what
+        return torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
+
+    return Pending([*indices.parts, *values.parts], finish, tensor)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks have come here."""
+    member = process_set.member
+    name = member.name("barrier", None)
+    handle = member.engine.submit(Request(name, "barrier"), None)
+    Pending([handle], lambda _: None).take()
+
+
+def join(device: int = -1) -> int:
+    """Stand in with zeros for what other ranks reduce, until all have come here; the rank that came last.
+
+    Args:
+        device: Not needed: zeros are made where the others' tensors are.
+    """
+    del device
+    handle = global_process_set.member.engine.join()
+    found: int = Pending([handle], lambda results: results[0]).take()
+    return found
+
+
+def _reducing(op: ReduceOp | None, tensor: torch.Tensor) -> str:
+    wanted = chosen_op(op)
+    if wanted is ReduceOp.ADASUM:
+        msg = "expected a reduction other than Adasum for reducescatter, found Adasum"
+        raise ConfigError(msg)
+    return engine_op(wanted, tensor)
+
+
+def _reduce(
+    tensors: Tensors,
+    outs: Tensors,
+    name: str | None,
+    op: ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    *,
+    grouped: bool,
+) -> Pending:
+    member = process_set.member
+    base = member.name("allreduce", name)
+    group = _group(base, tensors, grouped=grouped)
+    wanted = []
+    for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
+        asked = request(
+            f"{base}.{number}" if grouped else base,
+            "all_reduce",
+            tensor,
+            op=engine_op(op, tensor),
+            prescale=float(factors[0]),
+            postscale=float(factors[1]),
+            **group,
+        )
+        wanted.append((asked, tensor.detach(), out.detach()))
+    handles = member.engine.submit_all(wanted)
+    results = list(outs)
+    return Pending(handles, lambda _: results if grouped else results[0], (tensors, outs))
+
+
+def _each(
+    tensors: Tensors,
+    kind: str,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    grouped: bool,
+    **fields: Any,
+) -> Pending:
+    """Operations whose results have other shapes."""
+    member = process_set.member
+    base = member.name(kind.replace("_", ""), name)
+    fields |= _group(base, tensors, grouped=grouped)
+    wanted = [
+        (
+            request(f"{base}.{number}" if grouped else base, kind, tensor, **fields),
+            tensor.detach(),
+            None,
+        )
+        for number, tensor in enumerate(tensors)
+    ]
+    handles = member.engine.submit_all(wanted)
+    return Pending(handles, lambda found: found if grouped else found[0], tensors)
+
+
+def _broadcast(
+    tensor: torch.Tensor,
+    out: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+) -> Pending:
+    member = process_set.member
+    if root_rank not in member.ranks:
+        msg = f"expected the root to be one of the ranks {list(member.ranks)}, found {root_rank}"
+        raise ConfigError(msg)
+    root = member.ranks.index(root_rank)
+    wanted = request(member.name("broadcast", name), "broadcast", tensor, root=root)
+    handle = member.engine.submit(wanted, tensor.detach(), out.detach())
+    return Pending([handle], lambda _: out, (tensor, out))
+
+
+def _group(base: str, tensors: Tensors, *, grouped: bool) -> dict[str, Any]:
+    if grouped and not tensors:
+        msg = "expected at least one tensor in a group, found none"
+        raise ConfigError(msg)
+    return {"group": base, "group_size": len(tensors)} if grouped else {}

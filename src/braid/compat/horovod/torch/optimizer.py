@@ -1,0 +1,311 @@
+"""DistributedOptimizer: gradients are reduced by name while backward goes on, and `step` waits for them.
+
+The optimizer that is handed in is changed in place, so that schedulers and scalers that know it go on.
+
+    backward    hook of p: submit "gradient.p"          (any order, any thread)
+    step        submit what no hook has submitted, wait for all, then the optimizer's own step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
+from braid.compat.horovod.torch.compression import Compression, Compressor
+from braid.compat.horovod.torch.handles import Pending, synchronize
+from braid.compat.horovod.torch.named import named_groups, named_of
+from braid.compat.horovod.torch.operations import (
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
+from braid.errors import ConfigError
+from torch import nn
+
+__all__ = ["DistributedOptimizer"]
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Let an optimizer reduce gradients over the ranks before each step.
+
+    Args:
+        optimizer: Changed in place, and returned.
+        named_parameters: Of all models whose parameters it has, such as `model.named_parameters()`; numbers when None.
+        compression: What gradients travel as.
+        backward_passes_per_step: Backwards that accumulate before gradients are reduced.
+        op: Average, Sum, or Adasum, which combines what the optimizer's own steps change.
+        gradient_predivide_factor: With Average: part of the division that happens before the sum.
+        num_groups: The older way of saying `groups`.
+        groups: Parameters whose gradients are reduced together: a number of groups, or lists of parameters.
+        sparse_as_dense: Make sparse gradients dense.
+        process_set: Ranks that take part; on others it is the optimizer that it was.
+
+    The optimizer gets `synchronize()`, `skip_synchronize()` and `set_backward_passes_per_step(n)`.
+
+    Raises:
+        ConfigError: Names that repeat or are missing; a factor without Average; groups that overlap.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        msg = f"expected gradient_predivide_factor with op=Average only, found {gradient_predivide_factor} with {ReduceOp(op).name}"
+        raise ConfigError(msg)
+    if num_groups and groups is None:
+        groups = num_groups
+    names = named_of(optimizer, named_parameters)
+    kind = type(optimizer)
+    if op == Adasum:
+        steps = AdasumSteps(names, compression, backward_passes_per_step, process_set)
+        optimizer.__class__ = type(kind.__name__, (_AdasumFace, kind), {})
+        optimizer.__dict__["_steps"] = steps
+        return optimizer
+    reduction = _Reduction(
+        names,
+        compression=compression,
+        op=ReduceOp(op),
+        predivide=gradient_predivide_factor,
+        groups=named_groups(names, groups),
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    reduction.set_passes(backward_passes_per_step)
+    optimizer.__class__ = type(kind.__name__, (_Face, kind), {})
+    optimizer.__dict__["_reduction"] = reduction
+    return optimizer
+
+
+class _Reduction:
+    """Gradients on their way."""
+
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        *,
+        compression: type[Compressor],
+        op: ReduceOp,
+        predivide: float,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self._names = names
+        self._compression = compression
+        self._op = op
+        self._factors = (1.0 / predivide, predivide)
+        self._sparse_as_dense = sparse_as_dense
+        self._set = process_set
+        self._groups = {param: tuple(group) for group in groups for param in group}
+        self._passes = 1
+        self._left: dict[nn.Parameter, int] = {}
+        self._ready: set[nn.Parameter] = set()
+        self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
+        self.synchronized = False
+        self.synchronizes = True
+        self.warned = False
+        if process_set.included():
+            for param in names:
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(_hook_of(self))  # type: ignore[no-untyped-call]
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce in every so many backwards."""
+        if passes < 1:
+            msg = f"expected backward_passes_per_step of at least 1, found {passes}"
+            raise ConfigError(msg)
+        self._passes = passes
+        self._left = dict.fromkeys(self._names, passes)
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """It is there, or a part of it that this backward adds."""
+        if self._left[param] <= 0:
+            msg = (
+                f"expected {self._passes} backward before each step, found one more for {self._names[param]!r}: raise backward_passes_per_step, "
+                "or call step() or synchronize() between"
+            )
+            raise ConfigError(msg)
+        self._left[param] -= 1
+        if self._left[param] == 0:
+            self._is_ready(param)
+
+    def _is_ready(self, param: nn.Parameter) -> None:
+        group = self._groups.get(param)
+        if group is None:
+            self._submit(param)
+            return
+        self._ready.add(param)
+        if all(member in self._ready for member in group):
+            self._ready.difference_update(group)
+            self._submit_group(group)
+
+    def _submit(self, param: nn.Parameter) -> None:
+        name = f"gradient.{self._names[param]}"
+        grad = self._gradient(param)
+        if grad.is_sparse:
+            handle = sparse_allreduce_async(grad, name, self._op, self._set)
+            self.under_way[param] = handle, -1, None
+            return
+        small, ctx = self._compression.compress(grad)
+        handle = allreduce_async_(
+            small, None, name, self._op, *self._factors, process_set=self._set
+        )
+        self.under_way[param] = handle, -1, ctx
+
+    def _submit_group(self, group: Sequence[nn.Parameter]) -> None:
+        pairs = [self._compression.compress(self._gradient(param)) for param in group]
+        name = f"gradients.{self._names[group[0]]}"
+        handle = grouped_allreduce_async_(
+            [x for x, _ in pairs], None, name, self._op, *self._factors, process_set=self._set
+        )
+        for number, (param, (_, ctx)) in enumerate(zip(group, pairs, strict=True)):
+            self.under_way[param] = handle, number, ctx
+
+    def _gradient(self, param: nn.Parameter) -> torch.Tensor:
+        grad = param.grad
+        if grad is None:  # others may have one
+            grad = param.grad = torch.zeros_like(param)
+        if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
+            grad = param.grad = grad.to_dense()
+        return grad
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all gradients; `.grad` then holds the results."""
+        if not self._set.included():
+            return
+        for param in self._names:
+            known = param in self.under_way or param in self._ready
+            if param.requires_grad and not known:
+                self._is_ready(param)
+        results: dict[int, Any] = {}
+        try:
+            for param, (handle, number, ctx) in self.under_way.items():
+                if id(handle) not in results:
+                    results[id(handle)] = synchronize(handle)
+                found = results[id(handle)]
+                found = found if number < 0 else found[number]
+                found = self._compression.decompress(found, ctx)
+                grad = param.grad
+                if grad is None or grad.is_sparse or found.is_sparse:
+                    param.grad = found
+                elif found.data_ptr() != grad.data_ptr():
+                    grad.copy_(found)
+        finally:
+            self.under_way.clear()
+            self._ready.clear()
+            self._left = dict.fromkeys(self._names, self._passes)
+        self.synchronized = True
+
+
+def _hook_of(reduction: _Reduction) -> Callable[[nn.Parameter], None]:
+    # A parameter keeps its hooks alive, through C++, where the garbage collector cannot see the cycle.
+    reference = weakref.ref(reduction)
+
+    def on_gradient(param: nn.Parameter) -> None:
+        found = reference()
+        if found is not None:
+            found.on_gradient(param)
+
+    return on_gradient
+
+
+class _Face:
+    """What is added to the class of an optimizer."""
+
+    _reduction: _Reduction
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Wait for gradients, then the optimizer's own step."""
+        reduction = self._reduction
+        if reduction.synchronizes:
+            if reduction.synchronized and not reduction.warned:
+                reduction.warned = True
+                warnings.warn(
+                    "step() after synchronize() reduces gradients once more: call it inside of `with optimizer.skip_synchronize():`",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            reduction.finish()
+        reduction.synchronized = False
+        return super().step() if closure is None else super().step(closure)  # type: ignore[misc]  # of the optimizer
+
+    def synchronize(self) -> None:
+        """Wait for gradients, to clip them for example; then `step` inside of `skip_synchronize()`."""
+        self._reduction.finish()
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """`step` inside does not wait for gradients: `synchronize` has."""
+        self._reduction.synchronizes = False
+        try:
+            yield
+        finally:
+            self._reduction.synchronizes = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce in every so many backwards from now on."""
+        self._reduction.set_passes(passes)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the optimizer's own.
+
+        Raises:
+            AssertionError: Gradients are under way.
+        """
+        if self._reduction.under_way:
+            msg = (
+                "expected zero_grad() after step() or synchronize(), found it between backward and step, while gradients are under way: call it "
+                "before backward"
+            )
+            raise AssertionError(msg)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters that come later would not be reduced."""
+        del param_group
+        msg = "expected all parameters when DistributedOptimizer was made, found a group that is added later: add it before"
+        raise ConfigError(msg)
+
+
+class _AdasumFace:
+    """What is added to the class of an optimizer with op=Adasum."""
+
+    _steps: AdasumSteps
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """The optimizer's own step, of which the changes are combined over the ranks."""
+        loss = None if closure is None else closure()
+        self._steps.take(super().step)  # type: ignore[misc]  # of the optimizer
+        return loss
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: what `step` changes is combined inside of it."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Refused: there are no gradients to skip.
+
+        Raises:
+            AssertionError: Always.
+        """
+        msg = "expected step() alone with op=Adasum, found skip_synchronize(): there are no reduced gradients to look at"
+        raise AssertionError(msg)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Of no consequence: gradients stay local until `step`."""

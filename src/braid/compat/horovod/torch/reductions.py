@@ -1,0 +1,87 @@
+"""Average, Sum, Adasum, Min, Max, Product: how tensors of all ranks become one."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from typing import Any
+
+import torch
+from braid.errors import ConfigError
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "chosen_op",
+    "engine_op",
+]
+
+
+class ReduceOp(enum.IntEnum):
+    """Reductions."""
+
+    AVERAGE = 0
+    SUM = 1
+    ADASUM = 2
+    MIN = 3
+    MAX = 4
+    PRODUCT = 5
+
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+_NAMES = {
+    Average: "avg",
+    Sum: "sum",
+    Adasum: "adasum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
+
+
+def chosen_op(op: Any, average: Any = None) -> ReduceOp:
+    """What a caller means by `op` and the older `average`.
+
+    Raises:
+        ConfigError: Both are given, or `op` is none of the reductions.
+    """
+    if average is not None:
+        if op is not None:
+            msg = f"expected one of op and average, found op={op!r} and average={average!r}: say op, average is the older way"
+            raise ConfigError(msg)
+        warnings.warn(
+            "average= is the older way: say op=hvd.Average or op=hvd.Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if op is None:
+        return Average
+    try:
+        return ReduceOp(op)
+    except ValueError as error:
+        msg = f"expected op to be one of Average, Sum, Adasum, Min, Max, Product, found {op!r}"
+        raise ConfigError(msg) from error
+
+
+def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
+    """Its name in the engine.
+
+    Raises:
+        ConfigError: This dtype cannot be reduced so.
+    """
+    if op is Adasum and not tensor.is_floating_point():
+        msg = f"expected a tensor of floats for Adasum, found {tensor.dtype}"
+        raise ConfigError(msg)
+    return _NAMES[op]

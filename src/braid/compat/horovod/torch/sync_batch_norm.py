@@ -1,0 +1,36 @@
+"""Batch normalization over the batches of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from braid.compat.horovod.session import session
+from braid.data_parallel import SyncBatchNorm as OfGroup
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(OfGroup):
+    """As `torch.nn.SyncBatchNorm`, on any device, over all ranks; also for inputs of 2 dims.
+
+    Args:
+        num_features: Channels.
+        eps: Added to the variance.
+        momentum: Of the running statistics; a plain average when None.
+        affine: Whether there are weight and bias.
+        track_running_stats: Whether there are running statistics.
+        **kwargs: `device` and `dtype`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, session().direct, **kwargs
+        )

@@ -1,0 +1,566 @@
+"""Horovod's front for torch: every operation, dtype and number of dims with gradients, and what scripts rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import braid.compat.horovod.torch as hvd
+from braid.comm import Group
+from braid.compat.horovod import session
+from braid.compat.horovod.environment import Environment
+from braid.errors import BraidError
+from braid.testing.processes import World
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+DTYPES += [torch.uint8, torch.int8]
+
+
+@contextlib.contextmanager
+def horovod(group: Group, **variables: str) -> Iterator[None]:
+    session.start(group, Environment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+
+
+def said(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (BraidError, RuntimeError, ValueError, AssertionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def numbers(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(0, 9, shape, generator=generator).to(dtype)
+
+
+class Checks:
+    """What differs from what is expected, with words."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+
+    def same(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if found.dtype != expected.dtype or not torch.equal(found, expected):
+            self.wrong.append(f"{what}: {found} instead of {expected}")
+
+
+# Every operation.
+
+
+def _values(group: Group) -> list[str]:
+    checks = Checks()
+    with horovod(group):
+        for dtype in DTYPES:
+            for num_dims in range(1, 5):
+                _values_of(checks, dtype, (4, 3, 2, 2)[:num_dims])
+    return checks.wrong
+
+
+def _values_of(checks: Checks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size, rank = hvd.size(), hvd.rank()
+    each = [numbers(r, shape, dtype) for r in range(size)]
+    own, what = each[rank], f"{dtype} {shape}"
+    total = torch.stack([x.double() for x in each]).sum(0)
+    checks.same(f"sum {what}", hvd.allreduce(own, op=hvd.Sum), total.to(dtype))
+    if not dtype.is_floating_point:
+        average = (total / size).trunc().to(dtype)
+        checks.same(f"average {what}", hvd.allreduce(own), average)
+    checks.same(f"max {what}", hvd.allreduce(own, op=hvd.Max), torch.stack(each).amax(0))
+    checks.same(f"min {what}", hvd.allreduce(own, op=hvd.Min), torch.stack(each).amin(0))
+    place = own.clone()
+    assert hvd.allreduce_(place, op=hvd.Sum).data_ptr() == place.data_ptr()
+    checks.same(f"sum in place {what}", place, total.to(dtype))
+    group = hvd.grouped_allreduce([own, own + 1], op=hvd.Sum)
+    checks.same(f"grouped {what}", group[1], (total + size).to(dtype))
+    turned = own.transpose(0, -1)
+    checks.same(f"turned {what}", hvd.allreduce(turned, op=hvd.Sum), total.to(dtype).transpose(0, -1))
+    for root in range(size):
+        checks.same(f"broadcast {what}", hvd.broadcast(own, root), each[root])
+    ragged = [numbers(r, (r + 1, *shape[1:]), dtype) for r in range(size)]
+    checks.same(f"allgather {what}", hvd.allgather(ragged[rank]), torch.cat(ragged))
+    gathered = hvd.grouped_allgather([own, ragged[rank]])
+    checks.same(f"grouped allgather {what}", gathered[1], torch.cat(ragged))
+    splits = [[(a + b) % 3 for b in range(size)] for a in range(size)]
+    sent = [numbers(r, (sum(splits[r]), *shape[1:]), dtype) for r in range(size)]
+    found, received = hvd.alltoall(sent[rank], splits=torch.tensor(splits[rank]))
+    parts = [torch.split(x, s)[rank] for x, s in zip(sent, splits, strict=True)]
+    checks.same(f"alltoall {what}", found, torch.cat(parts))
+    assert received.tolist() == [split[rank] for split in splits]
+    equal = [numbers(r, (size * 2, *shape[1:]), dtype) for r in range(size)]
+    parts = [x[2 * rank : 2 * rank + 2] for x in equal]
+    checks.same(f"equal alltoall {what}", hvd.alltoall(equal[rank]), torch.cat(parts))
+    rows = [shape[0] // size + (r < shape[0] % size) for r in range(size)]
+    share = torch.split(total.to(dtype), rows)[rank]
+    checks.same(f"reducescatter {what}", hvd.reducescatter(own, op=hvd.Sum), share)
+    shares = hvd.grouped_reducescatter([own, own], op=hvd.Sum)
+    checks.same(f"grouped reducescatter {what}", shares[1], share)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_operation_is_right_in_every_dtype_and_one_to_four_dims(procs: World, size: int):
+    assert [wrong for rank in procs(size, _values) for wrong in rank] == []
+
+
+def _gradients(group: Group) -> list[str]:
+    checks = Checks()
+    with horovod(group):
+        size, rank = hvd.size(), hvd.rank()
+        for num_dims in range(1, 5):
+            shape = (4, 3, 2, 2)[:num_dims]
+
+            def through(
+                call: Callable[[torch.Tensor], torch.Tensor], rows: int = 4, shape=shape
+            ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+                """The gradient of x, when that of the result is each rank's number."""
+                x = torch.ones((rows, *shape[1:]), dtype=torch.float64, requires_grad=True)
+                y = call(x)
+                y.backward(torch.full_like(y, float(rank + 1)))
+                assert x.grad is not None
+                return x.grad, [x, y]
+
+            mean = (size + 1) / 2
+            full = torch.ones(shape, dtype=torch.float64)
+            grad, _ = through(lambda x: hvd.allreduce(x, op=hvd.Sum))
+            checks.same("sum", grad, full * mean * size)
+            grad, _ = through(lambda x: hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0))
+            checks.same("average", grad, full * mean * 6)
+            grad, _ = through(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1])
+            checks.same("grouped", grad, full * mean * size * 2)
+            grad, _ = through(lambda x: hvd.broadcast(x, size - 1))
+            checks.same("broadcast", grad, full * mean * (rank == size - 1))
+            grad, _ = through(lambda x: hvd.allgather(x), rank + 1)
+            checks.same("allgather", grad, torch.ones_like(grad) * mean)
+            grad, _ = through(lambda x: hvd.grouped_allgather([x, 3 * x])[1], rank + 1)
+            checks.same("grouped allgather", grad, torch.ones_like(grad) * mean * 3)
+            grad, _ = through(lambda x: hvd.alltoall(x), size)
+            expected = torch.arange(1.0, size + 1, dtype=torch.float64)
+            expected = expected.view(size, *[1] * (num_dims - 1)).expand_as(grad)
+            checks.same("alltoall", grad, expected)
+            rows = [4 // size + (r < 4 % size) for r in range(size)]
+            owners = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(rows))
+            owners = owners.double().view(4, *[1] * (num_dims - 1)).expand(shape)
+            grad, _ = through(lambda x: hvd.reducescatter(x, op=hvd.Sum))
+            checks.same("reducescatter", grad, owners * size)
+            grad, _ = through(lambda x: hvd.reducescatter(x))
+            checks.same("average reducescatter", grad, owners)
+        x = torch.ones(2, requires_grad=True)
+        assert "no gradient here" in said(lambda: hvd.allreduce(x, op=hvd.Max).sum().backward())
+    return checks.wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gradients_go_back_the_way_that_tensors_came(procs: World, size: int):
+    assert [wrong for rank in procs(size, _gradients) for wrong in rank] == []
+
+
+def _small_things(group: Group) -> list[str]:
+    checks = Checks()
+    with horovod(group):
+        rank = hvd.rank()
+        x = torch.tensor([1.0, 2.0]) + rank
+        handle = hvd.allreduce_async(x, name="x", op=hvd.Sum)
+        while not hvd.poll(handle):
+            pass
+        checks.same("poll", hvd.synchronize(handle), torch.tensor([3.0, 5.0]))
+        checks.same("name again", hvd.allreduce(x, name="x", op=hvd.Sum), torch.tensor([3.0, 5.0]))
+        half = hvd.allreduce(x, compression=hvd.Compression.bf16, op=hvd.Sum)
+        checks.same("bf16", half, torch.tensor([3.0, 5.0]))
+        checks.same("empty", hvd.allreduce(torch.empty(0)), torch.empty(0))
+        checks.same("scalar", hvd.allreduce(torch.tensor(rank + 1.0)), torch.tensor(1.5))
+        sparse = torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (4,))
+        found = hvd.synchronize(hvd.sparse_allreduce_async(sparse, "s", hvd.Sum))
+        checks.same("sparse", found.to_dense(), torch.tensor([1.0, 1.0, 4.0, 0.0]))
+        a = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([0.0, 4.0])
+        checks.same("adasum", hvd.allreduce(a, op=hvd.Adasum), torch.tensor([3.0, 4.0]))
+        assert hvd.broadcast_object({"a": (1, rank)}, 1) == {"a": (1, 1)}
+        assert hvd.allgather_object([rank] * rank) == [[], [1]]
+        hvd.barrier()
+        assert (hvd.is_initialized(), hvd.mpi_built(), hvd.is_homogeneous()) == (True, False, True)
+    assert not hvd.is_initialized()
+    return checks.wrong
+
+
+def test_handles_compression_sparse_tensors_and_objects(procs: World):
+    assert [wrong for rank in procs(2, _small_things) for wrong in rank] == []
+
+
+def _mistakes(group: Group) -> dict[str, str]:
+    with horovod(group):
+        rank, x = hvd.rank(), torch.ones(3)
+        found = {}
+
+        def both() -> None:
+            hvd.allreduce_async(x, name="twice")
+            try:
+                hvd.allreduce_async(x, name="twice")
+            finally:
+                hvd.allreduce(x, name="other")
+
+        found["twice"] = said(both)
+        found["shape"] = said(lambda: hvd.allreduce(torch.ones(3 + rank)))
+        found["dtype"] = said(lambda: hvd.allreduce(x if rank else x.double()))
+        found["op"] = said(lambda: hvd.allreduce(x, op=hvd.Sum if rank else hvd.Max))
+        found["factor"] = said(lambda: hvd.allreduce(x, prescale_factor=1.0 + rank))
+        found["root"] = said(lambda: hvd.broadcast(x, rank, name="root"))
+        found["kind"] = said(
+            lambda: hvd.synchronize(
+                hvd.allgather_async(x, "gradient.k") if rank else hvd.broadcast_async(x, 0, "k")
+            )
+            if False
+            else None
+        )
+        found["dims"] = said(lambda: hvd.allgather(torch.ones((2,) * (1 + rank))))
+        found["scalar"] = said(lambda: hvd.reducescatter(torch.tensor(1.0)))
+        found["splits"] = said(lambda: hvd.alltoall(x, splits=[1, 1]))
+        found["rows"] = said(lambda: hvd.alltoall(x))
+        found["both"] = said(lambda: hvd.allreduce(x, average=True, op=hvd.Sum))
+        found["strange root"] = said(lambda: hvd.broadcast(x, 7))
+        found["twice waited"] = said(lambda: [hvd.synchronize(h) for h in [hvd.allreduce_async(x)] * 2])
+        found["no handle"] = said(lambda: hvd.synchronize(5))
+        found["object"] = said(lambda: hvd.broadcast_object(object(), 0))
+        found["after"] = str(hvd.allreduce(x, op=hvd.Sum).tolist())
+    found["not there"] = said(hvd.rank)
+    return found
+
+
+EXPECTED = {
+    "twice": "ConfigError: expected a new name for each operation in flight, found 'allreduce.twice'",
+    "shape": "HorovodInternalError: expected the same shape",
+    "dtype": "HorovodInternalError: expected the same dtype",
+    "op": "HorovodInternalError: expected the same reduction",
+    "factor": "HorovodInternalError: expected the same prescale factor",
+    "root": "HorovodInternalError: expected the same root",
+    "dims": "HorovodInternalError: expected the same number of dims",
+    "scalar": "HorovodInternalError: expected 'reducescatter.noname.0' to have a dim 0",
+    "splits": "HorovodInternalError: expected splits",
+    "rows": "ConfigError: expected rows that 2 ranks share equally, or splits, found 3 rows",
+    "both": "ConfigError: expected one of op and average",
+    "strange root": "ConfigError: expected the root to be one of the ranks [0, 1], found 7",
+    "twice waited": "ConfigError: expected a handle that is waited for once",
+    "no handle": "ConfigError: expected what an asynchronous operation has returned, found 5",
+    "after": "[2.0, 2.0, 2.0]",
+    "not there": "StaleError: expected hvd.init() to have been called",
+}
+
+
+def test_mistakes_are_the_same_error_on_all_ranks_and_nothing_hangs(procs: World):
+    first, second = procs(2, _mistakes)
+    for what, words in EXPECTED.items():
+        for found in (first, second):
+            assert found[what].startswith(words), (what, found[what])
+    assert "BRAID_HOROVOD_ALLOW_PICKLE=1" in first["object"]
+    assert "rank 0, found that it could not send it" in second["object"]
+
+
+# Process sets.
+
+
+def _sets(group: Group) -> list[Any]:
+    with horovod(group):
+        rank = hvd.rank()
+        even = hvd.add_process_set(hvd.ProcessSet([0, 2]))
+        last = hvd.add_process_set([2, 1])
+        found: list[Any] = [hvd.get_process_set_ids_and_ranks()]
+        if even.included():
+            found.append(hvd.allreduce(torch.tensor(rank + 1.0), op=hvd.Sum, process_set=even).item())
+            found.append(hvd.broadcast(torch.tensor(rank), 2, process_set=even).item())
+        if last.included():
+            x = torch.tensor([rank])
+            found.append(hvd.allgather(x, process_set=last).tolist())
+            found.append((last.rank(), last.size()))
+        else:
+            found.append(said(lambda: hvd.allreduce(torch.ones(1), process_set=last)))
+        assert hvd.remove_process_set(last)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        found.append(hvd.get_process_set_ids_and_ranks())
+        again = said(lambda: hvd.add_process_set([0, 2]))
+        found.append("which is number 1" in again)
+        found.append(said(lambda: hvd.ProcessSet([1, 1])).partition(",")[0])
+        found.append(said(lambda: hvd.add_process_set([rank])).partition(",")[0])
+        found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        return found
+
+
+def test_process_sets_come_and_go_and_work_beside_each_other(procs: World):
+    zero, one, two = procs(3, _sets)
+    before, after = {0: [0, 1, 2], 1: [0, 2], 2: [1, 2]}, {0: [0, 1, 2], 1: [0, 2]}
+    tail = [
+        after,
+        True,
+        "ConfigError: expected different ranks of at least 0 for a process set",
+        "HorovodInternalError: expected the same text of 'new process set' on all ranks",
+        3.0,
+    ]
+    assert zero[:3] == [before, 4.0, 2]
+    assert zero[3].startswith("ConfigError: expected a rank of process set 2 (1, 2)")
+    assert zero[4:] == tail
+    assert one == [before, [1, 2], (0, 2), *tail]
+    assert two == [before, 4.0, 2, [1, 2], (1, 2), *tail]
+
+
+# Joining.
+
+
+def _joins(group: Group) -> list[Any]:
+    with horovod(group):
+        found: list[Any] = [
+            hvd.allreduce(torch.ones(2), name=f"step{n % 2}").tolist() for n in range(hvd.rank() + 1)
+        ]
+        if hvd.rank() == 1:
+            found.append("has joined" in said(lambda: hvd.allgather(torch.ones(1))))
+        found.append(hvd.join())
+        found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        return found
+
+
+def test_join_lets_ranks_run_out_of_input(procs: World):
+    zero, one = procs(2, _joins)
+    assert zero == [[1.0, 1.0], 1, 2.0]
+    assert one == [[1.0, 1.0], [0.5, 0.5], True, 1, 2.0]
+
+
+# The optimizer.
+
+
+class Net(nn.Module):
+    """Small; `unused` gets no gradient on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.utils.skip_init(nn.Linear, 4, 6)
+        self.second = nn.utils.skip_init(nn.Linear, 6, 2)
+        self.unused = nn.Parameter(torch.empty(2))
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+
+    def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+        found = self.second(torch.tanh(self.first(x)))
+        return found * self.unused if whole else found
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(50 * rank + step))
+
+
+def loss_of(net: nn.Module, rank: int, step: int) -> torch.Tensor:
+    found: torch.Tensor = net(batch(rank, step), whole=rank != 1).square().mean()
+    return found
+
+
+def _trained(group: Group, kind: str, passes: int) -> list[torch.Tensor]:
+    with horovod(group):
+        net = Net()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.mul_(hvd.rank() + 1)  # different on each rank until they are broadcast
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        options: dict[str, Any] = {
+            "plain": {},
+            "sum": {"op": hvd.Sum},
+            "predivided": {"gradient_predivide_factor": 4.0},
+            "groups": {"num_groups": 2},
+            "lists": {"groups": [[net.first.weight, net.second.bias]]},
+            "bf16": {"compression": hvd.Compression.bf16},
+        }[kind]
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=net.named_parameters(),
+            backward_passes_per_step=passes,
+            **options,
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            for each in range(passes):
+                loss_of(net, hvd.rank(), step * passes + each).backward()
+            optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+
+def _expected(kind: str, size: int, passes: int) -> list[torch.Tensor]:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(size):
+            for each in range(passes):
+                loss = loss_of(net, rank, step * passes + each)
+                (loss if kind == "sum" else loss / size).backward()
+        if net.unused.grad is None:
+            net.unused.grad = torch.zeros(2)
+        optimizer.step()
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes"),
+    [
+        ("plain", 1),
+        ("plain", 2),
+        ("sum", 1),
+        ("predivided", 1),
+        ("groups", 1),
+        ("groups", 2),
+        ("lists", 1),
+        ("bf16", 1),
+    ],
+)
+def test_training_equals_one_process_that_has_all_batches(procs: World, kind: str, passes: int):
+    for size in (1, 3) if kind == "plain" else (2,):
+        expected = _expected(kind, size, passes)
+        for found in procs(size, _trained, kind, passes):
+            for a, b in zip(found, expected, strict=True):
+                near = {"rtol": 0.02, "atol": 0.01} if kind == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
+                torch.testing.assert_close(a, b, **near)
+
+
+def _optimizer_faces(group: Group) -> dict[str, str]:
+    with horovod(group):
+        net, found = Net(), {}
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters()
+        )
+        loss_of(net, hvd.rank(), 0).backward()
+        found["zero"] = said(optimizer.zero_grad)
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(net, hvd.rank(), 1).backward()
+        found["more"] = said(loss_of(net, hvd.rank(), 1).backward)
+        optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        found["warned"] = str(caught[0].message)
+        plain = torch.optim.SGD(net.parameters(), lr=0.1)
+        found["names"] = said(lambda: hvd.DistributedOptimizer(plain, [("a", net.unused)]))
+        twice = [("a", p) for p in net.parameters()]
+        found["twice"] = said(lambda: hvd.DistributedOptimizer(plain, twice))
+        found["group"] = said(lambda: optimizer.add_param_group({"params": []}))
+        found["lbfgs"] = said(
+            lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
+        )
+        names = {"a": torch.ones(1), f"b{hvd.rank()}": torch.ones(1)}
+        found["parameters"] = said(lambda: hvd.broadcast_parameters(names, 0))
+        return found
+
+
+def test_the_optimizer_says_what_is_wrong(procs: World):
+    for rank, found in enumerate(procs(2, _optimizer_faces)):
+        assert found["zero"].startswith("AssertionError: expected zero_grad() after step()")
+        assert "expected 1 backward before each step" in found["more"]
+        assert "skip_synchronize" in found["warned"]
+        assert "found 4 of 5 without" in found["names"]
+        assert "found 'a' more than once" in found["twice"]
+        assert "add it before" in found["group"]
+        assert "found LBFGS" in found["lbfgs"]
+        assert f"rank {rank} has 'b{rank}'" in found["parameters"]
+
+
+def _optimizer_state(group: Group) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    with horovod(group):
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1 / (hvd.rank() + 1))
+        if hvd.rank() == 0:  # the others have no state at all
+            loss_of(net, 0, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        hvd.broadcast_parameters(net.named_parameters(), root_rank=0)
+        state = copy.deepcopy(optimizer.state_dict())
+        loss_of(net, 0, 1).backward()
+        optimizer.step()
+        return state, [param.detach().clone() for param in net.parameters()]
+
+
+def test_optimizers_are_what_the_root_has(procs: World):
+    (first, before), (second, after) = procs(2, _optimizer_state)
+    assert first["param_groups"] == second["param_groups"]
+    for key, state in first["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, second["state"][key][name])
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a, b)
+
+
+def _adasum(group: Group) -> list[torch.Tensor]:
+    with horovod(group):
+        net = Net()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Adasum
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(net, 0, 0).backward()  # the same on all ranks
+            optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+
+def test_adasum_of_equal_changes_is_that_change(procs: World):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(net, 0, 0).backward()
+        optimizer.step()
+    for found in procs(2, _adasum):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.detach())
+
+
+def _embedding(group: Group, dense: bool) -> tuple[bool, list[torch.Tensor]]:
+    with horovod(group):
+        weight = torch.arange(20.0).view(5, 4) / 20
+        table = nn.Embedding(5, 4, sparse=True, _weight=weight.clone())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.5),
+            table.named_parameters(),
+            sparse_as_dense=dense,
+        )
+        table(torch.tensor([hvd.rank(), 3])).square().sum().backward()
+        optimizer.synchronize()
+        sparse = table.weight.grad.is_sparse
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return sparse, [table.weight.detach().clone()]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_sparse_gradients_are_averaged(procs: World, dense: bool):
+    weight = torch.arange(20.0).view(5, 4) / 20
+    table = nn.Embedding(5, 4, _weight=weight.clone())
+    (sum(table(torch.tensor([r, 3])).square().sum() for r in range(2)) / 2).backward()
+    torch.optim.SGD(table.parameters(), lr=0.5).step()
+    for sparse, (found,) in procs(2, _embedding, dense):
+        assert sparse is not dense
+        torch.testing.assert_close(found, table.weight.detach())
+
+
+def _normalized(group: Group) -> list[torch.Tensor]:
+    with horovod(group):
+        norm = hvd.SyncBatchNorm(4)
+        return [norm(batch(hvd.rank(), 0)).detach(), norm.running_mean]
+
+
+def test_batches_are_normalized_over_all_ranks(procs: World):
+    norm = nn.BatchNorm1d(4)
+    whole = norm(torch.cat([batch(0, 0), batch(1, 0)])).detach()
+    for rank, (found, mean) in enumerate(procs(2, _normalized)):
+        torch.testing.assert_close(found, whole[3 * rank : 3 * rank + 3])
+        torch.testing.assert_close(mean, norm.running_mean)
