@@ -1,0 +1,127 @@
+"""What HOROVOD_* says to a rank: one frozen value, read once.
+
+`variables` has the table of names. This module makes the options of the engine of it, and so needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from braid.compat.horovod.variables import LEVELS, read_variables
+from braid.errors import ConfigError
+from braid.fusion import FusionOptions, StateOptions
+
+__all__ = ["Environment"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Environment:
+    """HOROVOD_* with Horovod's defaults.
+
+    Attributes:
+        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor alone.
+        cycle_time_ms: For how long operations are collected.
+        cache_capacity: Number of operations that ranks remember; 0 for none.
+        disable_group_fusion: Whether explicit groups are divided by the limit, too.
+        timeline: Path of the timeline; empty for none.
+        timeline_mark_cycles: Whether it shows exchanges as well.
+        stall_check: Whether it is told what waits for ranks that do not come.
+        stall_check_s: After how long.
+        stall_shutdown_s: After how long everything ends for that; 0 for never.
+        hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured costs.
+        hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever this says.
+        autotune: Whether sizes and times shall be searched for; not there yet.
+        autotune_log: Path of the search's log; empty for none.
+        autotune_warmup_samples: Samples that are thrown away.
+        autotune_steps_per_sample: Steps of a sample.
+        autotune_bayes_opt_max_samples: Samples of the search.
+        autotune_gaussian_process_noise: Of the search.
+        log_level: trace, debug, info, warning, error or fatal.
+        notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
+        ignored: Variables that are set, known and without meaning here.
+
+    Raises:
+        ConfigError: A number is negative, or the level is none.
+    """
+
+    fusion_threshold_bytes: int = 128 << 20
+    cycle_time_ms: float = 1.0
+    cache_capacity: int = 1024
+    disable_group_fusion: bool = False
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
+    stall_check: bool = True
+    stall_check_s: float = 60.0
+    stall_shutdown_s: float = 0.0
+    hierarchical_allreduce: bool | None = None
+    hierarchical_allgather: bool | None = None
+    autotune: bool = False
+    autotune_log: str = ""
+    autotune_warmup_samples: int = 3
+    autotune_steps_per_sample: int = 10
+    autotune_bayes_opt_max_samples: int = 20
+    autotune_gaussian_process_noise: float = 0.8
+    log_level: str = "warning"
+    notes: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value!r}, expected 0 or more"
+            for name in self.__slots__
+            if isinstance(value := getattr(self, name), (int, float)) and not value >= 0
+        ]
+        if self.log_level not in LEVELS:
+            problems.append(f"log_level is {self.log_level!r}, expected one of {', '.join(LEVELS)}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Environment:
+        """Read an environment. Says nothing: see `notes`.
+
+        Args:
+            environ: Such as `os.environ`.
+
+        Raises:
+            ConfigError: Values that cannot be read, all of them in one message.
+        """
+        found = read_variables(environ)
+        values: dict[str, Any] = dict(found.values)
+        return cls(**values, notes=found.notes, ignored=found.ignored)
+
+    @classmethod
+    def from_os(cls) -> Environment:
+        """Read that of this process. The first rank warns of what `notes` say, since all ranks have been told the same.
+
+        Raises:
+            ConfigError: As `of`.
+        """
+        environment = cls.of(os.environ)
+        if os.environ.get("RANK", "0") == "0":
+            for note in environment.notes:
+                warnings.warn(note, UserWarning, stacklevel=2)
+        return environment
+
+    def options(self, *, spans_hosts: bool = False) -> FusionOptions:
+        """Those of an engine.
+
+        Args:
+            spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by hosts.
+        """
+        by_hosts = spans_hosts and self.hierarchical_allreduce
+        return FusionOptions(
+            state=StateOptions(
+                threshold_bytes=self.fusion_threshold_bytes,
+                cache_capacity=self.cache_capacity,
+                split_groups=self.disable_group_fusion,
+                stall_check_s=self.stall_check_s if self.stall_check else 0.0,
+                stall_shutdown_s=self.stall_shutdown_s if self.stall_check else 0.0,
+            ),
+            cycle_time_s=self.cycle_time_ms * 1e-3,
+            algorithm="hierarchical" if by_hosts else None,
+        )

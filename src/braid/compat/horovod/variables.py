@@ -1,0 +1,208 @@
+"""Horovod's environment variables: which there are, how each is read, and which mean nothing here. Pure, and without torch.
+
+Problem: a variable that is misspelt, or that holds a word where a number belongs, changes nothing and says nothing; the job is
+then slow in a way that nobody looks for. Idea: one table. What it does not know is told with the closest name it knows, and
+everything that is wrong is said at once, by the launcher before anything starts and by a rank that was started otherwise.
+
+Source: the documentation of horovodrun and of its tensor fusion, timeline, stall check and autotune.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from braid.errors import ConfigError
+
+__all__ = ["PREFIX", "WITHOUT_MEANING", "Found", "closest", "read_variables"]
+
+PREFIX = "HOROVOD_"
+DYNAMIC = "DYNAMIC"  # a timeline that the program starts itself, which it always can here
+LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+YES, NO = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+Value = int | float | bool | str
+
+
+class Variable(NamedTuple):
+    """One variable.
+
+    Attributes:
+        field: Of `Environment`.
+        expected: What it may hold, in words.
+        read: Makes a value of it; raises ValueError.
+    """
+
+    field: str
+    expected: str
+    read: Callable[[str], Value]
+
+
+class Found(NamedTuple):
+    """What an environment says.
+
+    Attributes:
+        values: By field of `Environment`; those that are not set are missing.
+        notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
+        ignored: Names that are set, known and without meaning here.
+    """
+
+    values: Mapping[str, Value]
+    notes: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+
+def read_variables(environ: Mapping[str, str]) -> Found:
+    """Read what begins with HOROVOD_; an empty variable is one that is not set.
+
+    Args:
+        environ: The environment, such as `os.environ`.
+
+    Raises:
+        ConfigError: Values that cannot be read, all of them.
+    """
+    values: dict[str, Value] = {}
+    problems, notes, ignored = [], [], []
+    for name in sorted(environ):
+        text = environ[name].strip()
+        if not name.startswith(PREFIX) or not text:
+            continue
+        variable = VARIABLES.get(name)
+        if variable is not None:
+            try:
+                values[variable.field] = variable.read(text)
+            except ValueError:
+                problems.append(f"{name} is {text!r}, expected {variable.expected}")
+        elif name in WITHOUT_MEANING or name.startswith(BUILDING):
+            ignored.append(name)
+        else:
+            hint = closest(name, [*VARIABLES, *WITHOUT_MEANING])
+            notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if values.get("autotune"):
+        notes.append(
+            "HOROVOD_AUTOTUNE changes nothing: there is no search for sizes and times yet; set HOROVOD_FUSION_THRESHOLD "
+            "and HOROVOD_CYCLE_TIME"
+        )
+    return Found(values, tuple(notes), tuple(ignored))
+
+
+def closest(word: str, known: list[str]) -> str:
+    """`: did you mean X?`, when there is an X."""
+    found = get_close_matches(word, known, n=1, cutoff=0.75)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def _whole(text: str) -> int:
+    number = float(text)  # horovodrun writes sizes as 1.34e+08 now and then
+    if number < 0 or not number.is_integer():
+        raise ValueError(text)
+    return int(text) if text.isdecimal() else int(number)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise ValueError(text)
+    return number
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in YES | NO:
+        return text.lower() in YES
+    return _whole(text) > 0  # any number but 0 switches on
+
+
+def _off(text: str) -> bool:
+    return not _switch(text)
+
+
+def _path(text: str) -> str:
+    return "" if text == DYNAMIC else text
+
+
+def _level(text: str) -> str:
+    if text.lower() not in LEVELS:
+        raise ValueError(text)
+    return text.lower()
+
+
+BYTES, COUNT = "a number of bytes, 0 or more", "a whole number, 0 or more"
+MS, SECONDS = "milliseconds, 0 or more", "seconds, 0 or more"
+SWITCH = "0 or 1"
+
+VARIABLES: Mapping[str, Variable] = {
+    "HOROVOD_FUSION_THRESHOLD": Variable("fusion_threshold_bytes", BYTES, _whole),
+    "HOROVOD_CYCLE_TIME": Variable("cycle_time_ms", MS, _number),
+    "HOROVOD_CACHE_CAPACITY": Variable("cache_capacity", COUNT, _whole),
+    "HOROVOD_DISABLE_GROUP_FUSION": Variable("disable_group_fusion", SWITCH, _switch),
+    "HOROVOD_TIMELINE": Variable("timeline", "a path", _path),
+    "HOROVOD_TIMELINE_MARK_CYCLES": Variable("timeline_mark_cycles", SWITCH, _switch),
+    "HOROVOD_STALL_CHECK_DISABLE": Variable("stall_check", SWITCH, _off),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": Variable("stall_check_s", SECONDS, _number),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": Variable("stall_shutdown_s", SECONDS, _number),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": Variable("hierarchical_allreduce", SWITCH, _switch),
+    "HOROVOD_HIERARCHICAL_ALLGATHER": Variable("hierarchical_allgather", SWITCH, _switch),
+    "HOROVOD_AUTOTUNE": Variable("autotune", SWITCH, _switch),
+    "HOROVOD_AUTOTUNE_LOG": Variable("autotune_log", "a path", str),
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": Variable("autotune_warmup_samples", COUNT, _whole),
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": Variable("autotune_steps_per_sample", COUNT, _whole),
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": Variable(
+        "autotune_bayes_opt_max_samples", COUNT, _whole
+    ),
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": Variable(
+        "autotune_gaussian_process_noise", "a number, 0 or more", _number
+    ),
+    "HOROVOD_LOG_LEVEL": Variable("log_level", f"one of {', '.join(LEVELS)}", _level),
+}
+
+BUILDING = (  # read while Horovod is compiled
+    "HOROVOD_WITH_",
+    "HOROVOD_WITHOUT_",
+    "HOROVOD_GPU",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_BUILD_",
+    "HOROVOD_CUDA_",
+    "HOROVOD_ROCM_",
+    "HOROVOD_NCCL_",
+    "HOROVOD_DDL_",
+)
+
+WITHOUT_MEANING: Mapping[str, str] = {
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum is not sent through MPI",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "copies into the fusion buffer are torch's",
+    "HOROVOD_CCL_BGT_AFFINITY": "there is no oneCCL",
+    "HOROVOD_CCL_CACHE": "there is no oneCCL",
+    "HOROVOD_CONTROLLER": "ranks agree in one way",
+    "HOROVOD_CPU_OPERATIONS": "the engine of a group chooses its operations",
+    "HOROVOD_CROSS_RANK": "said by the launcher in torchrun's variables",
+    "HOROVOD_CROSS_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_DISABLE_NVTX_RANGES": "there are no ranges; see the timeline",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "sets can always be added",
+    "HOROVOD_ELASTIC": "elastic training is not there yet",
+    "HOROVOD_ELASTIC_TIMEOUT": "elastic training is not there yet",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "operations on GPUs are always asynchronous",
+    "HOROVOD_ENABLE_XLA_OPS": "there is no TensorFlow front",
+    "HOROVOD_GLOO_IFACE": "see --network-interfaces",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "ranks meet at the launcher",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "ranks meet at the launcher",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "every operation has its deadline",
+    "HOROVOD_HOSTNAME": "said by the launcher in torchrun's variables",
+    "HOROVOD_LOCAL_RANK": "said by the launcher in torchrun's variables",
+    "HOROVOD_LOCAL_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_LOG_HIDE_TIME": "messages carry no time",
+    "HOROVOD_LOG_TIMESTAMP": "messages carry no time",
+    "HOROVOD_MLSL_BGT_AFFINITY": "there is no MLSL",
+    "HOROVOD_MPI_THREADS_DISABLE": "there is no MPI",
+    "HOROVOD_NUM_NCCL_STREAMS": "torch's NCCL group has one stream",
+    "HOROVOD_NUM_STREAMS": "torch's NCCL group has one stream",
+    "HOROVOD_OP_TIMEOUT": "every operation has its deadline",
+    "HOROVOD_RANK": "said by the launcher in torchrun's variables",
+    "HOROVOD_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_SPARK_PYTHONPATH": "there is no Spark front",
+    "HOROVOD_SSH_IDENTITY_FILE": "see -i",
+    "HOROVOD_START_TIMEOUT": "see --start-timeout",
+    "HOROVOD_THREAD_AFFINITY": "the thread in the background goes where its rank may",
+}

@@ -1,0 +1,141 @@
+"""Claims of braid.compat.horovod.environment and variables."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.variables import LEVELS, VARIABLES, WITHOUT_MEANING
+from braid.errors import ConfigError
+from braid.fusion import FusionOptions, StateOptions
+
+
+def test_an_empty_environment_means_the_engines_own_defaults():
+    assert Environment.of({"HOME": "/root", "HOROVOD_CYCLE_TIME": ""}) == Environment()
+    assert Environment().options() == FusionOptions()
+
+
+def test_every_variable_has_a_field_and_every_field_a_variable():
+    named = [field.name for field in fields(Environment) if field.name not in {"notes", "ignored"}]
+    assert sorted(variable.field for variable in VARIABLES.values()) == sorted(named)
+    assert not set(VARIABLES) & set(WITHOUT_MEANING)
+
+
+def test_variables_become_options_of_the_engine():
+    environment = Environment.of(
+        {
+            "HOROVOD_FUSION_THRESHOLD": "33554432",
+            "HOROVOD_CYCLE_TIME": "3.5",
+            "HOROVOD_CACHE_CAPACITY": "0",
+            "HOROVOD_DISABLE_GROUP_FUSION": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+            "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        }
+    )
+    state = StateOptions(
+        threshold_bytes=32 << 20,
+        cache_capacity=0,
+        split_groups=True,
+        stall_check_s=5.0,
+        stall_shutdown_s=60.0,
+    )
+    assert environment.options() == FusionOptions(state=state, cycle_time_s=0.0035)
+    assert environment.options(spans_hosts=True).algorithm == "hierarchical"
+
+
+def test_a_stall_check_that_is_switched_off_neither_tells_nor_ends():
+    environment = Environment.of(
+        {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9"}
+    )
+    assert environment.options().state == StateOptions(stall_check_s=0.0, stall_shutdown_s=0.0)
+
+
+def test_a_timeline_that_the_program_starts_is_none_yet():
+    assert Environment.of({"HOROVOD_TIMELINE": "DYNAMIC"}) == Environment()
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        Environment.of(
+            {
+                "HOROVOD_FUSION_THRESHOLD": "64MB",
+                "HOROVOD_CYCLE_TIME": "-1",
+                "HOROVOD_LOG_LEVEL": "loud",
+                "HOROVOD_AUTOTUNE": "maybe",
+            }
+        )
+    assert str(caught.value) == (
+        "HOROVOD_AUTOTUNE is 'maybe', expected 0 or 1; HOROVOD_CYCLE_TIME is '-1', expected milliseconds, 0 or more; "
+        "HOROVOD_FUSION_THRESHOLD is '64MB', expected a number of bytes, 0 or more; "
+        "HOROVOD_LOG_LEVEL is 'loud', expected one of trace, debug, info, warning, error, fatal"
+    )
+
+
+def test_a_negative_field_is_refused():
+    with pytest.raises(ConfigError, match="cycle_time_ms is -1, expected 0 or more"):
+        Environment(cycle_time_ms=-1)
+
+
+def test_a_name_that_is_not_known_is_noted_with_the_closest_one():
+    found = Environment.of({"HOROVOD_FUSION_TRESHOLD": "1", "HOROVOD_XYZZY": "1"})
+    assert found.notes == (
+        "HOROVOD_FUSION_TRESHOLD is no variable of Horovod's and changes nothing: did you mean HOROVOD_FUSION_THRESHOLD?",
+        "HOROVOD_XYZZY is no variable of Horovod's and changes nothing",
+    )
+
+
+def test_autotune_says_that_it_is_not_there():
+    assert "no search" in Environment.of({"HOROVOD_AUTOTUNE": "1"}).notes[0]
+    assert Environment.of({"HOROVOD_AUTOTUNE": "0"}).notes == ()
+
+
+def test_variables_without_meaning_are_known():
+    environ = dict.fromkeys([*WITHOUT_MEANING, "HOROVOD_WITH_PYTORCH"], "1")
+    found = Environment.of(environ)
+    assert (found.notes, found.ignored) == ((), tuple(sorted(environ)))
+
+
+def test_the_first_rank_alone_warns_of_notes(monkeypatch):
+    monkeypatch.setenv("HOROVOD_XYZZY", "1")
+    monkeypatch.setenv("RANK", "1")
+    Environment.from_os()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="HOROVOD_XYZZY is no variable"):
+        Environment.from_os()
+
+
+@given(
+    st.integers(0, 1 << 40),
+    st.floats(0, 1e6),
+    st.booleans(),
+    st.sampled_from(LEVELS),
+    st.booleans(),
+)
+def test_what_is_written_is_read_back(size, time_ms, mark, level, by_hosts):
+    environ = {
+        "HOROVOD_FUSION_THRESHOLD": str(size),
+        "HOROVOD_CYCLE_TIME": repr(time_ms),
+        "HOROVOD_TIMELINE_MARK_CYCLES": str(int(mark)),
+        "HOROVOD_LOG_LEVEL": level.upper(),
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": str(by_hosts),
+    }
+    assert Environment.of(environ) == Environment(
+        fusion_threshold_bytes=size,
+        cycle_time_ms=time_ms,
+        timeline_mark_cycles=mark,
+        log_level=level,
+        hierarchical_allreduce=by_hosts,
+    )
+
+
+@given(st.dictionaries(st.sampled_from([*VARIABLES]), st.text(max_size=12)))
+def test_any_text_is_read_or_refused_by_name(environ):
+    try:
+        Environment.of(environ)
+    except ConfigError as exc:
+        assert any(name in str(exc) for name in environ)  # noqa: PT017 - both ways are right
