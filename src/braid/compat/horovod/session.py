@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from braid.compat.horovod.environment import Environment
-
 from braid import context
 from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
+from braid.compat.horovod.environment import Environment
 from braid.errors import ConfigError, StaleError
 from braid.fusion import Fusion, Request, Stall
 from braid.fusion.batching import Batch
@@ -222,7 +220,7 @@ def start(group: Group | None = None, environment: Environment | None = None) ->
     """
     if _HOLDER.session is None:
         group = context.init() if group is None else group
-        _HOLDER.session = Session(group, environment or Environment.of(os.environ))
+        _HOLDER.session = Session(group, environment or Environment.from_os())
         atexit.register(stop)
     return _HOLDER.session
 

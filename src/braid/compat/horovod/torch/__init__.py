@@ -24,6 +24,7 @@ from braid.compat.horovod.basics import (
     start_timeline,
     stop_timeline,
 )
+from braid.compat.horovod.failure import HorovodInternalError
 from braid.compat.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -53,7 +54,7 @@ from braid.compat.horovod.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from braid.compat.horovod.torch.handles import HorovodInternalError, poll, synchronize
+from braid.compat.horovod.torch.handles import poll, synchronize
 from braid.compat.horovod.torch.operations import (
     allgather_async,
     allreduce_async,

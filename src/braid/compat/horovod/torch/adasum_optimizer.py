@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
 from braid.compat.horovod.process_sets import ProcessSet
 from braid.compat.horovod.torch.compression import Compressor
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import allreduce_async_
 from braid.compat.horovod.torch.reductions import Adasum
 from braid.errors import ConfigError
-from torch import nn
 
 __all__ = ["AdasumSteps"]
 

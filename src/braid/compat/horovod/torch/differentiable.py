@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
 from braid.compat.horovod.torch.compression import Compression, Compressor

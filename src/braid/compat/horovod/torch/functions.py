@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+
 from braid.comm.plain_data import decode, encode
+from braid.compat.horovod.failure import HorovodInternalError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
-from braid.compat.horovod.torch.handles import HorovodInternalError, synchronize
+from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
 from braid.errors import ConfigError
 from braid.types import text_digest

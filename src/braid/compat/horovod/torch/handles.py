@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from braid.compat.horovod.failure import HorovodInternalError
 from braid.errors import CommError, ConfigError
 from braid.fusion import Handle, Result
 
 __all__ = ["HorovodInternalError", "Pending", "poll", "synchronize"]
-
-
-class HorovodInternalError(RuntimeError):
-    """An operation was refused on all ranks, or could not be carried out."""
 
 
 class Pending:

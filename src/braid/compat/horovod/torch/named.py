@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from braid.errors import ConfigError
 from torch import nn
+
+from braid.errors import ConfigError
 
 __all__ = ["named_groups", "named_of"]
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
 from braid.compat.horovod.torch.compression import Compression, Compressor
@@ -27,7 +29,6 @@ from braid.compat.horovod.torch.operations import (
 )
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
 from braid.errors import ConfigError
-from torch import nn
 
 __all__ = ["DistributedOptimizer"]
 

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+
 from braid.errors import ConfigError
 
 __all__ = [
