@@ -9,10 +9,33 @@ from typing import NamedTuple
 import torch
 
 from braid.fusion.request import Request
+from braid.fusion.streams import follow, mark
 
-__all__ = ["Entry", "Handle", "Result"]
+__all__ = ["Entry", "Handle", "Result", "Waiters"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
+
+
+class Waiters:
+    """Those of one engine: they share one condition, so that a handle costs next to nothing.
+
+    Args:
+        hurry: Called before a wait that is not over at once.
+    """
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
+        self.hurry = hurry
+        self._changed = threading.Condition()
+
+    def wait_for(self, handle: Handle) -> None:
+        """Until it is done."""
+        with self._changed:
+            self._changed.wait_for(handle.done)
+
+    def wake(self) -> None:
+        """Some are done."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 class Handle:
@@ -20,19 +43,22 @@ class Handle:
 
     Args:
         name: Of the operation.
-        waited_for: Called before a wait that is not over at once.
+        waiters: Those of the engine.
     """
 
-    def __init__(self, name: str, waited_for: Callable[[], None]) -> None:
+    __slots__ = ("_done", "_error", "_point", "_result", "_waiters", "name")
+
+    def __init__(self, name: str, waiters: Waiters) -> None:
         self.name = name
-        self._waited_for = waited_for
-        self._done = threading.Event()
+        self._waiters = waiters
+        self._done = False
         self._result: Result = None
         self._error: BaseException | None = None
+        self._point: torch.cuda.Event | None = None
 
     def done(self) -> bool:
         """Whether it has been carried out, or has failed."""
-        return self._done.is_set()
+        return self._done
 
     def wait(self) -> Result:
         """The result, once it is there.
@@ -40,26 +66,29 @@ class Handle:
         Raises:
             CommError: It was refused on all ranks, or could not be carried out.
         """
-        if not self._done.is_set():
-            self._waited_for()
-            self._done.wait()
+        if not self._done:
+            self._waiters.hurry()
+            self._waiters.wait_for(self)
         if self._error is not None:
             raise self._error
+        if self._point is not None:
+            follow([self._point], [_first(self._result)])
         return self._result
 
     def finish(self, result: Result) -> None:
-        """By the engine: it has been carried out."""
+        """By the engine, which wakes the waiters afterwards: it has been carried out."""
         self._result = result
-        self._done.set()
+        self._point = mark(_first(result))
+        self._done = True
 
     def fail(self, error: BaseException) -> None:
-        """By the engine: it cannot be carried out."""
-        if not self._done.is_set():
+        """By the engine, likewise: it cannot be carried out."""
+        if not self._done:
             self._error = error
-            self._done.set()
+            self._done = True
 
     def __repr__(self) -> str:
-        return f"Handle({self.name!r}, {'done' if self.done() else 'under way'})"
+        return f"Handle({self.name!r}, {'done' if self._done else 'under way'})"
 
 
 class Entry(NamedTuple):
@@ -71,6 +100,7 @@ class Entry(NamedTuple):
         out: Where the result goes if its shape is known before; may be `tensor`.
         handle: Who waits.
         submitted_ns: When.
+        point: Behind what computes `tensor`.
     """
 
     request: Request
@@ -78,12 +108,18 @@ class Entry(NamedTuple):
     out: torch.Tensor | None
     handle: Handle
     submitted_ns: int
+    point: torch.cuda.Event | None = None
 
     @classmethod
-    def stand_in(cls, request: Request) -> Entry:
+    def stand_in(cls, request: Request, waiters: Waiters) -> Entry:
         """Zeros, of a rank that has joined."""
         if not request.dtype:
-            return cls(request, None, None, Handle(request.name, lambda: None), 0)
+            return cls(request, None, None, Handle(request.name, waiters), 0)
         device = request.device.partition(":")[0]  # the number is another rank's
         zeros = torch.zeros(request.shape, dtype=getattr(torch, request.dtype), device=device)
-        return cls(request, zeros, zeros, Handle(request.name, lambda: None), 0)
+        return cls(request, zeros, zeros, Handle(request.name, waiters), 0)
+
+
+def _first(result: Result) -> torch.Tensor | None:
+    found = result[0] if isinstance(result, tuple) else result
+    return found if isinstance(found, torch.Tensor) else None

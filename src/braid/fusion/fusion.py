@@ -29,12 +29,13 @@ from braid.comm import Group
 from braid.errors import BraidError, CommError, ConfigError
 from braid.fusion.activities import Activities
 from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Handle
+from braid.fusion.entry import Entry, Handle, Waiters
 from braid.fusion.fusion_buffer import FusionBuffer
 from braid.fusion.fusion_state import FusionState, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
+from braid.fusion.streams import follow, mark
 from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion", "FusionOptions"]
@@ -104,6 +105,8 @@ class Fusion:
         self._state = FusionState(group.rank, group.ranks, self.options.state)
         self._entries: dict[str, Entry] = {}
         self._lock = threading.Condition()
+        self._waiters = Waiters(self._hurry)
+        self._sleeps = False
         self._joining: Handle | None = None
         self._urgent = False
         self._pause_s = MIN_PAUSE_S
@@ -144,7 +147,7 @@ class Fusion:
         """Several at once; see `submit`. All or none of them are taken."""
         now_ns = self._clock.now_ns()
         made = [
-            Entry(request, tensor, out, Handle(request.name, self._hurry), now_ns)
+            Entry(request, tensor, out, Handle(request.name, self._waiters), now_ns, mark(tensor))
             for request, tensor, out in wanted
         ]
         with self._lock:
@@ -154,7 +157,8 @@ class Fusion:
             for entry in made:
                 self._state.submit(entry.request, now_ns * 1e-9)
                 self._entries[entry.request.name] = entry
-            self._lock.notify()
+            if self._sleeps:
+                self._lock.notify()
         return [entry.handle for entry in made]
 
     def join(self) -> Handle:
@@ -163,7 +167,7 @@ class Fusion:
         Raises:
             CommError: The engine has ended.
         """
-        handle = Handle("join", self._hurry)
+        handle = Handle("join", self._waiters)
         with self._lock:
             self._check_running()
             self._joining = handle
@@ -227,8 +231,10 @@ class Fusion:
             if not (state.num_pending or self._joining):
                 pause_s = HEARTBEAT_S
             if not state.has_new:
+                self._sleeps = True
                 self._lock.wait_for(lambda: state.has_new, pause_s)
-            elif not self._urgent:
+                self._sleeps = False
+            if state.has_new and not self._urgent:
                 self._lock.wait_for(lambda: self._urgent, self.options.cycle_time_s)
             self._urgent = False
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
@@ -259,6 +265,7 @@ class Fusion:
         if outcome.last_joined >= 0 and self._joining is not None:
             joining, self._joining = self._joining, None
             joining.finish(self.group.ranks[outcome.last_joined])
+            self._waiters.wake()
         return outcome.stop
 
     def _ask(self) -> bytes:
@@ -275,7 +282,7 @@ class Fusion:
         return [
             self._entries.pop(response.name)
             if response.name in self._entries
-            else Entry.stand_in(response.request)
+            else Entry.stand_in(response.request, self._waiters)
             for response in batch.responses
         ]
 
@@ -284,15 +291,19 @@ class Fusion:
         if error:
             for entry in entries:
                 entry.handle.fail(CommError(error))
+            self._waiters.wake()
             return
         if batch.request.kind == STOP_TIMELINE:
             self._write_timeline()
             entries[0].handle.finish(None)
+            self._waiters.wake()
             return
         timeline, self.activities.kept = self._timeline, None if self._timeline is None else []
+        follow([entry.point for entry in entries], [entry.tensor for entry in entries])
         results = self.operations.choose(batch).carry_out(batch, entries)
         for entry, result in zip(entries, results, strict=True):
             entry.handle.finish(result)
+        self._waiters.wake()
         if timeline is not None:
             for entry in entries:
                 timeline.operation(
@@ -345,6 +356,7 @@ class Fusion:
             failed = CommError(msg)
             failed.__cause__ = error
             handle.fail(failed)
+        self._waiters.wake()
 
     def _now_s(self) -> float:
         return self._clock.now_ns() * 1e-9

@@ -116,7 +116,7 @@ class BufferedAllReduce:
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
         """Copy in, reduce, copy out."""
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
-        flat, views = self._buffer.views(tensors)
+        flat, views = self._buffer.views(batch, tensors)
         with self._activities.span("copy in", batch.nbytes):
             torch._foreach_copy_(views, tensors)
             scale(flat, batch.request.prescale)

@@ -82,6 +82,7 @@ class Session:
         places = group.objects.all_gather(mine)
         alike = sorted(node for local, node in places if local == mine[0])
         self.cross = alike.index(mine[1]), len(alike)
+        self.spans_hosts = len({node for _, node in places}) > 1
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
@@ -150,7 +151,10 @@ class Session:
         part = self._part(parent, ranks)
         if part is not None:
             engine = Fusion(
-                part, self.environment.options(), on_stall=_stall_teller(part.rank), told=self._told
+                part,
+                self.environment.options(spans_hosts=self.spans_hosts),
+                on_stall=_stall_teller(part.rank),
+                told=self._told,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
