@@ -28,10 +28,11 @@ import torch
 from braid.comm import Group
 from braid.errors import BraidError, CommError, ConfigError
 from braid.fusion.activities import Activities
+from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Handle, Waiters
 from braid.fusion.fusion_buffer import FusionBuffer
-from braid.fusion.fusion_state import FusionState, StateOptions
+from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
@@ -56,6 +57,7 @@ class FusionOptions:
         state: How ranks agree.
         cycle_time_s: For how long requests are collected before an exchange, while nobody waits for one.
         algorithm: Of all_reduce, see `Group.all_reduce`.
+        autotune: Search the limit of a batch and the cycle time; fixed when None.
 
     Raises:
         ConfigError: A time that is negative.
@@ -64,6 +66,7 @@ class FusionOptions:
     state: StateOptions = field(default_factory=StateOptions)
     cycle_time_s: float = 0.001
     algorithm: str | None = None
+    autotune: TuneOptions | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.cycle_time_s < float("inf"):
@@ -79,6 +82,7 @@ class Fusion:
         options: How.
         on_stall: Called on each rank with what has waited for long.
         told: Called with a kind and the way it is carried out, when that changes.
+        on_tuned: Called on the first rank when a search is over.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.
 
@@ -92,7 +96,9 @@ class Fusion:
         *,
         on_stall: Callable[[Stall], None] | None = None,
         told: Callable[[str, str], None] | None = None,
+        on_tuned: Callable[[Autotuner], None] | None = None,
     ) -> None:
+        self._on_tuned = on_tuned or (lambda _tuner: None)
         self.options = options or FusionOptions()
         self.group = group
         self.buffer = FusionBuffer(group)
@@ -110,6 +116,8 @@ class Fusion:
         self._joining: Handle | None = None
         self._urgent = False
         self._pause_s = MIN_PAUSE_S
+        self._cycle_time_s = self.options.cycle_time_s
+        self.tuner = self._tuner()
         self._timeline: Timeline | None = None
         self._path: Path | None = None
         self._ended = ""
@@ -235,7 +243,7 @@ class Fusion:
                 self._lock.wait_for(lambda: state.has_new, pause_s)
                 self._sleeps = False
             if state.has_new and not self._urgent:
-                self._lock.wait_for(lambda: self._urgent, self.options.cycle_time_s)
+                self._lock.wait_for(lambda: self._urgent, self._cycle_time_s)
             self._urgent = False
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
 
@@ -262,6 +270,7 @@ class Fusion:
             self._carry_out(batch, entries, agreed_ns)
         for stall in outcome.stalls:
             self._on_stall(stall)
+        self._tune(outcome)
         if outcome.last_joined >= 0 and self._joining is not None:
             joining, self._joining = self._joining, None
             joining.finish(self.group.ranks[outcome.last_joined])
@@ -314,6 +323,28 @@ class Fusion:
                     activities=self.activities.kept or (),
                     what=f"{entry.request.dtype}{list(entry.request.shape)}",
                 )
+
+    def _tuner(self) -> Autotuner | None:
+        """The search, on the rank that answers."""
+        options = self.options
+        if options.autotune is None or self.group.rank:
+            return None
+        start = Settings(options.state.threshold_bytes, options.cycle_time_s)
+        return Autotuner(start, options.autotune)
+
+    def _tune(self, outcome: Outcome) -> None:
+        """Follow new settings, and look for better ones."""
+        if outcome.cycle_time_s is not None:
+            self._cycle_time_s = outcome.cycle_time_s
+        if self.tuner is not None and outcome.batches:
+            nbytes = sum(batch.nbytes for batch in outcome.batches)
+            settings = self.tuner.note(nbytes, self._now_s())
+            if settings is not None:
+                with self._lock:
+                    self._state.propose(settings)
+            if self.tuner.done:
+                self._on_tuned(self.tuner)
+                self.tuner = None
 
     # Timelines.
 

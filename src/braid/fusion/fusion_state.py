@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 
 from braid.errors import ConfigError
+from braid.fusion.autotune import Settings
 from braid.fusion.batching import Batch, batches
 from braid.fusion.coordinator import Coordinator
 from braid.fusion.request import JOINABLE, Request, Response
@@ -90,6 +91,7 @@ class _Answer(msgspec.Struct, array_like=True):
     last_joined: int
     stalls: list[Stall]
     stop: str
+    settings: tuple[int, float] | None = None
 
 
 _NOTHING = _Answer([], -1, [], "")
@@ -104,12 +106,14 @@ class Outcome:
         last_joined: Position of the rank that joined last, when all have; -1 otherwise.
         stalls: What waits for ranks that have not submitted it.
         stop: Why everything ends now; empty to go on.
+        cycle_time_s: For how long requests are collected from now on, if that changes.
     """
 
     batches: Sequence[Batch] = ()
     last_joined: int = -1
     stalls: Sequence[Stall] = ()
     stop: str = ""
+    cycle_time_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -160,6 +164,8 @@ class FusionState:
         self._joined = False
         self._tell_joined = False
         self._stopping = ""
+        self._proposed: Settings | None = None
+        self._threshold_bytes = self.options.threshold_bytes
         self._cache = ResponseCache(self.options.cache_capacity)
         self._announced = 0  # bits of positions that the last word has said to be ready
         self._plans: dict[int, _Planned] = {}
@@ -211,11 +217,16 @@ class FusionState:
         """This rank wants all to end."""
         self._stopping = reason
 
+    def propose(self, settings: Settings) -> None:
+        """On rank 0: let all go on with other settings from the next cycle on."""
+        self._proposed = settings
+
     @property
     def has_new(self) -> bool:
         """Whether something was submitted that the others have not heard of."""
         unsaid = self._hits & ~self._announced
-        return bool(self._unsent or self._tell_joined or self._stopping or unsaid)
+        told = self._tell_joined or self._stopping or self._proposed
+        return bool(self._unsent or told or unsaid)
 
     @property
     def num_pending(self) -> int:
@@ -229,7 +240,9 @@ class FusionState:
         self._doubt_stalled(now_s)
         quiet = not (self._unsent or self._tell_joined or self._stopping or self._changed)
         if self._coordinator is not None and quiet:
-            quiet = not self._inspector.is_due(self._coordinator.waiting(), now_s)
+            quiet = self._proposed is None and not self._inspector.is_due(
+                self._coordinator.waiting(), now_s
+            )
         word = QUIET * quiet | (JOINED if self._joined else WORKING)
         hits = self._all if self._joined else self._hits
         valid = self._all & ~self._changed
@@ -279,9 +292,11 @@ class FusionState:
         responses = table.ready()
         last = table.all_joined()
         stalls, fatal = self._inspector.look(table.waiting(), table.joined, now_s)
-        return msgspec.msgpack.encode(
-            _Answer(responses, -1 if last is None else last, stalls, stop or fatal)
+        settings, self._proposed = self._proposed, None
+        found_now = _Answer(
+            responses, -1 if last is None else last, stalls, stop or fatal, settings
         )
+        return msgspec.msgpack.encode(found_now)
 
     def conclude(self, answer: bytes | None = None) -> Outcome:
         """What is to be done now.
@@ -301,7 +316,11 @@ class FusionState:
         if new.last_joined >= 0:
             self._joined = False
         planned = self._divide([*found, *new.responses])
-        return Outcome(planned, new.last_joined, new.stalls, new.stop)
+        cycle_time_s = None
+        if new.settings is not None:
+            self._threshold_bytes, cycle_time_s = new.settings
+            self._plans.clear()
+        return Outcome(planned, new.last_joined, new.stalls, new.stop, cycle_time_s)
 
     @property
     def digest(self) -> int:
@@ -328,7 +347,7 @@ class FusionState:
 
     def _divide(self, responses: Sequence[Response]) -> list[Batch]:
         options = self.options
-        return batches(responses, options.threshold_bytes, split_groups=options.split_groups)
+        return batches(responses, self._threshold_bytes, split_groups=options.split_groups)
 
     def _cached(self, position: int, *, all_work: bool) -> Response:
         """What was agreed on; refused if some rank has joined that cannot take part in it."""

@@ -20,7 +20,7 @@ def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
     if tensor is None or tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
     return event
 
 

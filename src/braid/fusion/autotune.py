@@ -1,0 +1,197 @@
+"""Searches the limit of a batch and the time for which requests are collected, while training goes on. Pure.
+
+Problem: how large batches should be depends on the network, on the model and on how busy the cores are; nobody knows it beforehand.
+
+Idea: try settings, each for some exchanges, and score them by bytes a second. A Gaussian process over what has been tried says of every other setting how good it
+may be; the one from which the most is to be expected is tried next. In the end the best is kept. The grid contains the settings that one starts with, so
+the search never ends with something worse than those for want of having looked.
+
+Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998 (expected improvement);
+Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, algorithm 2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from braid.errors import ConfigError
+
+__all__ = ["Autotuner", "Settings", "TuneOptions", "grid_around"]
+
+MIB = 1 << 20
+THRESHOLDS = (0, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
+CYCLE_TIMES_S = (0.0, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025)
+LENGTH = 0.3  # of the kernel, as a share of the range
+XI = 0.01  # improvement that is not worth a trial
+
+Array = npt.NDArray[np.float64]
+
+
+class Settings(NamedTuple):
+    """What is searched.
+
+    Attributes:
+        threshold_bytes: Limit of a batch.
+        cycle_time_s: For how long requests are collected.
+    """
+
+    threshold_bytes: int
+    cycle_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """How long the search goes on.
+
+    Attributes:
+        warmup_samples: Samples that are thrown away at the beginning.
+        steps_per_sample: Exchanges with work in a sample.
+        max_samples: Settings that are tried.
+        noise: Of a score, as a share of the scores' deviation.
+
+    Raises:
+        ConfigError: A number that makes no sense.
+    """
+
+    warmup_samples: int = 3
+    steps_per_sample: int = 10
+    max_samples: int = 20
+    noise: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.warmup_samples < 0 or self.steps_per_sample < 1 or self.max_samples < 1:
+            msg = f"expected a search of at least one sample of one step, found {self}"
+            raise ConfigError(msg)
+        if not 0 < self.noise < math.inf:
+            msg = f"expected noise above 0, found {self.noise}"
+            raise ConfigError(msg)
+
+
+def grid_around(start: Settings) -> list[Settings]:
+    """All settings that can be tried; `start` is one of them.
+
+    >>> Settings(128 << 20, 0.001) in grid_around(Settings(5, 0.1)), Settings(5, 0.1) in grid_around(Settings(5, 0.1))
+    (True, True)
+    """
+    thresholds = sorted({*THRESHOLDS, start.threshold_bytes})
+    times = sorted({*CYCLE_TIMES_S, start.cycle_time_s})
+    return [Settings(threshold, time_s) for threshold in thresholds for time_s in times]
+
+
+class Autotuner:
+    """The search, on one rank.
+
+    Args:
+        start: Settings that are in use.
+        options: How long.
+
+    Attributes:
+        done: Whether it is over.
+        samples: Settings that were tried, with bytes a second.
+    """
+
+    def __init__(self, start: Settings, options: TuneOptions | None = None) -> None:
+        self._options = options or TuneOptions()
+        self._grid = grid_around(start)
+        self._points = _scaled(self._grid)
+        self._now = start
+        self._warming = self._options.warmup_samples
+        self._begin_s: float | None = None
+        self._steps = 0
+        self._nbytes = 0
+        self.done = False
+        self.samples: list[tuple[Settings, float]] = []
+
+    @property
+    def best(self) -> Settings:
+        """Of those that were tried, the one with the best mean."""
+        scores: dict[Settings, list[float]] = {}
+        for settings, score in self.samples:
+            scores.setdefault(settings, []).append(score)
+        if not scores:
+            return self._now
+        return max(scores, key=lambda settings: sum(scores[settings]) / len(scores[settings]))
+
+    def note(self, nbytes: int, now_s: float) -> Settings | None:
+        """An exchange has led to work.
+
+        Args:
+            nbytes: That was carried out.
+            now_s: The time.
+
+        Returns:
+            Settings to go on with, if they change.
+        """
+        if self.done:
+            return None
+        if self._begin_s is None:
+            self._begin_s = now_s
+            return None
+        self._steps += 1
+        self._nbytes += nbytes
+        if self._steps < self._options.steps_per_sample:
+            return None
+        score = self._nbytes / max(now_s - self._begin_s, 1e-9)
+        self._begin_s, self._steps, self._nbytes = None, 0, 0
+        if self._warming > 0:
+            self._warming -= 1
+            return None
+        self.samples.append((self._now, score))
+        self.done = len(self.samples) >= self._options.max_samples
+        before, self._now = self._now, self.best if self.done else self._next()
+        return None if self._now == before else self._now
+
+    def _next(self) -> Settings:
+        """The settings from which the most is to be expected."""
+        tried = np.array([self._grid.index(settings) for settings, _ in self.samples])
+        scores = np.array([score for _, score in self.samples])
+        deviation = scores.std() or 1.0
+        values = (scores - scores.mean()) / deviation
+        mean, sigma = _posterior(self._points[tried], values, self._points, self._options.noise)
+        gain = mean - values.max() - XI
+        z = gain / sigma
+        expected = gain * _cdf(z) + sigma * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
+        return self._grid[int(np.argmax(expected))]
+
+    def __repr__(self) -> str:
+        return f"Autotuner({len(self.samples)} of {self._options.max_samples} samples, best {self.best})"
+
+
+def _scaled(grid: list[Settings]) -> Array:
+    """Settings in the unit square, by their place among the others: they are spaced by factors."""
+    thresholds = sorted({settings.threshold_bytes for settings in grid})
+    times = sorted({settings.cycle_time_s for settings in grid})
+    return np.array(
+        [
+            (
+                thresholds.index(settings.threshold_bytes) / max(1, len(thresholds) - 1),
+                times.index(settings.cycle_time_s) / max(1, len(times) - 1),
+            )
+            for settings in grid
+        ]
+    )
+
+
+def _posterior(tried: Array, values: Array, points: Array, noise: float) -> tuple[Array, Array]:
+    """Mean and deviation of a Gaussian process at `points`, given `values` where it was tried."""
+    lower = np.linalg.cholesky(_kernel(tried, tried) + (noise**2 + 1e-9) * np.eye(len(tried)))
+    across = _kernel(tried, points)
+    half = np.linalg.solve(lower, across)
+    mean = half.T @ np.linalg.solve(lower, values)
+    variance = np.clip(1.0 - (half**2).sum(0), 1e-12, None)
+    return mean, np.sqrt(variance)
+
+
+def _kernel(a: Array, b: Array) -> Array:
+    squared = ((a[:, None, :] - b[None, :, :]) ** 2).sum(-1)
+    found: Array = np.exp(-0.5 * squared / LENGTH**2)
+    return found
+
+
+def _cdf(z: Array) -> Array:
+    return np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in z])
