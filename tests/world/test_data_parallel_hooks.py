@@ -209,6 +209,46 @@ def test_gradients_of_16_bits_keep_what_they_round(world):
     assert all(lost < 1e-6 for lost in world(2, _lost_in_16_bits))
 
 
+# Parameters that do not lie row by row.
+
+
+def _wider(state: object, bucket: GradBucket) -> Any:
+    """The average, in another buffer."""
+    before = [gradient.clone() for gradient in bucket.gradients()]
+    bucket.set_buffer(bucket.buffer().double())
+    assert all(map(torch.equal, before, [g.float() for g in bucket.gradients()]))
+    return bucket.group.all_reduce(bucket.buffer(), "avg", async_op=True)
+
+
+def _strided(group: Group, hook: Any, strided: bool) -> list[torch.Tensor]:
+    model = nn.Module()
+    image, matrix = torch.zeros(8, 6, 3, 3), torch.zeros(10, 12)
+    if strided:
+        image = image.to(memory_format=torch.channels_last)
+        matrix = torch.zeros(12, 10).T
+    model.params = nn.ParameterList([image, matrix, torch.zeros(5, 2).T[:1]])
+    generator = torch.Generator().manual_seed(group.rank)
+    model.forward = lambda xs: sum((p * x).sum() for p, x in zip(model.params, xs, strict=True))
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, copy.deepcopy(hook))
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped([torch.randn(p.shape, generator=generator) for p in model.params]).backward()
+        found += [p.grad.clone() for p in model.params]
+    return found
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [PowerSGDHook(), PowerSGDHook(PowerSGDOptions(error_feedback=False)), adasum_hook, _wider],
+    ids=["powersgd", "powersgd that forgets", "adasum", "set_buffer"],
+)
+def test_hooks_do_not_mind_how_parameters_lie_in_memory(world, hook):
+    told, expected = world(2, _strided, hook, True), world(2, _strided, hook, False)
+    torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-4)
+
+
 # Casts, torch's hooks, users' hooks.
 
 

@@ -29,6 +29,7 @@ from braid.comm import Group
 from braid.data_parallel.flat_params import FlatParams
 from braid.errors import ConfigError
 from braid.params import GradBucket
+from braid.params.flat import shaped
 from braid.params.grad_bucket import Steps
 
 __all__ = ["adasum", "adasum_hook", "combine_adasum"]
@@ -94,7 +95,7 @@ def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> 
     power = 1 << (size.bit_length() - 1)
     other = torch.empty_like(flat)
     pieces = torch.split(other, [part.numel() for part in parts])
-    theirs = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    theirs = [shaped(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
     def exchange(peer: int, *, sends: bool, into: torch.Tensor | None) -> Steps:
         with group.coalesce(lazily=True) as batch:

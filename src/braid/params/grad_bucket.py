@@ -21,6 +21,7 @@ import torch
 
 from braid.comm import Group, Work
 from braid.errors import ConfigError
+from braid.params.flat import shaped
 
 __all__ = ["Answer", "Awaited", "GradBucket", "Hook", "Steps", "steps_of"]
 
@@ -82,7 +83,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer per parameter."""
+        """One view of the buffer per parameter, with its strides, as in channels_last."""
         return list(self._gradients)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -104,7 +105,7 @@ class GradBucket:
         flat = _checked(self, tensor).view(-1)
         parts = torch.split(flat, [gradient.numel() for gradient in self._gradients])
         pairs = zip(parts, self._gradients, strict=True)
-        self._gradients = [part.view(gradient.shape) for part, gradient in pairs]
+        self._gradients = [shaped(part, gradient) for part, gradient in pairs]
         self._buffer = flat
 
     def settle(self, found: Any) -> None:
