@@ -108,6 +108,19 @@ def test_push_sum_finds_the_mean_although_rows_do_not_sum_to_one(world):
         )
 
 
+def _close(group: Group, dtype: torch.dtype) -> float:
+    param = nn.Parameter(torch.zeros(1, dtype=dtype))
+    method = _complete([param], group)
+    with torch.no_grad():
+        param.add_(1 + group.rank * (2**-7 if param.is_floating_point() else 2**-7 * 1j))
+    return method.consensus_distance()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_the_consensus_distance_may_be_less_than_16_bits_can_tell(world, dtype):
+    assert world(2, _close, dtype) == [2**-8] * 2
+
+
 def test_the_consensus_distance_is_an_event_of_few_names(world):
     (_, distances, events), *_ = world(2, _mixed, _complete, 1)
     above = math.ceil(math.log2(distances[0]))

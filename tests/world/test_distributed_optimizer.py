@@ -156,6 +156,23 @@ def test_norms_are_those_of_one_vector_sparse_and_16_bit_gradients_included():
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
+def test_norms_count_gradients_without_numbers_as_nothing():
+    words = nn.Embedding(4, 2, sparse=True)
+    words.weight.data.zero_()
+    words(torch.zeros(0, dtype=torch.int64)).sum().backward()
+    empty = nn.Parameter(torch.zeros(0))
+    empty.grad = torch.zeros(0)
+    assert grad_norm([words.weight, empty], float("inf")).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_16_bits_are_clipped_by_factors_that_16_bits_do_not_have(dtype):
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    param.grad = torch.full((4,), 30000.0, dtype=dtype)
+    clip_grad_norm_([param], 0.01)  # by 1.7e-7
+    assert grad_norm([param]).item() == pytest.approx(0.01, rel=2**-8)
+
+
 def test_lars_moves_every_layer_by_the_same_share_of_its_size():
     big, small = (nn.Parameter(torch.ones(4) * size) for size in (100.0, 0.01))
     before = [big.detach().clone(), small.detach().clone()]
@@ -164,6 +181,32 @@ def test_lars_moves_every_layer_by_the_same_share_of_its_size():
     optimizer.step()
     for param, old in zip((big, small), before, strict=True):
         assert ((old - param).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-4)
+
+
+def test_lars_is_algorithm_1_of_its_paper():
+    param = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = LARS([param], lr=0.5, momentum=0.9, weight_decay=0.1, trust_coefficient=0.02)
+    w, v = param.detach().double(), torch.zeros(2, dtype=torch.float64)
+    for step in range(3):
+        g = torch.tensor([1.0, -2.0 * step])
+        param.grad = g.clone()
+        optimizer.step()
+        local = 0.02 * w.norm() / (g.double().norm() + 0.1 * w.norm())
+        v = 0.9 * v + 0.5 * local * (g + 0.1 * w)
+        w = w - v
+        torch.testing.assert_close(param.detach().double(), w, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
+def test_weights_that_begin_at_zero_take_plain_steps(make):
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    groups = [
+        {"params": [p], "trust": trust} for p, trust in zip(params, (True, False), strict=True)
+    ]
+    for param in params:
+        param.grad = torch.tensor([1.0, 2.0, 3.0])
+    make(groups, lr=0.1).step()
+    assert params[0].tolist() == params[1].tolist() != [0.0] * 3
 
 
 def test_lars_without_trust_is_momentum_sgd():

@@ -73,12 +73,13 @@ class Decentralized(ABC):
 
         It is written into the rank's events as well, as the next power of 2, with the number of the step.
 
-        Cost: as an averaging of the parameters.
+        Cost: as an averaging of the parameters, in 32 bits at least.
         """
         total = torch.zeros(1, dtype=torch.float64, device=self._flat.flats[0].device)
         for flat in self._flat.read():
-            average = self.group.all_reduce(flat.clone(), "avg")
-            total += (flat - average).double().square().sum()
+            own = _wide(flat)  # ranks may be closer than 16 bits can tell
+            average = self.group.all_reduce(own.clone(), "avg")
+            total += (own - average).abs().double().square().sum().to(total.device)
         found = math.sqrt(self.group.all_reduce(total, "avg").item())
         # names of events are kept for good: a number in them must not have too many values
         bound = f"under 2^{math.ceil(math.log2(found))}" if 0 < found < math.inf else str(found)
