@@ -220,7 +220,59 @@ def test_the_step_of_the_averager_is_in_the_state_of_its_optimizer(world):
     assert world(1, _step_of_state) == [(3, 0, [0.0125])]
 
 
+def _scaled(group: Group, make: Any) -> list[list[float]]:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = make(torch.optim.SGD([param], lr=0.5, fused=True), group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for factor in (2.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((param * (factor if group.rank else 2.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(param.tolist())
+    return found
+
+
+def _scaled_post_local(inner: torch.optim.Optimizer, group: Group) -> Any:
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, 1, group))
+
+
+def _scaled_diloco(inner: torch.optim.Optimizer, group: Group) -> Any:
+    return DiLoCo(inner, period=2, lr=1.0, momentum=0.0, process_group=group)
+
+
+@pytest.mark.parametrize("make", [_scaled_post_local, _scaled_diloco])
+def test_a_scaler_reaches_the_fused_optimizer_inside_and_all_count_the_steps_that_it_leaves_out(
+    world, make
+):
+    # the second step of rank 1 overflows: the mean of -2 and -1
+    assert world(2, _scaled, make) == [[[-1.0, -1.0], [-1.5, -1.5]]] * 2
+
+
 # DiLoCo.
+
+
+def _grown(group: Group, how: str) -> str:
+    params = [nn.Parameter(torch.ones(n), requires_grad=n != 3) for n in (2, 3)]
+    optimizer = DiLoCo(torch.optim.SGD(params, lr=0.1), process_group=group)
+    optimizer.step()
+    params[0].requires_grad_(False)
+    optimizer.step()  # nothing is lost by that
+    if how == "unfrozen":
+        params[1].requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_diloco_refuses_parameters_that_it_would_never_average(world, how):
+    assert "of shapes (3,), which have been unfrozen or added" in world(1, _grown, how)[0]
 
 
 def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:

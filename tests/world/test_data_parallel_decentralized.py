@@ -240,6 +240,27 @@ def test_what_does_not_fit_is_refused(world, case, words):
     assert all(words in text for text in world(3, _refused, case))
 
 
+def _pairs(params: Any, group: Group) -> ADPSGD:
+    return ADPSGD(params, group)
+
+
+def _unfrozen(group: Group, make: Any) -> str:
+    params = [nn.Parameter(torch.ones(n), requires_grad=n != 3) for n in (2, 3)]
+    method = make([{"params": params}], group)
+    method.mix()
+    params[1].requires_grad_(True)
+    try:
+        method.mix()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("make", [_ring, _push, _pairs], ids=lambda make: make.__name__)
+def test_parameters_that_would_never_be_mixed_are_refused(world, make):
+    assert "of shapes (3,), which have been unfrozen" in world(1, _unfrozen, make)[0]
+
+
 # AD-PSGD.
 
 

@@ -16,7 +16,8 @@ it; it belongs beside the loss.
     DPSGD     neighbours in both directions agree: doubly stochastic weights
     PushSum   messages in one direction only: a weight travels along and is divided out, so columns need to sum to 1, rows do not
 
-The module is used as it is, not in DistributedDataParallel. Rank 0's parameters are copied to all at the beginning; buffers stay each rank's own.
+The module is used as it is, not in DistributedDataParallel. Rank 0's trained parameters are copied to all at the beginning; frozen ones and buffers stay
+each rank's own.
 In `ad_psgd` ranks do not even keep step.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, algorithm 1 (there, gradients are taken before mixing and
@@ -32,7 +33,13 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.flat_params import FlatParams, Params, make_equal, parameters_in
+from braid.data_parallel.flat_params import (
+    FlatParams,
+    Params,
+    make_equal,
+    parameters_in,
+    refuse_others,
+)
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.mixing import Mixing
 from braid.errors import ConfigError
@@ -60,12 +67,20 @@ class Decentralized(ABC):
     def __init__(self, params: Params, process_group: Any = None) -> None:
         self.group = group_of(process_group)
         self.num_mixed = 0
-        self._flat = FlatParams(parameters_in(params), self.group)
+        self._given = [p for x in params for p in (x["params"] if isinstance(x, Mapping) else [x])]
+        self._flat = FlatParams(parameters_in(self._given), self.group)
         make_equal(self._flat, self.group)
 
     @abstractmethod
     def mix(self) -> None:
-        """Call after each step of the optimizer."""
+        """Call after each step of the optimizer.
+
+        Raises:
+            ConfigError: Parameters have been unfrozen since this was made.
+        """
+
+    def _refuse_others(self) -> None:
+        refuse_others(self._flat, self._given, type(self).__name__)
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -100,6 +115,7 @@ class _Synchronous(Decentralized):
 
     def _mixed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the matrix of this step makes of all ranks' tensors, added in the order of ranks, in 32 bits at least."""
+        self._refuse_others()
         rank, step = self.group.rank, self.num_mixed
         sources = self.mixing.sources(rank, step)
         while len(self._rooms) < len(sources):
@@ -157,7 +173,7 @@ class DPSGD(_Synchronous):
         return {"num_mixed": self.num_mixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program."""
+        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
         self.num_mixed = state["num_mixed"]
 
 
@@ -208,7 +224,7 @@ class PushSum(_Synchronous):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program."""
+        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
         self.num_mixed = state["num_mixed"]
         for into, x in zip([*self._x, self._w], [*state["x"], state["w"]], strict=True):
             into.copy_(x)

@@ -17,7 +17,7 @@ from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, allocator
 
-__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in"]
+__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in", "refuse_others"]
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -99,6 +99,24 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
         msg = "expected at least one parameter that requires a gradient, found none: was an iterator used twice?"
         raise ConfigError(msg)
     return found
+
+
+def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
+    """Parameters that are trained, but were not when `what` was made, would never be exchanged.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    known = set(map(id, flat.params))
+    others = [
+        tuple(param.shape) for param in params if param.requires_grad and id(param) not in known
+    ]
+    if others:
+        msg = (
+            f"expected the parameters that were trained when {what} was made, found others, of shapes {', '.join(map(str, others[:8]))}, "
+            f"which have been unfrozen or added since: make {what} anew on all ranks"
+        )
+        raise ConfigError(msg)
 
 
 def mean(flat: FlatParams, group: Group) -> None:

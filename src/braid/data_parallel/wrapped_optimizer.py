@@ -10,12 +10,34 @@ import torch
 __all__ = ["WrappedOptimizer"]
 
 
+class _Inside:
+    """An attribute of the optimizer inside, whoever sets it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: WrappedOptimizer | None, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(wrapper.optim, self._name)
+
+    def __set__(self, wrapper: WrappedOptimizer, value: Any) -> None:
+        setattr(wrapper.optim, self._name, value)
+
+    def __delete__(self, wrapper: WrappedOptimizer) -> None:
+        delattr(wrapper.optim, self._name)
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """Looks like the optimizer inside to learning rate schedulers, scalers and hooks.
+
+    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps out on the rank whose gradients overflow, unless the
+    optimizer inside is a fused one (`fused=True`), which does so itself.
 
     Args:
         optim: The optimizer that takes the steps.
     """
+
+    grad_scale = _Inside()  # what a GradScaler hands to fused optimizers during a step
+    found_inf = _Inside()
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim  # torch's constructor would make groups and state of its own
