@@ -136,13 +136,27 @@ def test_averaging_in_every_step_is_said_to_be_a_waste(world):
     world(1, _averaged_in_every_step)
 
 
-def _post_local(group: Group, start: int, steps: int) -> list[torch.Tensor]:
+def _post_local(group: Group, start: int, steps: int, pause: int = -1) -> list[torch.Tensor]:
+    """Wrapped anew after `pause` steps."""
     model = Model()
-    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
-    wrapped.register_comm_hook(None, PostLocalSGDHook(start))
-    averager = PeriodicModelAverager(3, start, group)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+
+    def make() -> tuple[DistributedDataParallel, PostLocalSGDOptimizer]:
+        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+        wrapped.register_comm_hook(None, PostLocalSGDHook(start))
+        averager = PeriodicModelAverager(3, start, group)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return wrapped, PostLocalSGDOptimizer(inner, averager)
+
+    wrapped, optimizer = make()
     for step in range(steps):
+        if step == pause:
+            state = copy.deepcopy(
+                [model.state_dict(), wrapped.hook_state(), optimizer.state_dict()]
+            )
+            wrapped, optimizer = make()
+            model.load_state_dict(state[0])
+            wrapped.load_hook_state(state[1])
+            optimizer.load_state_dict(state[2])
         optimizer.zero_grad()
         wrapped(_batch(group.rank, step)).backward()
         optimizer.step()
@@ -180,6 +194,13 @@ def test_post_local_sgd_averages_gradients_and_then_models(world, start, steps):
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
     averaged_last = steps <= start or (steps - 1 - start) % 3 == 0
     assert torch.equal(told[0][0], told[1][0]) == averaged_last
+
+
+@pytest.mark.parametrize("pause", [1, 4])
+def test_post_local_sgd_goes_on_from_its_state_as_if_nothing_had_been(world, pause):
+    told = zip(world(2, _post_local, 2, 6, pause), world(2, _post_local, 2, 6), strict=True)
+    for found, expected in told:
+        assert all(map(torch.equal, found, expected))
 
 
 def _of_a_few(group: Group) -> torch.Tensor:
@@ -301,13 +322,13 @@ def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> li
     return _values(model)
 
 
-def _diloco_in_one_process(size: int, steps: int, lr: float, momentum: float) -> Any:
+def _diloco_in_one_process(
+    size: int, steps: int, lr: float, momentum: float, nesterov: bool
+) -> Any:
     models = [Model() for _ in range(size)]
     inner = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
     outer_model = Model()
-    outer = torch.optim.SGD(
-        outer_model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0
-    )
+    outer = torch.optim.SGD(outer_model.parameters(), lr=lr, momentum=momentum, nesterov=nesterov)
     for step in range(steps):
         for rank, model in enumerate(models):
             model.zero_grad()
@@ -324,11 +345,15 @@ def _diloco_in_one_process(size: int, steps: int, lr: float, momentum: float) ->
     return [_values(model) for model in models]
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)], ids=["nesterov", "local"])
+@pytest.mark.parametrize(
+    ("lr", "momentum", "nesterov"),
+    [(0.7, 0.9, True), (0.7, 0.9, False), (1.0, 0.0, False)],
+    ids=["nesterov", "heavy ball", "local"],
+)
 @pytest.mark.parametrize("steps", [6, 8])
-def test_diloco_is_its_algorithm_in_one_process(world, lr, momentum, steps):
-    told = world(3, _diloco, -1, steps, {"lr": lr, "momentum": momentum})
-    expected = _diloco_in_one_process(3, steps, lr, momentum)
+def test_diloco_is_its_algorithm_in_one_process(world, lr, momentum, nesterov, steps):
+    told = world(3, _diloco, -1, steps, {"lr": lr, "momentum": momentum, "nesterov": nesterov})
+    expected = _diloco_in_one_process(3, steps, lr, momentum, nesterov)
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(told[0][0], told[1][0]) == (steps == 6)
 

@@ -191,26 +191,28 @@ def test_a_complete_graph_trains_as_averaged_gradients_do(world):
         torch.testing.assert_close(torch.tensor(found), param.detach())
 
 
-def _pushes(group: Group, pause: int) -> list[float]:
+def _paused(group: Group, make: Any, pause: int) -> list[float]:
+    """Made anew after `pause` steps."""
     param = nn.Parameter(torch.zeros(6))
-    method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+    method = make([param], group)
     for step in range(5):
         if step == pause:
             value, state = param.detach().clone(), method.state_dict()
-            method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+            method = make([param], group)
             method.load_state_dict(state)
             with torch.no_grad():
                 param.copy_(value)
         with torch.no_grad():
             param.add_(_target(group.rank))
         method.mix()
-    return [*param.tolist(), method.weight]
+    return [*param.tolist(), getattr(method, "weight", 1.0)]
 
 
-def test_push_sum_goes_on_from_its_state(world):
-    told = world(3, _pushes, 3)
-    assert told == world(3, _pushes, -1)
-    assert sum(found[-1] for found in told) == pytest.approx(3.0)
+@pytest.mark.parametrize(("make", "size"), [(_push, 3), (_one_peer, 4)])
+def test_mixing_goes_on_from_its_state(world, make, size):
+    told = world(size, _paused, make, 3)
+    assert told == world(size, _paused, make, -1)
+    assert sum(found[-1] for found in told) == pytest.approx(size)
 
 
 def _refused(group: Group, case: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from braid.data_parallel import (
     bf16_hook,
     fp16_hook,
 )
+from braid.data_parallel.hooks import hook_of
 from braid.data_parallel.mixed_precision import MixedPrecision
 from braid.errors import ConfigError
-from braid.params import GradBucket
+from braid.params import GradBucket, ParamTable
 from braid.testing.pool import ProcessPool
 from braid.types import text_digest
 
@@ -276,6 +278,22 @@ def test_complex_gradients_are_not_cast(world):
     assert world(2, _cast_complex) == [1.0 + 0.0j] * 2
 
 
+def _in_half(group: Group, hook: Any) -> list[float]:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda factor: (weight * factor).sum()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    wrapped(2.0**20).backward()
+    return weight.grad.tolist()
+
+
+def test_gradients_of_16_bits_are_not_cast(world):
+    """In the other 16 bits this would be infinite."""
+    assert world(2, _in_half, fp16_hook) == [[2.0**20] * 2] * 2
+
+
 def _wrong_order(group: Group) -> tuple[list[int], list[torch.Tensor]]:
     """Ranks use two branches in different orders, so buckets are full in different orders."""
     model = nn.ModuleList([_linear(4, 4) for _ in range(3)])
@@ -428,6 +446,17 @@ def _refused(group: Group, name: str) -> str:
 )
 def test_a_name_that_means_nothing_is_refused_with_those_that_do(world, name, words):
     assert words in world(1, _refused, name)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"), [("int8", "bf16_hook"), ("bf16+powersgd", "use hook='powersgd' instead")]
+)
+def test_a_format_is_refused_where_a_backend_of_torch_moves_numbers(name, instead):
+    table = ParamTable.of(_model())
+    engine = SimpleNamespace(capabilities=SimpleNamespace(wires=False))
+    with pytest.raises(ConfigError, match=f"found one whose numbers .* {instead}"):
+        hook_of(name, SimpleNamespace(engine=engine), table)
+    assert hook_of("powersgd", SimpleNamespace(engine=engine), table)[0] is None
 
 
 def _other_state(group: Group) -> str:

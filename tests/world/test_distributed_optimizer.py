@@ -209,10 +209,12 @@ def test_weights_that_begin_at_zero_take_plain_steps(make):
     assert params[0].tolist() == params[1].tolist() != [0.0] * 3
 
 
-def test_lars_without_trust_is_momentum_sgd():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_without_trust_is_momentum_sgd(nesterov):
     one, other = net(), net()
-    ours = LARS([{"params": one.parameters(), "trust": False}], lr=0.1, weight_decay=0.01)
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    ours = LARS([{"params": one.parameters(), "trust": False}], **options)
+    theirs = torch.optim.SGD(other.parameters(), **options)
     for step in range(4):
         for module, optimizer in ((one, ours), (other, theirs)):
             optimizer.zero_grad()
@@ -240,6 +242,24 @@ def test_lamb_without_trust_is_adam_and_with_it_moves_by_the_size_of_the_weights
     optimizer.step()
     for old, new in zip(before, trusting.parameters(), strict=True):
         assert ((old - new).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
+def test_optimizers_by_layer_go_on_from_their_state(make):
+    def trained(pause: int) -> list[torch.Tensor]:
+        module = net()
+        optimizer = make(module.parameters(), lr=0.1)
+        for step in range(4):
+            if step == pause:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = make(module.parameters(), lr=1.0)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(module, 0, step).backward()
+            optimizer.step()
+        return values(module)
+
+    assert all(map(torch.equal, trained(2), trained(-1)))
 
 
 @pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])
