@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from typing import Any
 
@@ -18,7 +19,7 @@ from braid.data_parallel import (
     PostLocalSGDHook,
     PostLocalSGDOptimizer,
 )
-from braid.errors import ConfigError
+from braid.errors import ConfigError, StaleError
 
 WIDTH = 6
 
@@ -90,6 +91,22 @@ def test_a_hierarchical_averager_takes_the_longest_period_that_is_due(world):
     assert told == [list(column) for column in zip(*expected, strict=True)]
 
 
+def _unfrozen(group: Group) -> list[float]:
+    params = [nn.Parameter(torch.full((2,), float(group.rank))) for _ in range(2)]
+    params[1].requires_grad_(False)
+    averager = PeriodicModelAverager(2, 0, group)
+    found = []
+    for _ in range(3):
+        averager.average_parameters(params)
+        found.append(params[1][0].item())
+        params[1].requires_grad_(True)
+    return found
+
+
+def test_parameters_that_are_unfrozen_are_averaged_from_then_on(world):
+    assert world(2, _unfrozen) == [[0.0, 0.0, 0.5], [1.0, 1.0, 0.5]]
+
+
 def _refused(group: Group, case: str) -> str:
     calls = {
         "period": lambda: PeriodicModelAverager(0, 0, group),
@@ -116,7 +133,7 @@ def _refused(group: Group, case: str) -> str:
         ("warmup", "found -1"),
         ("empty", "found none"),
         ("text", "found str"),
-        ("no levels", "such as {4: 1, 16: 2}, found {}"),
+        ("no levels", "such as {4: 2}, found {}"),
         ("too large", "found {2: 4}"),
         ("shrinks", "growing periods"),
         ("start", "found -1"),
@@ -125,6 +142,36 @@ def _refused(group: Group, case: str) -> str:
 )
 def test_what_makes_no_sense_is_refused(world, case, words):
     assert all(words in text for text in world(2, _refused, case))
+
+
+def _advised(group: Group) -> bool:
+    try:
+        HierarchicalModelAverager({}, 0, group)
+    except ConfigError as error:
+        example = str(error).partition("such as ")[2].partition(", found")[0]
+        HierarchicalModelAverager(ast.literal_eval(example), 0, group).close()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_the_hierarchy_that_is_advised_is_none_that_is_refused(world, size):
+    assert all(world(size, _advised))
+
+
+def _closed(group: Group) -> tuple[bool, float]:
+    averager = HierarchicalModelAverager({2: 1, 4: 2}, 0, group)
+    averager.close()
+    averager.step = 2
+    try:
+        averager.average_parameters([nn.Parameter(torch.ones(1))])
+    except StaleError:
+        return True, group.all_reduce(torch.ones(1)).item()
+    return False, 0.0
+
+
+def test_a_hierarchy_gives_its_own_groups_back_and_no_others(world):
+    assert world(2, _closed) == [(True, 2.0)] * 2
 
 
 def _averaged_in_every_step(group: Group) -> None:
@@ -375,6 +422,32 @@ def test_diloco_sends_ways_in_few_bytes_and_keeps_what_they_miss(hosts, wire):
         assert all(torch.equal(found[0], rough[0][0]) for found in rough)
         assert not torch.equal(rough[0][0], exact[0][0])
         torch.testing.assert_close(rough, exact, rtol=0.05, atol=0.02)
+
+
+def _owing(group: Group) -> list[list[float]]:
+    param = nn.Parameter(torch.zeros(2))
+    found = []
+
+    def make() -> DiLoCo:
+        inner = torch.optim.SGD([param], lr=0.0)
+        return DiLoCo(inner, period=1, lr=1.0, momentum=0.0, process_group=group)
+
+    state = make().state_dict()
+    state["diloco"]["residual"] = [torch.tensor([1.0, 2.0 * group.rank])]
+    optimizer = make()
+    optimizer.load_state_dict(state)
+    assert torch.equal(
+        optimizer.state_dict()["diloco"]["residual"][0], state["diloco"]["residual"][0]
+    )
+    param.grad = torch.zeros(2)
+    for _ in range(2):
+        optimizer.step()
+        found.append(param.tolist())
+    return found
+
+
+def test_diloco_sends_what_its_state_owes_once(world):
+    assert world(2, _owing) == [[[-1.0, -1.0], [-1.0, -1.0]]] * 2
 
 
 def _state_of_inner(group: Group) -> str:

@@ -89,12 +89,34 @@ def test_mixing_keeps_the_mean_and_brings_ranks_together(world, size, make):
     torch.testing.assert_close(
         _mean([values for values, _, _ in told]), _mean([_params(r) for r in range(size)])
     )
+    if make is _complete:  # all add the same numbers in the same order
+        for values, _, _ in told:
+            assert all(map(torch.equal, values, told[0][0]))
     distances = told[0][1]
     assert all(found == distances for _, found, _ in told)
     gap = Mixing.ring(size).spectral_gap() if make is _ring else 1.0
     if make is not _one_peer or size in {1, 2, 4}:  # those reach the exact mean in a turn
         assert distances[6] <= (1 - gap) ** 6 * distances[0] + 1e-6
     assert distances[6] <= 0.05 * distances[0]
+
+
+def _in_16_bits(group: Group, make: Any) -> list[torch.Tensor]:
+    params = _params(0, torch.bfloat16)
+    method = make(params, group)
+    _set(params, _params(group.rank, torch.bfloat16))
+    method.mix()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("make", [_complete, _push], ids=["dpsgd", "push-sum"])
+def test_parameters_of_16_bits_are_mixed_in_32_and_rounded_once(world, make):
+    given = [_params(rank, torch.bfloat16) for rank in range(4)]
+    for rank, found in enumerate(world(4, _in_16_bits, make)):
+        mixing = Mixing.complete(4) if make is _complete else Mixing.exponential(4)
+        for x, column in zip(found, zip(*given, strict=True), strict=True):
+            weights = mixing.at(0)[rank]
+            mean = sum(w * g.detach().double() for w, g in zip(weights, column, strict=True))
+            torch.testing.assert_close(x, mean.to(x.dtype), rtol=0, atol=0)
 
 
 def test_push_sum_finds_the_mean_although_rows_do_not_sum_to_one(world):

@@ -18,6 +18,7 @@ from braid.comm import Group
 from braid.comm.formats import LowRank
 from braid.data_parallel import (
     DistributedDataParallel,
+    PostLocalSGDHook,
     PowerSGDHook,
     PowerSGDOptions,
     adasum_hook,
@@ -459,10 +460,12 @@ def test_a_format_is_refused_where_a_backend_of_torch_moves_numbers(name, instea
     assert hook_of("powersgd", SimpleNamespace(engine=engine), table)[0] is None
 
 
-def _other_state(group: Group) -> str:
+def _other_state(group: Group, hook: Any) -> str:
     wrapped = DistributedDataParallel(_model(), process_group=group, hook="powersgd")
     _gradients(wrapped, group.rank, 0)
     other = DistributedDataParallel(_model(), process_group=group)
+    if hook is not None:
+        other.register_comm_hook(None, hook)
     try:
         other.load_hook_state(wrapped.hook_state())
     except ConfigError as error:
@@ -470,8 +473,13 @@ def _other_state(group: Group) -> str:
     return ""
 
 
-def test_state_of_another_hook_is_refused(world):
-    assert "wrap with the same hook" in world(1, _other_state)[0]
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [(None, "wrap with the same hook"), (PostLocalSGDHook(1), "found ['error', 'q', 'steps']")],
+    ids=["none", "post-local"],
+)
+def test_state_of_another_hook_is_refused(world, hook, words):
+    assert words in world(1, _other_state, hook)[0]
 
 
 # Wire formats, between hosts.

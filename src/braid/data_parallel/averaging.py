@@ -164,6 +164,11 @@ def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
     if not levels or levels[0][0] < 1 or levels[0][1] < 1 or not grows or levels[-1][1] != total:
         msg = (
             "expected period_group_size_dict with growing periods from 1 and growing group sizes, each a divisor of the next and the last "
-            f"one {total}, the size of the group, such as {{4: {max(1, total // 2)}, 16: {total}}}, found {dict(sizes)}"
+            f"one {total}, the size of the group, such as {_example(total)}, found {dict(sizes)}"
         )
         raise ConfigError(msg)
+
+
+def _example(total: int) -> dict[int, int]:
+    part = max((size for size in range(2, total) if total % size == 0), default=None)
+    return {4: total} if part is None else {4: part, 16: total}

@@ -209,7 +209,7 @@ class PushSum(_Synchronous):
         """Push to one's targets; on all ranks after each step of the optimizer."""
         for flat, x in zip(self._flat.read(), self._x, strict=True):
             before = (x / self.weight).to(flat.dtype)  # what the last step has written
-            x.add_(flat - before)
+            x.add_(_wide(flat).sub_(before))
         *self._x, self._w = self._mixed([*self._x, self._w])
         for flat, x in zip(self._flat.flats, self._x, strict=True):
             flat.copy_(x / self.weight)
