@@ -108,11 +108,15 @@ def _in_16_bits(group: Group, make: Any) -> list[torch.Tensor]:
     return [p.detach() for p in params]
 
 
-@pytest.mark.parametrize("make", [_complete, _push], ids=["dpsgd", "push-sum"])
+def _push_to_one(params: Any, group: Group) -> PushSum:
+    return PushSum(params, Mixing.one_peer(group.size), group)
+
+
+@pytest.mark.parametrize("make", [_complete, _push_to_one], ids=["dpsgd", "push-sum"])
 def test_parameters_of_16_bits_are_mixed_in_32_and_rounded_once(world, make):
     given = [_params(rank, torch.bfloat16) for rank in range(4)]
     for rank, found in enumerate(world(4, _in_16_bits, make)):
-        mixing = Mixing.complete(4) if make is _complete else Mixing.exponential(4)
+        mixing = Mixing.complete(4) if make is _complete else Mixing.one_peer(4)
         for x, column in zip(found, zip(*given, strict=True), strict=True):
             weights = mixing.at(0)[rank]
             mean = sum(w * g.detach().double() for w, g in zip(weights, column, strict=True))
