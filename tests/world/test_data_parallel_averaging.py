@@ -12,14 +12,16 @@ from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel import (
+    DPSGD,
     DiLoCo,
     DistributedDataParallel,
     HierarchicalModelAverager,
+    Mixing,
     PeriodicModelAverager,
     PostLocalSGDHook,
     PostLocalSGDOptimizer,
 )
-from braid.errors import ConfigError, StaleError
+from braid.errors import ConfigError, MismatchError, StaleError
 
 WIDTH = 6
 
@@ -172,6 +174,28 @@ def _closed(group: Group) -> tuple[bool, float]:
 
 def test_a_hierarchy_gives_its_own_groups_back_and_no_others(world):
     assert world(2, _closed) == [(True, 2.0)] * 2
+
+
+def _swapped(group: Group, kind: str) -> str:
+    shapes = [(2, 3), (3, 2)][:: -1 if group.rank else 1]
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    calls = {
+        "averager": lambda: PeriodicModelAverager(2, 0, group).average_parameters(params),
+        "diloco": lambda: DiLoCo(torch.optim.SGD(params, lr=0.1), process_group=group),
+        "dpsgd": lambda: DPSGD(params, Mixing.ring(group.size), group),
+    }
+    try:
+        calls[kind]()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["averager", "diloco", "dpsgd"])
+def test_another_order_of_parameters_on_a_rank_is_refused_on_all(world, kind):
+    for text in world(2, _swapped, kind):
+        assert "rank 0  0 float32[2, 3]" in text
+        assert "rank 1  0 float32[3, 2]" in text
 
 
 def _averaged_in_every_step(group: Group) -> None:

@@ -62,12 +62,15 @@ class ModelAverager(ABC):
 
         Args:
             params: Parameters of a model or parameter groups of an optimizer; the same ones every time.
+
+        Raises:
+            MismatchError: Ranks have other parameters, or another order.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
-                self._flat = FlatParams(found, self.process_group)
+                self._flat = FlatParams.agreed(found, self.process_group)
             mean(self._flat, group)
         self.step += 1
 

@@ -62,13 +62,14 @@ class Decentralized(ABC):
 
     Raises:
         ConfigError: No group, or no parameters.
+        MismatchError: Ranks have other parameters, or another order.
     """
 
     def __init__(self, params: Params, process_group: Any = None) -> None:
         self.group = group_of(process_group)
         self.num_mixed = 0
         self._given = [p for x in params for p in (x["params"] if isinstance(x, Mapping) else [x])]
-        self._flat = FlatParams(parameters_in(self._given), self.group)
+        self._flat = FlatParams.agreed(parameters_in(self._given), self.group)
         make_equal(self._flat, self.group)
 
     @abstractmethod

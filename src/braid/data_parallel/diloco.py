@@ -49,6 +49,7 @@ class DiLoCo(WrappedOptimizer):
 
     Raises:
         ConfigError: No group, or a number is out of range.
+        MismatchError: Ranks have other parameters, or another order.
 
     Cost:
         2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the parameters.
@@ -76,7 +77,7 @@ class DiLoCo(WrappedOptimizer):
         self.period = period
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
-        self._ways = FlatParams(parameters_in(optim.param_groups), group)
+        self._ways = FlatParams.agreed(parameters_in(optim.param_groups), group)
         make_equal(self._ways, group)
         self._starts = [flat.clone() for flat in self._ways.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]

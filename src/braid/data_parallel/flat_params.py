@@ -15,7 +15,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.params import FlatBuffer, allocator
+from braid.params import FlatBuffer, ParamTable, allocator
 
 __all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in", "refuse_others"]
 
@@ -50,6 +50,16 @@ class FlatParams:
         """Whether it was made for these."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
+
+    @classmethod
+    def agreed(cls, params: Sequence[nn.Parameter], group: Group) -> FlatParams:
+        """After a look at whether all members have the same; a collective.
+
+        Raises:
+            MismatchError: They have others, or another order; the message shows where.
+        """
+        ParamTable.named((str(number), param) for number, param in enumerate(params)).compare(group)
+        return cls(params, group)
 
     @torch.no_grad()
     def read(self) -> list[torch.Tensor]:
