@@ -342,6 +342,34 @@ def test_a_hook_may_set_another_buffer(world):
     torch.testing.assert_close(world(2, _other_buffer), [found[0] for found in world(2, _plain, 1)])
 
 
+def _turned(group: Group, kind: str) -> list[float] | str:
+    weight = nn.Parameter(torch.zeros(4))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda factor: (weight * factor).sum()
+
+    def hook(_: object, bucket: GradBucket) -> Any:
+        turned = bucket.buffer().view(2, 2).T
+        if kind == "buffer":
+            bucket.set_buffer(turned)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(turned)
+        return future
+
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    try:
+        wrapped(torch.arange(4.0)).backward()
+    except ConfigError as error:
+        return str(error)
+    return weight.grad.tolist()
+
+
+def test_a_hook_may_bring_a_tensor_of_any_strides_but_not_as_the_buffer(world):
+    assert world(1, _turned, "future") == [[0.0, 2.0, 1.0, 3.0]]
+    assert "call .contiguous() before" in world(1, _turned, "buffer")[0]
+
+
 def _torch_hooks(kind: str) -> list[list[torch.Tensor]]:
     wrapped = DistributedDataParallel(_model(), process_group=dist.group.WORLD, bucket_cap_mb=MANY)
     if kind == "powersgd":

@@ -39,7 +39,8 @@ class CastHook:
     Args:
         dtype: In which they are exchanged, of 16 bits; sums are taken in 32 bits and rounded once.
 
-    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
+    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost. Gradients beyond 65504 are infinite in float16, which
+    `nonfinite=` does not see, as it looks at them before.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

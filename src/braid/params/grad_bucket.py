@@ -100,9 +100,12 @@ class GradBucket:
         What it holds when the hook has ended comes back, unless a future brings something else.
 
         Raises:
-            ConfigError: It has another number of elements.
+            ConfigError: It has another number of elements, or is not contiguous.
         """
-        flat = _checked(self, tensor).view(-1)
+        if not _checked(self, tensor).is_contiguous():
+            msg = f"expected a contiguous tensor as the buffer of {self!r}, found strides {tensor.stride()}: call .contiguous() before"
+            raise ConfigError(msg)
+        flat = tensor.view(-1)
         parts = torch.split(flat, [gradient.numel() for gradient in self._gradients])
         pairs = zip(parts, self._gradients, strict=True)
         self._gradients = [shaped(part, gradient) for part, gradient in pairs]
@@ -121,7 +124,7 @@ class GradBucket:
             found = found[0]
         tensor = _checked(self, found)
         if tensor.data_ptr() != self._home.data_ptr():
-            self._home.copy_(tensor.view(-1))
+            self._home.copy_(tensor.reshape(-1))
 
     def __repr__(self) -> str:
         return f"GradBucket({self._index}: {', '.join(self.names)})"
