@@ -148,6 +148,12 @@ def test_norms_are_those_of_one_vector_sparse_and_16_bit_gradients_included():
     assert grad_norm(params, float("inf")).item() == 12.0
     assert clip_grad_norm_(params, 6.5).item() == 13.0
     assert grad_norm(params).item() == pytest.approx(6.5, rel=1e-3)
+    before = [param.grad.clone() for param in params[:3]]
+    clip_grad_norm_(params, 100.0)  # is none where they are small
+    assert all(
+        torch.equal(a.to_dense(), p.grad.to_dense())
+        for a, p in zip(before, params[:3], strict=True)
+    )
     assert grad_norm([unused]).item() == 0.0
     with pytest.raises(ConfigError, match="norm_type above 0"):
         grad_norm(params, 0.0)

@@ -123,8 +123,9 @@ class GradBucket:
         if isinstance(found, list | tuple) and len(found) == 1:
             found = found[0]
         tensor = _checked(self, found)
-        if tensor.data_ptr() != self._home.data_ptr():
-            self._home.copy_(tensor.reshape(-1))
+        flat = tensor.reshape(-1)
+        if flat.data_ptr() != self._home.data_ptr():
+            self._home.copy_(flat)
 
     def __repr__(self) -> str:
         return f"GradBucket({self._index}: {', '.join(self.names)})"
