@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -340,6 +341,21 @@ def test_a_scaler_reaches_the_fused_optimizer_inside_and_all_count_the_steps_tha
 ):
     # the second step of rank 1 overflows: the mean of -2 and -1
     assert world(2, _scaled, make) == [[[-1.0, -1.0], [-1.5, -1.5]]] * 2
+
+
+def _copied(group: Group, copy_of: Any) -> str:
+    averager = PeriodicModelAverager(2, 0, group)
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    try:
+        copy_of(PostLocalSGDOptimizer(inner, averager))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_of_many_ranks_is_not_copied_in_silence(world, copy_of):
+    assert "make another PostLocalSGDOptimizer" in world(1, _copied, copy_of)[0]
 
 
 # DiLoCo.

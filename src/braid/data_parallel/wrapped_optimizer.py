@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from braid.errors import ConfigError
 
 __all__ = ["WrappedOptimizer"]
 
@@ -71,6 +73,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it."""
         self.optim.load_state_dict(state_dict)
+
+    def __getstate__(self) -> NoReturn:
+        """Ranks cannot be copied.
+
+        Raises:
+            ConfigError: Always, under `copy.deepcopy` and `pickle`.
+        """
+        name = type(self).__name__
+        msg = f"expected {name} to stay where it is, found that it is copied or pickled: use state_dict(), and make another {name}"
+        raise ConfigError(msg)
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute of the wrapper is one of the optimizer inside."""
