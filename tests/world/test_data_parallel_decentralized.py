@@ -438,6 +438,23 @@ def _hooked(group: Group, cap_mb: float) -> list[torch.Tensor]:
     return [model.a.grad.clone(), model.b.grad.clone()]
 
 
+def _complex(group: Group) -> list[complex]:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    model = nn.Module()
+    model.weight = weight
+    given = torch.tensor([1.0 + 0j, 1j] if group.rank else [0j, 1.0 + 0j])
+    model.forward = lambda: (weight * given.conj()).sum().real
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, adasum_hook)
+    wrapped().backward()
+    return weight.grad.tolist()
+
+
+def test_complex_gradients_are_vectors_of_their_parts(world):
+    """Those of the two ranks are orthogonal."""
+    assert world(2, _complex) == [[1.0 + 0j, 1.0 + 1j]] * 2
+
+
 @pytest.mark.parametrize("cap_mb", [25.0, 1e-5], ids=["one bucket", "many buckets"])
 def test_gradients_are_summed_by_adasum_tensor_by_tensor(world, cap_mb):
     for found in world(3, _hooked, cap_mb):

@@ -251,6 +251,14 @@ def test_lamb_without_trust_is_adam_and_with_it_moves_by_the_size_of_the_weights
 
 
 @pytest.mark.parametrize("make", [LARS, LAMB])
+def test_optimizers_by_layer_refuse_sparse_gradients(make):
+    words = nn.utils.skip_init(nn.Embedding, 4, 2, sparse=True)
+    words(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match=r"of shape \(4, 2\): use torch.optim.SparseAdam"):
+        make(words.parameters()).step()
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
 def test_optimizers_by_layer_go_on_from_their_state(make):
     def trained(pause: int) -> list[torch.Tensor]:
         module = net()

@@ -79,6 +79,8 @@ def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
     >>> combine_adasum(a, a.clone()); a
     tensor([3., 4.])
     """
+    if a.is_complex():  # as vectors of twice as many real numbers
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     x, y = a.reshape(-1).double(), b.reshape(-1).double()
     common, of_a, of_b = (x @ y).item(), (x @ x).item(), (y @ y).item()
     part_a = 1.0 - common / (2.0 * of_a) if of_a else 1.0

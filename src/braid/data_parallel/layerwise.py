@@ -81,6 +81,7 @@ class LARS(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                _check_dense(param)
                 update = param.grad.add(param, alpha=group["weight_decay"])
                 if group["trust"]:
                     weight = param.norm()
@@ -137,6 +138,7 @@ class LAMB(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                _check_dense(param)
                 state = self.state[param]
                 if not state:
                     state["step"] = 0
@@ -159,6 +161,16 @@ def _trust(weight: torch.Tensor, moved: torch.Tensor, eps: float) -> torch.Tenso
     """How large weights are over how far they would move; 1 where either is zero."""
     ratio = weight / (moved + eps)
     return torch.where((weight > 0) & (moved > 0), ratio, torch.ones_like(ratio))
+
+
+def _check_dense(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is not None and grad.layout != torch.strided:
+        msg = (
+            f"expected dense gradients, found one of layout {grad.layout} of a parameter of shape {tuple(param.shape)}: use "
+            "torch.optim.SparseAdam or SGD for it, or sparse=False"
+        )
+        raise ConfigError(msg)
 
 
 def _loss(closure: Callable[[], float] | None) -> float | None:
