@@ -421,6 +421,12 @@ def test_adasum_of_orthogonal_tensors_is_their_sum_whatever_the_order(world, siz
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_adasum_takes_products_that_32_bits_cannot_hold(world):
+    vectors = [[torch.tensor([1e25, 2e25])]] * 2
+    for found in world(2, _sum, vectors):
+        torch.testing.assert_close(found, vectors[0])
+
+
 def test_adasum_of_two_does_not_depend_on_their_order(world):
     vectors = _vectors(2)
     torch.testing.assert_close(world(2, _sum, vectors), world(2, _sum, vectors[::-1]))
