@@ -74,6 +74,9 @@ def test_the_spectral_gap_is_that_of_the_closed_form(mixing, gap):
         ([[[1.5, 0.0], [-0.5, 1.0]]], "-0.5 for what rank 1 takes from 0 in step 0"),
         ([[[1.0, 0.0], [0.0, 1.0]]], "never hear of some others"),
         ([[[0.5, 0.0], [0.5, 1.0]]], "never hear of some others"),
+        ([[[0.0, 1.0], [1.0, 0.0]]], "or only change places"),
+        ([[[0, 1, 0], [0, 0, 1], [1, 0, 0]]], "or only change places"),
+        ([[[1, 1], [0, 0]], [[0.5, 0], [0.5, 1]]], "found nothing for rank 1 in step 0"),
         ([[[1.0, 0.0]]], "no square matrices"),
         ([], "no square matrices"),
         ([[[math.nan]]], "nan for what rank 0"),
@@ -90,6 +93,21 @@ def test_ranks_may_hear_of_each_other_in_the_course_of_a_turn():
     assert 0 < Mixing.of(pairs).spectral_gap() < 1
     with pytest.raises(ConfigError, match="never hear"):
         Mixing.of(pairs[:1])
+
+
+@given(st.lists(st.permutations(range(5)), min_size=1, max_size=3))
+def test_what_passes_is_what_has_a_spectral_gap(orders):
+    """The mean of permutations is doubly stochastic."""
+    rows = [[0.0] * 5 for _ in range(5)]
+    for order in orders:
+        for rank, source in enumerate(order):
+            rows[rank][source] += 1.0 / len(orders)
+    gap = Mixing("drawn", (tuple(map(tuple, rows)),)).spectral_gap()
+    if gap > 1e-6:
+        assert Mixing.of([rows]).spectral_gap() == pytest.approx(gap)
+    else:
+        with pytest.raises(ConfigError, match="change places"):
+            Mixing.of([rows])
 
 
 def test_columns_alone_are_enough_but_are_told_apart():

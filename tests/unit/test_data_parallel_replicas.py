@@ -538,6 +538,21 @@ def test_the_report_counts_what_each_device_holds():
     assert row.total == sum(row[2:])
 
 
+def test_the_report_counts_a_tensor_that_is_passed_twice_once():
+    x = torch.ones(6, 4)
+    wrapped = DataParallel(nn.Bilinear(4, 4, 2), ["cpu"] * 2)
+    wrapped(x, x)
+    assert wrapped.memory_report().rows[0].inputs == 6 * 4 * 4
+
+
+def test_a_criterion_goes_where_the_module_goes():
+    criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
+    wrapped = DataParallel(nn.Linear(4, 3), ["meta"], criterion=criterion, reduction="sum")
+    assert (
+        criterion.weight.device == next(wrapped.module.parameters()).device == torch.device("meta")
+    )
+
+
 def test_a_criterion_takes_the_outputs_off_the_first_device():
     x, target = torch.ones(6, 4), torch.zeros(6, 4)
     wrapped = DataParallel(nn.Linear(4, 4), ["cpu"] * 2, criterion=nn.MSELoss())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,14 +13,16 @@ from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel import (
+    DPSGD,
     DiLoCo,
     DistributedDataParallel,
     HierarchicalModelAverager,
+    Mixing,
     PeriodicModelAverager,
     PostLocalSGDHook,
     PostLocalSGDOptimizer,
 )
-from braid.errors import ConfigError
+from braid.errors import ConfigError, MismatchError, StaleError
 
 WIDTH = 6
 
@@ -90,6 +94,22 @@ def test_a_hierarchical_averager_takes_the_longest_period_that_is_due(world):
     assert told == [list(column) for column in zip(*expected, strict=True)]
 
 
+def _unfrozen(group: Group) -> list[float]:
+    params = [nn.Parameter(torch.full((2,), float(group.rank))) for _ in range(2)]
+    params[1].requires_grad_(False)
+    averager = PeriodicModelAverager(2, 0, group)
+    found = []
+    for _ in range(3):
+        averager.average_parameters(params)
+        found.append(params[1][0].item())
+        params[1].requires_grad_(True)
+    return found
+
+
+def test_parameters_that_are_unfrozen_are_averaged_from_then_on(world):
+    assert world(2, _unfrozen) == [[0.0, 0.0, 0.5], [1.0, 1.0, 0.5]]
+
+
 def _refused(group: Group, case: str) -> str:
     calls = {
         "period": lambda: PeriodicModelAverager(0, 0, group),
@@ -116,7 +136,7 @@ def _refused(group: Group, case: str) -> str:
         ("warmup", "found -1"),
         ("empty", "found none"),
         ("text", "found str"),
-        ("no levels", "such as {4: 1, 16: 2}, found {}"),
+        ("no levels", "such as {4: 2}, found {}"),
         ("too large", "found {2: 4}"),
         ("shrinks", "growing periods"),
         ("start", "found -1"),
@@ -125,6 +145,58 @@ def _refused(group: Group, case: str) -> str:
 )
 def test_what_makes_no_sense_is_refused(world, case, words):
     assert all(words in text for text in world(2, _refused, case))
+
+
+def _advised(group: Group) -> bool:
+    try:
+        HierarchicalModelAverager({}, 0, group)
+    except ConfigError as error:
+        example = str(error).partition("such as ")[2].partition(", found")[0]
+        HierarchicalModelAverager(ast.literal_eval(example), 0, group).close()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_the_hierarchy_that_is_advised_is_none_that_is_refused(world, size):
+    assert all(world(size, _advised))
+
+
+def _closed(group: Group) -> tuple[bool, float]:
+    averager = HierarchicalModelAverager({2: 1, 4: 2}, 0, group)
+    averager.close()
+    averager.step = 2
+    try:
+        averager.average_parameters([nn.Parameter(torch.ones(1))])
+    except StaleError:
+        return True, group.all_reduce(torch.ones(1)).item()
+    return False, 0.0
+
+
+def test_a_hierarchy_gives_its_own_groups_back_and_no_others(world):
+    assert world(2, _closed) == [(True, 2.0)] * 2
+
+
+def _swapped(group: Group, kind: str) -> str:
+    shapes = [(2, 3), (3, 2)][:: -1 if group.rank else 1]
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    calls = {
+        "averager": lambda: PeriodicModelAverager(2, 0, group).average_parameters(params),
+        "diloco": lambda: DiLoCo(torch.optim.SGD(params, lr=0.1), process_group=group),
+        "dpsgd": lambda: DPSGD(params, Mixing.ring(group.size), group),
+    }
+    try:
+        calls[kind]()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["averager", "diloco", "dpsgd"])
+def test_another_order_of_parameters_on_a_rank_is_refused_on_all(world, kind):
+    for text in world(2, _swapped, kind):
+        assert "rank 0  0 float32[2, 3]" in text
+        assert "rank 1  0 float32[3, 2]" in text
 
 
 def _averaged_in_every_step(group: Group) -> None:
@@ -136,13 +208,27 @@ def test_averaging_in_every_step_is_said_to_be_a_waste(world):
     world(1, _averaged_in_every_step)
 
 
-def _post_local(group: Group, start: int, steps: int) -> list[torch.Tensor]:
+def _post_local(group: Group, start: int, steps: int, pause: int = -1) -> list[torch.Tensor]:
+    """Wrapped anew after `pause` steps."""
     model = Model()
-    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
-    wrapped.register_comm_hook(None, PostLocalSGDHook(start))
-    averager = PeriodicModelAverager(3, start, group)
-    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), averager)
+
+    def make() -> tuple[DistributedDataParallel, PostLocalSGDOptimizer]:
+        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+        wrapped.register_comm_hook(None, PostLocalSGDHook(start))
+        averager = PeriodicModelAverager(3, start, group)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        return wrapped, PostLocalSGDOptimizer(inner, averager)
+
+    wrapped, optimizer = make()
     for step in range(steps):
+        if step == pause:
+            state = copy.deepcopy(
+                [model.state_dict(), wrapped.hook_state(), optimizer.state_dict()]
+            )
+            wrapped, optimizer = make()
+            model.load_state_dict(state[0])
+            wrapped.load_hook_state(state[1])
+            optimizer.load_state_dict(state[2])
         optimizer.zero_grad()
         wrapped(_batch(group.rank, step)).backward()
         optimizer.step()
@@ -180,6 +266,13 @@ def test_post_local_sgd_averages_gradients_and_then_models(world, start, steps):
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-6)
     averaged_last = steps <= start or (steps - 1 - start) % 3 == 0
     assert torch.equal(told[0][0], told[1][0]) == averaged_last
+
+
+@pytest.mark.parametrize("pause", [1, 4])
+def test_post_local_sgd_goes_on_from_its_state_as_if_nothing_had_been(world, pause):
+    told = zip(world(2, _post_local, 2, 6, pause), world(2, _post_local, 2, 6), strict=True)
+    for found, expected in told:
+        assert all(map(torch.equal, found, expected))
 
 
 def _of_a_few(group: Group) -> torch.Tensor:
@@ -220,7 +313,74 @@ def test_the_step_of_the_averager_is_in_the_state_of_its_optimizer(world):
     assert world(1, _step_of_state) == [(3, 0, [0.0125])]
 
 
+def _scaled(group: Group, make: Any) -> list[list[float]]:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = make(torch.optim.SGD([param], lr=0.5, fused=True), group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    found = []
+    for factor in (2.0, float("inf")):
+        optimizer.zero_grad()
+        scaler.scale((param * (factor if group.rank else 2.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(param.tolist())
+    return found
+
+
+def _scaled_post_local(inner: torch.optim.Optimizer, group: Group) -> Any:
+    return PostLocalSGDOptimizer(inner, PeriodicModelAverager(2, 1, group))
+
+
+def _scaled_diloco(inner: torch.optim.Optimizer, group: Group) -> Any:
+    return DiLoCo(inner, period=2, lr=1.0, momentum=0.0, process_group=group)
+
+
+@pytest.mark.parametrize("make", [_scaled_post_local, _scaled_diloco])
+def test_a_scaler_reaches_the_fused_optimizer_inside_and_all_count_the_steps_that_it_leaves_out(
+    world, make
+):
+    # the second step of rank 1 overflows: the mean of -2 and -1
+    assert world(2, _scaled, make) == [[[-1.0, -1.0], [-1.5, -1.5]]] * 2
+
+
+def _copied(group: Group, copy_of: Any) -> str:
+    averager = PeriodicModelAverager(2, 0, group)
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    try:
+        copy_of(PostLocalSGDOptimizer(inner, averager))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, pickle.dumps])
+def test_an_optimizer_of_many_ranks_is_not_copied_in_silence(world, copy_of):
+    assert "make another PostLocalSGDOptimizer" in world(1, _copied, copy_of)[0]
+
+
 # DiLoCo.
+
+
+def _grown(group: Group, how: str) -> str:
+    params = [nn.Parameter(torch.ones(n), requires_grad=n != 3) for n in (2, 3)]
+    optimizer = DiLoCo(torch.optim.SGD(params, lr=0.1), process_group=group)
+    optimizer.step()
+    params[0].requires_grad_(False)
+    optimizer.step()  # nothing is lost by that
+    if how == "unfrozen":
+        params[1].requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    try:
+        optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_diloco_refuses_parameters_that_it_would_never_average(world, how):
+    assert "of shapes (3,), which have been unfrozen or added" in world(1, _grown, how)[0]
 
 
 def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> list[torch.Tensor]:
@@ -249,13 +409,13 @@ def _diloco(group: Group, pause: int, steps: int, options: dict[str, Any]) -> li
     return _values(model)
 
 
-def _diloco_in_one_process(size: int, steps: int, lr: float, momentum: float) -> Any:
+def _diloco_in_one_process(
+    size: int, steps: int, lr: float, momentum: float, nesterov: bool
+) -> Any:
     models = [Model() for _ in range(size)]
     inner = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
     outer_model = Model()
-    outer = torch.optim.SGD(
-        outer_model.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0
-    )
+    outer = torch.optim.SGD(outer_model.parameters(), lr=lr, momentum=momentum, nesterov=nesterov)
     for step in range(steps):
         for rank, model in enumerate(models):
             model.zero_grad()
@@ -272,11 +432,15 @@ def _diloco_in_one_process(size: int, steps: int, lr: float, momentum: float) ->
     return [_values(model) for model in models]
 
 
-@pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)], ids=["nesterov", "local"])
+@pytest.mark.parametrize(
+    ("lr", "momentum", "nesterov"),
+    [(0.7, 0.9, True), (0.7, 0.9, False), (1.0, 0.0, False)],
+    ids=["nesterov", "heavy ball", "local"],
+)
 @pytest.mark.parametrize("steps", [6, 8])
-def test_diloco_is_its_algorithm_in_one_process(world, lr, momentum, steps):
-    told = world(3, _diloco, -1, steps, {"lr": lr, "momentum": momentum})
-    expected = _diloco_in_one_process(3, steps, lr, momentum)
+def test_diloco_is_its_algorithm_in_one_process(world, lr, momentum, nesterov, steps):
+    told = world(3, _diloco, -1, steps, {"lr": lr, "momentum": momentum, "nesterov": nesterov})
+    expected = _diloco_in_one_process(3, steps, lr, momentum, nesterov)
     torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(told[0][0], told[1][0]) == (steps == 6)
 
@@ -298,6 +462,32 @@ def test_diloco_sends_ways_in_few_bytes_and_keeps_what_they_miss(hosts, wire):
         assert all(torch.equal(found[0], rough[0][0]) for found in rough)
         assert not torch.equal(rough[0][0], exact[0][0])
         torch.testing.assert_close(rough, exact, rtol=0.05, atol=0.02)
+
+
+def _owing(group: Group) -> list[list[float]]:
+    param = nn.Parameter(torch.zeros(2))
+    found = []
+
+    def make() -> DiLoCo:
+        inner = torch.optim.SGD([param], lr=0.0)
+        return DiLoCo(inner, period=1, lr=1.0, momentum=0.0, process_group=group)
+
+    state = make().state_dict()
+    state["diloco"]["residual"] = [torch.tensor([1.0, 2.0 * group.rank])]
+    optimizer = make()
+    optimizer.load_state_dict(state)
+    assert torch.equal(
+        optimizer.state_dict()["diloco"]["residual"][0], state["diloco"]["residual"][0]
+    )
+    param.grad = torch.zeros(2)
+    for _ in range(2):
+        optimizer.step()
+        found.append(param.tolist())
+    return found
+
+
+def test_diloco_sends_what_its_state_owes_once(world):
+    assert world(2, _owing) == [[[-1.0, -1.0], [-1.0, -1.0]]] * 2
 
 
 def _state_of_inner(group: Group) -> str:

@@ -89,12 +89,38 @@ def test_mixing_keeps_the_mean_and_brings_ranks_together(world, size, make):
     torch.testing.assert_close(
         _mean([values for values, _, _ in told]), _mean([_params(r) for r in range(size)])
     )
+    if make is _complete:  # all add the same numbers in the same order
+        for values, _, _ in told:
+            assert all(map(torch.equal, values, told[0][0]))
     distances = told[0][1]
     assert all(found == distances for _, found, _ in told)
     gap = Mixing.ring(size).spectral_gap() if make is _ring else 1.0
     if make is not _one_peer or size in {1, 2, 4}:  # those reach the exact mean in a turn
         assert distances[6] <= (1 - gap) ** 6 * distances[0] + 1e-6
     assert distances[6] <= 0.05 * distances[0]
+
+
+def _in_16_bits(group: Group, make: Any) -> list[torch.Tensor]:
+    params = _params(0, torch.bfloat16)
+    method = make(params, group)
+    _set(params, _params(group.rank, torch.bfloat16))
+    method.mix()
+    return [p.detach() for p in params]
+
+
+def _push_to_one(params: Any, group: Group) -> PushSum:
+    return PushSum(params, Mixing.one_peer(group.size), group)
+
+
+@pytest.mark.parametrize("make", [_complete, _push_to_one], ids=["dpsgd", "push-sum"])
+def test_parameters_of_16_bits_are_mixed_in_32_and_rounded_once(world, make):
+    given = [_params(rank, torch.bfloat16) for rank in range(4)]
+    for rank, found in enumerate(world(4, _in_16_bits, make)):
+        mixing = Mixing.complete(4) if make is _complete else Mixing.one_peer(4)
+        for x, column in zip(found, zip(*given, strict=True), strict=True):
+            weights = mixing.at(0)[rank]
+            mean = sum(w * g.detach().double() for w, g in zip(weights, column, strict=True))
+            torch.testing.assert_close(x, mean.to(x.dtype), rtol=0, atol=0)
 
 
 def test_push_sum_finds_the_mean_although_rows_do_not_sum_to_one(world):
@@ -106,6 +132,19 @@ def test_push_sum_finds_the_mean_although_rows_do_not_sum_to_one(world):
             rtol=1e-5,
             atol=1e-5,
         )
+
+
+def _close(group: Group, dtype: torch.dtype) -> float:
+    param = nn.Parameter(torch.zeros(1, dtype=dtype))
+    method = _complete([param], group)
+    with torch.no_grad():
+        param.add_(1 + group.rank * (2**-7 if param.is_floating_point() else 2**-7 * 1j))
+    return method.consensus_distance()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_the_consensus_distance_may_be_less_than_16_bits_can_tell(world, dtype):
+    assert world(2, _close, dtype) == [2**-8] * 2
 
 
 def test_the_consensus_distance_is_an_event_of_few_names(world):
@@ -178,26 +217,28 @@ def test_a_complete_graph_trains_as_averaged_gradients_do(world):
         torch.testing.assert_close(torch.tensor(found), param.detach())
 
 
-def _pushes(group: Group, pause: int) -> list[float]:
+def _paused(group: Group, make: Any, pause: int) -> list[float]:
+    """Made anew after `pause` steps."""
     param = nn.Parameter(torch.zeros(6))
-    method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+    method = make([param], group)
     for step in range(5):
         if step == pause:
             value, state = param.detach().clone(), method.state_dict()
-            method = PushSum([param], Mixing.of([PUSH, PUSH]), group)
+            method = make([param], group)
             method.load_state_dict(state)
             with torch.no_grad():
                 param.copy_(value)
         with torch.no_grad():
             param.add_(_target(group.rank))
         method.mix()
-    return [*param.tolist(), method.weight]
+    return [*param.tolist(), getattr(method, "weight", 1.0)]
 
 
-def test_push_sum_goes_on_from_its_state(world):
-    told = world(3, _pushes, 3)
-    assert told == world(3, _pushes, -1)
-    assert sum(found[-1] for found in told) == pytest.approx(3.0)
+@pytest.mark.parametrize(("make", "size"), [(_push, 3), (_one_peer, 4)])
+def test_mixing_goes_on_from_its_state(world, make, size):
+    told = world(size, _paused, make, 3)
+    assert told == world(size, _paused, make, -1)
+    assert sum(found[-1] for found in told) == pytest.approx(size)
 
 
 def _refused(group: Group, case: str) -> str:
@@ -225,6 +266,27 @@ def _refused(group: Group, case: str) -> str:
 )
 def test_what_does_not_fit_is_refused(world, case, words):
     assert all(words in text for text in world(3, _refused, case))
+
+
+def _pairs(params: Any, group: Group) -> ADPSGD:
+    return ADPSGD(params, group)
+
+
+def _unfrozen(group: Group, make: Any) -> str:
+    params = [nn.Parameter(torch.ones(n), requires_grad=n != 3) for n in (2, 3)]
+    method = make([{"params": params}], group)
+    method.mix()
+    params[1].requires_grad_(True)
+    try:
+        method.mix()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("make", [_ring, _push, _pairs], ids=lambda make: make.__name__)
+def test_parameters_that_would_never_be_mixed_are_refused(world, make):
+    assert "of shapes (3,), which have been unfrozen" in world(1, _unfrozen, make)[0]
 
 
 # AD-PSGD.
@@ -359,6 +421,12 @@ def test_adasum_of_orthogonal_tensors_is_their_sum_whatever_the_order(world, siz
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_adasum_takes_products_that_32_bits_cannot_hold(world):
+    vectors = [[torch.tensor([1e25, 2e25])]] * 2
+    for found in world(2, _sum, vectors):
+        torch.testing.assert_close(found, vectors[0])
+
+
 def test_adasum_of_two_does_not_depend_on_their_order(world):
     vectors = _vectors(2)
     torch.testing.assert_close(world(2, _sum, vectors), world(2, _sum, vectors[::-1]))
@@ -374,6 +442,23 @@ def _hooked(group: Group, cap_mb: float) -> list[torch.Tensor]:
     wrapped.register_comm_hook(None, adasum_hook)
     wrapped(1.0).backward()
     return [model.a.grad.clone(), model.b.grad.clone()]
+
+
+def _complex(group: Group) -> list[complex]:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    model = nn.Module()
+    model.weight = weight
+    given = torch.tensor([1.0 + 0j, 1j] if group.rank else [0j, 1.0 + 0j])
+    model.forward = lambda: (weight * given.conj()).sum().real
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, adasum_hook)
+    wrapped().backward()
+    return weight.grad.tolist()
+
+
+def test_complex_gradients_are_vectors_of_their_parts(world):
+    """Those of the two ranks are orthogonal."""
+    assert world(2, _complex) == [[1.0 + 0j, 1.0 + 1j]] * 2
 
 
 @pytest.mark.parametrize("cap_mb", [25.0, 1e-5], ids=["one bucket", "many buckets"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +18,17 @@ from braid.comm import Group
 from braid.comm.formats import LowRank
 from braid.data_parallel import (
     DistributedDataParallel,
+    PostLocalSGDHook,
     PowerSGDHook,
     PowerSGDOptions,
     adasum_hook,
     bf16_hook,
     fp16_hook,
 )
+from braid.data_parallel.hooks import hook_of
 from braid.data_parallel.mixed_precision import MixedPrecision
 from braid.errors import ConfigError
-from braid.params import GradBucket
+from braid.params import GradBucket, ParamTable
 from braid.testing.pool import ProcessPool
 from braid.types import text_digest
 
@@ -209,6 +212,46 @@ def test_gradients_of_16_bits_keep_what_they_round(world):
     assert all(lost < 1e-6 for lost in world(2, _lost_in_16_bits))
 
 
+# Parameters that do not lie row by row.
+
+
+def _wider(state: object, bucket: GradBucket) -> Any:
+    """The average, in another buffer."""
+    before = [gradient.clone() for gradient in bucket.gradients()]
+    bucket.set_buffer(bucket.buffer().double())
+    assert all(map(torch.equal, before, [g.float() for g in bucket.gradients()]))
+    return bucket.group.all_reduce(bucket.buffer(), "avg", async_op=True)
+
+
+def _strided(group: Group, hook: Any, strided: bool) -> list[torch.Tensor]:
+    model = nn.Module()
+    image, matrix = torch.zeros(8, 6, 3, 3), torch.zeros(10, 12)
+    if strided:
+        image = image.to(memory_format=torch.channels_last)
+        matrix = torch.zeros(12, 10).T
+    model.params = nn.ParameterList([image, matrix, torch.zeros(5, 2).T[:1]])
+    generator = torch.Generator().manual_seed(group.rank)
+    model.forward = lambda xs: sum((p * x).sum() for p, x in zip(model.params, xs, strict=True))
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, copy.deepcopy(hook))
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped([torch.randn(p.shape, generator=generator) for p in model.params]).backward()
+        found += [p.grad.clone() for p in model.params]
+    return found
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [PowerSGDHook(), PowerSGDHook(PowerSGDOptions(error_feedback=False)), adasum_hook, _wider],
+    ids=["powersgd", "powersgd that forgets", "adasum", "set_buffer"],
+)
+def test_hooks_do_not_mind_how_parameters_lie_in_memory(world, hook):
+    told, expected = world(2, _strided, hook, True), world(2, _strided, hook, False)
+    torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-4)
+
+
 # Casts, torch's hooks, users' hooks.
 
 
@@ -234,6 +277,22 @@ def _cast_complex(group: Group) -> complex:
 
 def test_complex_gradients_are_not_cast(world):
     assert world(2, _cast_complex) == [1.0 + 0.0j] * 2
+
+
+def _in_half(group: Group, hook: Any) -> list[float]:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda factor: (weight * factor).sum()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    wrapped(2.0**20).backward()
+    return weight.grad.tolist()
+
+
+def test_gradients_of_16_bits_are_not_cast(world):
+    """In the other 16 bits this would be infinite."""
+    assert world(2, _in_half, fp16_hook) == [[2.0**20] * 2] * 2
 
 
 def _wrong_order(group: Group) -> tuple[list[int], list[torch.Tensor]]:
@@ -281,6 +340,34 @@ def _other_buffer(group: Group) -> list[torch.Tensor]:
 
 def test_a_hook_may_set_another_buffer(world):
     torch.testing.assert_close(world(2, _other_buffer), [found[0] for found in world(2, _plain, 1)])
+
+
+def _turned(group: Group, kind: str) -> list[float] | str:
+    weight = nn.Parameter(torch.zeros(4))
+    model = nn.Module()
+    model.weight = weight
+    model.forward = lambda factor: (weight * factor).sum()
+
+    def hook(_: object, bucket: GradBucket) -> Any:
+        turned = bucket.buffer().view(2, 2).T
+        if kind == "buffer":
+            bucket.set_buffer(turned)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(turned)
+        return future
+
+    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped.register_comm_hook(None, hook)
+    try:
+        wrapped(torch.arange(4.0)).backward()
+    except ConfigError as error:
+        return str(error)
+    return weight.grad.tolist()
+
+
+def test_a_hook_may_bring_a_tensor_of_any_strides_but_not_as_the_buffer(world):
+    assert world(1, _turned, "future") == [[0.0, 2.0, 1.0, 3.0]]
+    assert "call .contiguous() before" in world(1, _turned, "buffer")[0]
 
 
 def _torch_hooks(kind: str) -> list[list[torch.Tensor]]:
@@ -390,10 +477,23 @@ def test_a_name_that_means_nothing_is_refused_with_those_that_do(world, name, wo
     assert words in world(1, _refused, name)[0]
 
 
-def _other_state(group: Group) -> str:
+@pytest.mark.parametrize(
+    ("name", "instead"), [("int8", "bf16_hook"), ("bf16+powersgd", "use hook='powersgd' instead")]
+)
+def test_a_format_is_refused_where_a_backend_of_torch_moves_numbers(name, instead):
+    table = ParamTable.of(_model())
+    engine = SimpleNamespace(capabilities=SimpleNamespace(wires=False))
+    with pytest.raises(ConfigError, match=f"found one whose numbers .* {instead}"):
+        hook_of(name, SimpleNamespace(engine=engine), table)
+    assert hook_of("powersgd", SimpleNamespace(engine=engine), table)[0] is None
+
+
+def _other_state(group: Group, hook: Any) -> str:
     wrapped = DistributedDataParallel(_model(), process_group=group, hook="powersgd")
     _gradients(wrapped, group.rank, 0)
     other = DistributedDataParallel(_model(), process_group=group)
+    if hook is not None:
+        other.register_comm_hook(None, hook)
     try:
         other.load_hook_state(wrapped.hook_state())
     except ConfigError as error:
@@ -401,8 +501,13 @@ def _other_state(group: Group) -> str:
     return ""
 
 
-def test_state_of_another_hook_is_refused(world):
-    assert "wrap with the same hook" in world(1, _other_state)[0]
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [(None, "wrap with the same hook"), (PostLocalSGDHook(1), "found ['error', 'q', 'steps']")],
+    ids=["none", "post-local"],
+)
+def test_state_of_another_hook_is_refused(world, hook, words):
+    assert words in world(1, _other_state, hook)[0]
 
 
 # Wire formats, between hosts.

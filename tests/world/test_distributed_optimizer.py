@@ -148,12 +148,35 @@ def test_norms_are_those_of_one_vector_sparse_and_16_bit_gradients_included():
     assert grad_norm(params, float("inf")).item() == 12.0
     assert clip_grad_norm_(params, 6.5).item() == 13.0
     assert grad_norm(params).item() == pytest.approx(6.5, rel=1e-3)
+    before = [param.grad.clone() for param in params[:3]]
+    clip_grad_norm_(params, 100.0)  # is none where they are small
+    assert all(
+        torch.equal(a.to_dense(), p.grad.to_dense())
+        for a, p in zip(before, params[:3], strict=True)
+    )
     assert grad_norm([unused]).item() == 0.0
     with pytest.raises(ConfigError, match="norm_type above 0"):
         grad_norm(params, 0.0)
     dense.grad[0] = float("nan")
     with pytest.raises(ConfigError, match="nonfinite="):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+
+
+def test_norms_count_gradients_without_numbers_as_nothing():
+    words = nn.Embedding(4, 2, sparse=True)
+    words.weight.data.zero_()
+    words(torch.zeros(0, dtype=torch.int64)).sum().backward()
+    empty = nn.Parameter(torch.zeros(0))
+    empty.grad = torch.zeros(0)
+    assert grad_norm([words.weight, empty], float("inf")).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_16_bits_are_clipped_by_factors_that_16_bits_do_not_have(dtype):
+    param = nn.Parameter(torch.zeros(4, dtype=dtype))
+    param.grad = torch.full((4,), 30000.0, dtype=dtype)
+    clip_grad_norm_([param], 0.01)  # by 1.7e-7
+    assert grad_norm([param]).item() == pytest.approx(0.01, rel=2**-8)
 
 
 def test_lars_moves_every_layer_by_the_same_share_of_its_size():
@@ -166,10 +189,38 @@ def test_lars_moves_every_layer_by_the_same_share_of_its_size():
         assert ((old - param).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-4)
 
 
-def test_lars_without_trust_is_momentum_sgd():
+def test_lars_is_algorithm_1_of_its_paper():
+    param = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = LARS([param], lr=0.5, momentum=0.9, weight_decay=0.1, trust_coefficient=0.02)
+    w, v = param.detach().double(), torch.zeros(2, dtype=torch.float64)
+    for step in range(3):
+        g = torch.tensor([1.0, -2.0 * step])
+        param.grad = g.clone()
+        optimizer.step()
+        local = 0.02 * w.norm() / (g.double().norm() + 0.1 * w.norm())
+        v = 0.9 * v + 0.5 * local * (g + 0.1 * w)
+        w = w - v
+        torch.testing.assert_close(param.detach().double(), w, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
+def test_weights_that_begin_at_zero_take_plain_steps(make):
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    groups = [
+        {"params": [p], "trust": trust} for p, trust in zip(params, (True, False), strict=True)
+    ]
+    for param in params:
+        param.grad = torch.tensor([1.0, 2.0, 3.0])
+    make(groups, lr=0.1).step()
+    assert params[0].tolist() == params[1].tolist() != [0.0] * 3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_without_trust_is_momentum_sgd(nesterov):
     one, other = net(), net()
-    ours = LARS([{"params": one.parameters(), "trust": False}], lr=0.1, weight_decay=0.01)
-    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    ours = LARS([{"params": one.parameters(), "trust": False}], **options)
+    theirs = torch.optim.SGD(other.parameters(), **options)
     for step in range(4):
         for module, optimizer in ((one, ours), (other, theirs)):
             optimizer.zero_grad()
@@ -197,6 +248,32 @@ def test_lamb_without_trust_is_adam_and_with_it_moves_by_the_size_of_the_weights
     optimizer.step()
     for old, new in zip(before, trusting.parameters(), strict=True):
         assert ((old - new).norm() / old.norm()).item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
+def test_optimizers_by_layer_refuse_sparse_gradients(make):
+    words = nn.utils.skip_init(nn.Embedding, 4, 2, sparse=True)
+    words(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match=r"of shape \(4, 2\): use torch.optim.SparseAdam"):
+        make(words.parameters()).step()
+
+
+@pytest.mark.parametrize("make", [LARS, LAMB])
+def test_optimizers_by_layer_go_on_from_their_state(make):
+    def trained(pause: int) -> list[torch.Tensor]:
+        module = net()
+        optimizer = make(module.parameters(), lr=0.1)
+        for step in range(4):
+            if step == pause:
+                state = copy.deepcopy(optimizer.state_dict())
+                optimizer = make(module.parameters(), lr=1.0)
+                optimizer.load_state_dict(state)
+            optimizer.zero_grad()
+            loss_of(module, 0, step).backward()
+            optimizer.step()
+        return values(module)
+
+    assert all(map(torch.equal, trained(2), trained(-1)))
 
 
 @pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])

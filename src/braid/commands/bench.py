@@ -117,7 +117,7 @@ def bench_hooks(
     gbit: float = 1.0,
     num_hosts: int = 2,
     batch: int = 16,
-    rounds: int = 60,
+    rounds: int = 160,
     out: str = "runs/bench-hooks",
 ) -> int:
     """Measure what communication hooks do for training over a slow network, between namespaces of this machine (as root).

@@ -84,6 +84,7 @@ class ADPSGD(Decentralized):
         if self._finished:
             msg = f"expected mix() before finish(), found that rank {self.group.rank} has told the others that it is done"
             raise StaleError(msg)
+        self._refuse_others()
         if self.active and self._passive:
             self._meet(self._random.choice(self._passive))
         if not self.active:

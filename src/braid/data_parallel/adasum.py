@@ -29,6 +29,7 @@ from braid.comm import Group
 from braid.data_parallel.flat_params import FlatParams
 from braid.errors import ConfigError
 from braid.params import GradBucket
+from braid.params.flat import shaped
 from braid.params.grad_bucket import Steps
 
 __all__ = ["adasum", "adasum_hook", "combine_adasum"]
@@ -78,6 +79,8 @@ def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
     >>> combine_adasum(a, a.clone()); a
     tensor([3., 4.])
     """
+    if a.is_complex():  # as vectors of twice as many real numbers
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     x, y = a.reshape(-1).double(), b.reshape(-1).double()
     common, of_a, of_b = (x @ y).item(), (x @ x).item(), (y @ y).item()
     part_a = 1.0 - common / (2.0 * of_a) if of_a else 1.0
@@ -94,7 +97,7 @@ def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> 
     power = 1 << (size.bit_length() - 1)
     other = torch.empty_like(flat)
     pieces = torch.split(other, [part.numel() for part in parts])
-    theirs = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    theirs = [shaped(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
     def exchange(peer: int, *, sends: bool, into: torch.Tensor | None) -> Steps:
         with group.coalesce(lazily=True) as batch:

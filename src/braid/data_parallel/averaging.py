@@ -62,12 +62,15 @@ class ModelAverager(ABC):
 
         Args:
             params: Parameters of a model or parameter groups of an optimizer; the same ones every time.
+
+        Raises:
+            MismatchError: Ranks have other parameters, or another order.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
-                self._flat = FlatParams(found, self.process_group)
+                self._flat = FlatParams.agreed(found, self.process_group)
             mean(self._flat, group)
         self.step += 1
 
@@ -164,6 +167,11 @@ def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
     if not levels or levels[0][0] < 1 or levels[0][1] < 1 or not grows or levels[-1][1] != total:
         msg = (
             "expected period_group_size_dict with growing periods from 1 and growing group sizes, each a divisor of the next and the last "
-            f"one {total}, the size of the group, such as {{4: {max(1, total // 2)}, 16: {total}}}, found {dict(sizes)}"
+            f"one {total}, the size of the group, such as {_example(total)}, found {dict(sizes)}"
         )
         raise ConfigError(msg)
+
+
+def _example(total: int) -> dict[int, int]:
+    part = max((size for size in range(2, total) if total % size == 0), default=None)
+    return {4: total} if part is None else {4: part, 16: total}

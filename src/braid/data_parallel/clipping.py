@@ -64,13 +64,15 @@ def clip_grad_norm_(
     for param in given:
         if param.grad is not None:
             numbers = param.grad._values() if param.grad.is_sparse else param.grad  # noqa: SLF001 - values() wants it coalesced
-            numbers.mul_(factor.to(numbers.device, numbers.dtype))
+            numbers.mul_(factor.to(numbers.device))  # not in 16 bits, where a small factor is zero
     return total
 
 
 def _norm(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     numbers = grad.coalesce().values() if grad.is_sparse else grad
     wide = torch.float64 if numbers.dtype == torch.float64 else torch.float32
+    if not numbers.numel():  # has no largest number
+        return torch.zeros((), dtype=wide, device=numbers.device)
     own: torch.Tensor = torch.linalg.vector_norm(
         numbers.abs() if numbers.is_complex() else numbers, norm_type, dtype=wide
     )

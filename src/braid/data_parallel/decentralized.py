@@ -16,7 +16,8 @@ it; it belongs beside the loss.
     DPSGD     neighbours in both directions agree: doubly stochastic weights
     PushSum   messages in one direction only: a weight travels along and is divided out, so columns need to sum to 1, rows do not
 
-The module is used as it is, not in DistributedDataParallel. Rank 0's parameters are copied to all at the beginning; buffers stay each rank's own.
+The module is used as it is, not in DistributedDataParallel. Rank 0's trained parameters are copied to all at the beginning; frozen ones and buffers stay
+each rank's own.
 In `ad_psgd` ranks do not even keep step.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, algorithm 1 (there, gradients are taken before mixing and
@@ -32,7 +33,13 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.flat_params import FlatParams, Params, make_equal, parameters_in
+from braid.data_parallel.flat_params import (
+    FlatParams,
+    Params,
+    make_equal,
+    parameters_in,
+    refuse_others,
+)
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.mixing import Mixing
 from braid.errors import ConfigError
@@ -55,17 +62,26 @@ class Decentralized(ABC):
 
     Raises:
         ConfigError: No group, or no parameters.
+        MismatchError: Ranks have other parameters, or another order.
     """
 
     def __init__(self, params: Params, process_group: Any = None) -> None:
         self.group = group_of(process_group)
         self.num_mixed = 0
-        self._flat = FlatParams(parameters_in(params), self.group)
+        self._given = [p for x in params for p in (x["params"] if isinstance(x, Mapping) else [x])]
+        self._flat = FlatParams.agreed(parameters_in(self._given), self.group)
         make_equal(self._flat, self.group)
 
     @abstractmethod
     def mix(self) -> None:
-        """Call after each step of the optimizer."""
+        """Call after each step of the optimizer.
+
+        Raises:
+            ConfigError: Parameters have been unfrozen since this was made.
+        """
+
+    def _refuse_others(self) -> None:
+        refuse_others(self._flat, self._given, type(self).__name__)
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -73,12 +89,13 @@ class Decentralized(ABC):
 
         It is written into the rank's events as well, as the next power of 2, with the number of the step.
 
-        Cost: as an averaging of the parameters.
+        Cost: as an averaging of the parameters, in 32 bits at least.
         """
         total = torch.zeros(1, dtype=torch.float64, device=self._flat.flats[0].device)
         for flat in self._flat.read():
-            average = self.group.all_reduce(flat.clone(), "avg")
-            total += (flat - average).double().square().sum()
+            own = _wide(flat)  # ranks may be closer than 16 bits can tell
+            average = self.group.all_reduce(own.clone(), "avg")
+            total += (own - average).abs().double().square().sum().to(total.device)
         found = math.sqrt(self.group.all_reduce(total, "avg").item())
         # names of events are kept for good: a number in them must not have too many values
         bound = f"under 2^{math.ceil(math.log2(found))}" if 0 < found < math.inf else str(found)
@@ -99,6 +116,7 @@ class _Synchronous(Decentralized):
 
     def _mixed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the matrix of this step makes of all ranks' tensors, added in the order of ranks, in 32 bits at least."""
+        self._refuse_others()
         rank, step = self.group.rank, self.num_mixed
         sources = self.mixing.sources(rank, step)
         while len(self._rooms) < len(sources):
@@ -156,7 +174,7 @@ class DPSGD(_Synchronous):
         return {"num_mixed": self.num_mixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program."""
+        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
         self.num_mixed = state["num_mixed"]
 
 
@@ -192,7 +210,7 @@ class PushSum(_Synchronous):
         """Push to one's targets; on all ranks after each step of the optimizer."""
         for flat, x in zip(self._flat.read(), self._x, strict=True):
             before = (x / self.weight).to(flat.dtype)  # what the last step has written
-            x.add_(flat - before)
+            x.add_(_wide(flat).sub_(before))
         *self._x, self._w = self._mixed([*self._x, self._w])
         for flat, x in zip(self._flat.flats, self._x, strict=True):
             flat.copy_(x / self.weight)
@@ -207,7 +225,7 @@ class PushSum(_Synchronous):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program."""
+        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
         self.num_mixed = state["num_mixed"]
         for into, x in zip([*self._x, self._w], [*state["x"], state["w"]], strict=True):
             into.copy_(x)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.flat_params import FlatParams, make_equal, parameters_in
+from braid.data_parallel.flat_params import FlatParams, make_equal, parameters_in, refuse_others
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
@@ -35,8 +35,8 @@ KEY = "diloco"
 class DiLoCo(WrappedOptimizer):
     """Takes steps of the inner optimizer, and an outer step in every `period`-th.
 
-    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's parameters are copied to all. Buffers, such as running means,
-    stay each rank's own.
+    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's trained parameters are copied to all. Frozen ones, and
+    buffers, such as running means, stay each rank's own. All ranks take equally many steps (`WrappedOptimizer`).
 
     Args:
         optim: The inner optimizer, over the same parameters on all ranks.
@@ -49,6 +49,7 @@ class DiLoCo(WrappedOptimizer):
 
     Raises:
         ConfigError: No group, or a number is out of range.
+        MismatchError: Ranks have other parameters, or another order.
 
     Cost:
         2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the parameters.
@@ -76,7 +77,7 @@ class DiLoCo(WrappedOptimizer):
         self.period = period
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
-        self._ways = FlatParams(parameters_in(optim.param_groups), group)
+        self._ways = FlatParams.agreed(parameters_in(optim.param_groups), group)
         make_equal(self._ways, group)
         self._starts = [flat.clone() for flat in self._ways.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
@@ -89,7 +90,13 @@ class DiLoCo(WrappedOptimizer):
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take an inner step; in every `period`-th an outer one as well, which is a collective."""
+        """Take an inner step; in every `period`-th an outer one as well, which is a collective.
+
+        Raises:
+            ConfigError: Parameters have been unfrozen or added since it was made.
+        """
+        for group in self.param_groups:
+            refuse_others(self._ways, group["params"], "DiLoCo")
         loss = self.optim.step(closure)
         self.num_steps += 1
         if self.num_steps % self.period == 0:
@@ -133,7 +140,7 @@ class DiLoCo(WrappedOptimizer):
         return {**self.optim.state_dict(), KEY: outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program.
+        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's.
 
         Raises:
             ConfigError: It is that of another optimizer or model.

@@ -15,9 +15,9 @@ from torch import nn
 
 from braid.comm import Group
 from braid.errors import ConfigError
-from braid.params import FlatBuffer, allocator
+from braid.params import FlatBuffer, ParamTable, allocator
 
-__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in"]
+__all__ = ["FlatParams", "Params", "make_equal", "mean", "parameters_in", "refuse_others"]
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
@@ -50,6 +50,16 @@ class FlatParams:
         """Whether it was made for these."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
+
+    @classmethod
+    def agreed(cls, params: Sequence[nn.Parameter], group: Group) -> FlatParams:
+        """After a look at whether all members have the same; a collective.
+
+        Raises:
+            MismatchError: They have others, or another order; the message shows where.
+        """
+        ParamTable.named((str(number), param) for number, param in enumerate(params)).compare(group)
+        return cls(params, group)
 
     @torch.no_grad()
     def read(self) -> list[torch.Tensor]:
@@ -99,6 +109,24 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
         msg = "expected at least one parameter that requires a gradient, found none: was an iterator used twice?"
         raise ConfigError(msg)
     return found
+
+
+def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
+    """Parameters that are trained, but were not when `what` was made, would never be exchanged.
+
+    Raises:
+        ConfigError: There are such.
+    """
+    known = set(map(id, flat.params))
+    others = [
+        tuple(param.shape) for param in params if param.requires_grad and id(param) not in known
+    ]
+    if others:
+        msg = (
+            f"expected the parameters that were trained when {what} was made, found others, of shapes {', '.join(map(str, others[:8]))}, "
+            f"which have been unfrozen or added since: make {what} anew on all ranks"
+        )
+        raise ConfigError(msg)
 
 
 def mean(flat: FlatParams, group: Group) -> None:

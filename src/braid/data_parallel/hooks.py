@@ -39,7 +39,8 @@ class CastHook:
     Args:
         dtype: In which they are exchanged, of 16 bits; sums are taken in 32 bits and rounded once.
 
-    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
+    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost. Gradients beyond 65504 are infinite in float16, which
+    `nonfinite=` does not see, as it looks at them before.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -83,6 +84,8 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
             msg = f"expected a format out of {', '.join(DENSE)} for the factors of powersgd, found {wire!r} in {text!r}"
             raise ConfigError(msg)
         hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
+        if wire:
+            _check_wires(group, text, f"hook={rest!r}")
         _check_any_matrix(hook.options, table, text)
         return None, hook
     if wire or (text not in FORMATS and kind != "topk"):
@@ -90,13 +93,17 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
         raise ConfigError(msg)
     name = FORMATS.get(text, text)
     by_name(name)  # refuses options that make no sense
+    _check_wires(group, text, "register_comm_hook(None, bf16_hook) or fp16_hook")
+    return name, None
+
+
+def _check_wires(group: Group, text: str, instead: str) -> None:
     if not group.engine.capabilities.wires:
         msg = (
-            f"expected a group that can convert numbers for hook={text!r}, found one whose numbers a backend of torch moves: "
-            "register bf16_hook or fp16_hook instead"
+            f"expected a group that can convert numbers for hook={text!r}, found one whose numbers a backend of torch moves: use {instead} "
+            "instead"
         )
         raise ConfigError(msg)
-    return name, None
 
 
 def _options_of(text: str, whole: str) -> PowerSGDOptions:

@@ -6,10 +6,14 @@ beside their gradients diverge long before the others have moved.
 Idea: scale each layer's step by its trust ratio, the norm of its weights over the norm of its update, so that every layer moves by the same share of its
 own size. LARS does this to momentum SGD, LAMB to Adam.
 
-    trust = |w| / |update|            w -= lr * trust * update
+    LARS    trust = coefficient |w| / (|g| + decay |w|)     update = trust (g + decay w), through momentum      w -= lr update
+    LAMB    trust = |w| / |update|                          update = Adam's + decay w                           w -= lr trust update
+
+A layer of which one of these norms is zero takes a plain step (trust 1).
 
 Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1; You et al., "Large Batch Optimization for
-Deep Learning: Training BERT in 76 Minutes", ICLR 2020, algorithm 2.
+Deep Learning: Training BERT in 76 Minutes", ICLR 2020, algorithm 2. In LARS the learning rate is outside of the momentum, as in torch's SGD: where it
+changes from step to step, the paper's old updates keep their old one.
 """
 
 from __future__ import annotations
@@ -77,9 +81,12 @@ class LARS(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                _check_dense(param)
                 update = param.grad.add(param, alpha=group["weight_decay"])
                 if group["trust"]:
-                    update *= group["trust_coefficient"] * _trust(param, update, group["eps"])
+                    weight = param.norm()
+                    moved = param.grad.norm() + group["weight_decay"] * weight
+                    update *= _trust(group["trust_coefficient"] * weight, moved, group["eps"])
                 if group["momentum"]:
                     kept = self.state[param].setdefault("momentum", torch.zeros_like(param))
                     kept.mul_(group["momentum"]).add_(update)
@@ -131,6 +138,7 @@ class LAMB(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
+                _check_dense(param)
                 state = self.state[param]
                 if not state:
                     state["step"] = 0
@@ -144,16 +152,25 @@ class LAMB(torch.optim.Optimizer):
                 update = first.div_(second.sqrt_().add_(group["eps"]))
                 update.add_(param, alpha=group["weight_decay"])
                 if group["trust"]:
-                    update *= _trust(param, update, 0.0)
+                    update *= _trust(param.norm(), update.norm(), 0.0)
                 param.add_(update, alpha=-group["lr"])
         return loss
 
 
-def _trust(param: torch.Tensor, update: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of the weights over that of the update; 1 where either is zero."""
-    weight, moved = param.norm(), update.norm()
+def _trust(weight: torch.Tensor, moved: torch.Tensor, eps: float) -> torch.Tensor:
+    """How large weights are over how far they would move; 1 where either is zero."""
     ratio = weight / (moved + eps)
     return torch.where((weight > 0) & (moved > 0), ratio, torch.ones_like(ratio))
+
+
+def _check_dense(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is not None and grad.layout != torch.strided:
+        msg = (
+            f"expected dense gradients, found one of layout {grad.layout} of a parameter of shape {tuple(param.shape)}: use "
+            "torch.optim.SparseAdam or SGD for it, or sparse=False"
+        )
+        raise ConfigError(msg)
 
 
 def _loss(closure: Callable[[], float] | None) -> float | None:

@@ -9,7 +9,9 @@ Idea: the weights are a matrix, checked when it is made. W[i][j] is the weight w
 
     columns sum to 1    nothing is lost: the sum over ranks stays what it is       (enough for push-sum)
     rows sum to 1       ranks that are equal stay equal                            (both: "doubly stochastic")
-    connected           everybody hears of everybody, sooner or later
+    rows are not empty  nobody gives all away and is left with nothing
+    connected           everybody hears of everybody in the course of some turns, and does so in every later turn: models that
+                        only change places never agree
 
 What is left of a disagreement after a step is at most the second largest modulus of an eigenvalue times as large, in the long run; one less
 that is the spectral gap. The matrices of a graph that changes follow each other in turns; their gap is that of a whole turn.
@@ -59,7 +61,8 @@ class Mixing(NamedTuple):
             name: For messages.
 
         Raises:
-            ConfigError: Weights are negative, columns do not sum to 1, or ranks cannot hear of each other; all of it is said.
+            ConfigError: Weights are negative, columns do not sum to 1, a rank is left with nothing, or ranks never hear of all others at once;
+                all of it is said.
         """
         found = tuple(tuple(tuple(map(float, row)) for row in matrix) for matrix in matrices)
         mixing = cls(name, found)
@@ -163,8 +166,13 @@ def _check(mixing: Mixing) -> None:
                 if not 0.0 <= weight < float("inf")
             ]
             wrong += [f"{found} in step {step}" for found in _wrong_sums(matrix, "column")]
-        if not wrong and not _connected(mixing):
-            wrong.append("ranks that never hear of some others")
+            wrong += [
+                f"nothing for rank {i} in step {step}"
+                for i, row in enumerate(matrix)
+                if not any(row)
+            ]
+        if not wrong and not _agree(mixing):
+            wrong.append("ranks that never hear of some others, or only change places")
     if wrong:
         msg = (
             f"expected weights that are not negative, columns that sum to 1 and ranks that all hear of each other in mixing {mixing.name!r}, "
@@ -181,11 +189,14 @@ def _wrong_sums(matrix: Matrix, kind: str) -> list[str]:
     ]
 
 
-def _connected(mixing: Mixing) -> bool:
-    """Whether the graph of a whole turn is strongly connected."""
+def _agree(mixing: Mixing) -> bool:
+    """Whether some power of a whole turn has weights from everybody to everybody: the matrix is primitive.
+
+    If any power has, that of the exponent size^2 - 2 size + 2 has (Wielandt 1950), and so have all larger ones.
+    """
     turn = np.eye(mixing.size)
     for matrix in mixing.matrices:
-        turn = np.where(np.asarray(matrix) > 0, 1.0, 0.0) @ turn + turn
-    for _ in range(mixing.size.bit_length()):  # paths of up to 2, 4, 8, ... turns
+        turn = np.minimum(np.where(np.asarray(matrix) > 0, 1.0, 0.0) @ turn, 1.0)
+    for _ in range(2 * mixing.size.bit_length()):  # 2, 4, 8, ... turns
         turn = np.minimum(turn @ turn, 1.0)
     return bool((turn > 0).all())

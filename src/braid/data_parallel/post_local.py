@@ -30,7 +30,7 @@ class PostLocalSGDHook:
     """Averages gradients over all ranks until step `start`, then over `subgroup` only.
 
     Parameters differ from then on until somebody averages them; a small message that says which rank has which gradients is exchanged
-    in every step all the same.
+    in every step all the same, and so are buffers, unless the wrapper was told `forward_sync_buffers=False`.
 
     Args:
         start: Reductions of a parameter over all ranks; `warmup_steps` of the averager.
@@ -64,7 +64,14 @@ class PostLocalSGDHook:
         return {"steps": dict(self._num_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned.
+
+        Raises:
+            ConfigError: It is not that.
+        """
+        if set(state) != {"steps"}:
+            msg = f"expected steps, and nothing else, in the state of PostLocalSGDHook, found {sorted(state)}"
+            raise ConfigError(msg)
         self._num_steps = Counter(state["steps"])
 
     def __repr__(self) -> str:

@@ -106,20 +106,22 @@ class PowerSGDHook:
         """Average a bucket; `state` is not looked at."""
         del state
         whole, matrices = [], []
-        named = zip(bucket.names, bucket.parameters(), bucket.gradients(), strict=True)
-        for name, param, gradient in named:
+        gradients = bucket.gradients()
+        parts = torch.split(bucket.buffer(), [gradient.numel() for gradient in gradients])
+        named = zip(bucket.names, bucket.parameters(), gradients, parts, strict=True)
+        for name, param, gradient, part in named:
             memory = self._memories.setdefault(name, _Memory())
             if memory.num_steps >= self.options.start and self.options.compresses(param):
                 matrices.append(self._matrix(name, memory, gradient))
             else:
-                whole.append(gradient)
+                whole.append(part)
             memory.num_steps += 1
         if not matrices:
             whole = [bucket.buffer()]  # lies where no copies are made
         ps = [matrix.low_rank.compress(matrix.values) for matrix in matrices]
         with bucket.group.coalesce(lazily=True) as batch:
-            for gradient in whole:
-                batch.all_reduce(gradient, "avg")
+            for part in whole:
+                batch.all_reduce(part, "avg")
             for p in ps:
                 batch.all_reduce(p, "avg", wire=self._wire)
         yield batch.work
@@ -162,25 +164,25 @@ class PowerSGDHook:
         }
 
     def _matrix(self, name: str, memory: _Memory, gradient: torch.Tensor) -> _Matrix:
-        options, target = self.options, _wide(gradient.view(-1), gradient.shape)
+        options = self.options
+        flat = gradient.reshape(-1).float()  # row by row, whatever its strides are
+        values = _wide(flat, gradient.shape)
         if memory.low_rank is None or not options.warm_start:
             step = 0 if options.warm_start else memory.num_steps
             seed = text_digest(f"{options.seed} {name} {step}")  # the same on all ranks
             generator = torch.Generator(gradient.device).manual_seed(seed)
-            rows, columns = target.shape
+            rows, columns = values.shape
             rank = min(options.rank, rows, columns)
             memory.low_rank = LowRank(rows, columns, rank, generator=generator)
             if memory.q is not None and options.warm_start:
                 memory.low_rank.load_state_dict({"q": memory.q.to(gradient.device)})
-        flat = gradient.view(-1).float()
         if options.error_feedback:
             if memory.feedback is None:
                 memory.feedback = ErrorFeedback(flat.numel(), device=flat.device)
                 if memory.error is not None:
                     memory.feedback.load_state_dict({"residual": memory.error})
-            flat = memory.feedback.correct(flat)
-        values = _wide(flat, gradient.shape)
-        return _Matrix(values, target, gradient, memory.low_rank, memory.feedback)
+            values = _wide(memory.feedback.correct(flat), gradient.shape)
+        return _Matrix(values, gradient, memory.low_rank, memory.feedback)
 
     def __repr__(self) -> str:
         return f"PowerSGDHook({self.options}, wire={self._wire!r})"
@@ -216,28 +218,26 @@ class _Matrix(NamedTuple):
 
     Attributes:
         values: float32: the gradient and what was missed before, as a matrix.
-        target: The gradient as a matrix, where the result goes.
-        gradient: The gradient.
+        gradient: The gradient, where the result goes.
         low_rank: Of the parameter.
         feedback: Likewise.
     """
 
     values: torch.Tensor
-    target: torch.Tensor
     gradient: torch.Tensor
     low_rank: LowRank
     feedback: ErrorFeedback | None
 
     def finish(self, p: torch.Tensor, q: torch.Tensor) -> None:
         """Write the approximation, and keep what it misses."""
-        if self.target.dtype == torch.float32:
-            self.low_rank.finish(p, q, out=self.target)
-        else:
-            found = torch.empty_like(self.values)
-            self.low_rank.finish(p, q, out=found)
-            self.target.copy_(found)
+        gradient = self.gradient
+        plain = gradient.dtype == torch.float32 and gradient.is_contiguous()
+        flat = gradient.view(-1) if plain else torch.empty(gradient.numel(), device=gradient.device)
+        self.low_rank.finish(p, q, out=_wide(flat, gradient.shape))
+        if not plain:
+            gradient.copy_(flat.view(gradient.shape))
         if self.feedback is not None:
-            self.feedback.settle(self.gradient.view(-1).float())
+            self.feedback.settle(gradient.reshape(-1).float())
 
 
 def _wide(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from braid.errors import ConfigError
+
 __all__ = ["WrappedOptimizer"]
+
+
+class _Inside:
+    """An attribute of the optimizer inside, whoever sets it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: WrappedOptimizer | None, owner: type | None = None) -> Any:
+        return self if wrapper is None else getattr(wrapper.optim, self._name)
+
+    def __set__(self, wrapper: WrappedOptimizer, value: Any) -> None:
+        setattr(wrapper.optim, self._name, value)
+
+    def __delete__(self, wrapper: WrappedOptimizer) -> None:
+        delattr(wrapper.optim, self._name)
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
     """Looks like the optimizer inside to learning rate schedulers, scalers and hooks.
 
+    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps out on the rank whose gradients overflow, unless the
+    optimizer inside is a fused one (`fused=True`), which does so itself.
+
     Args:
         optim: The optimizer that takes the steps.
     """
+
+    grad_scale = _Inside()  # what a GradScaler hands to fused optimizers during a step
+    found_inf = _Inside()
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self.optim = optim  # torch's constructor would make groups and state of its own
@@ -49,6 +73,16 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it."""
         self.optim.load_state_dict(state_dict)
+
+    def __getstate__(self) -> NoReturn:
+        """Ranks cannot be copied.
+
+        Raises:
+            ConfigError: Always, under `copy.deepcopy` and `pickle`.
+        """
+        name = type(self).__name__
+        msg = f"expected {name} to stay where it is, found that it is copied or pickled: use state_dict(), and make another {name}"
+        raise ConfigError(msg)
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute of the wrapper is one of the optimizer inside."""

@@ -21,6 +21,7 @@ import torch
 
 from braid.comm import Group, Work
 from braid.errors import ConfigError
+from braid.params.flat import shaped
 
 __all__ = ["Answer", "Awaited", "GradBucket", "Hook", "Steps", "steps_of"]
 
@@ -82,7 +83,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """One view of the buffer per parameter."""
+        """One view of the buffer per parameter, with its strides, as in channels_last."""
         return list(self._gradients)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -99,12 +100,15 @@ class GradBucket:
         What it holds when the hook has ended comes back, unless a future brings something else.
 
         Raises:
-            ConfigError: It has another number of elements.
+            ConfigError: It has another number of elements, or is not contiguous.
         """
-        flat = _checked(self, tensor).view(-1)
+        if not _checked(self, tensor).is_contiguous():
+            msg = f"expected a contiguous tensor as the buffer of {self!r}, found strides {tensor.stride()}: call .contiguous() before"
+            raise ConfigError(msg)
+        flat = tensor.view(-1)
         parts = torch.split(flat, [gradient.numel() for gradient in self._gradients])
         pairs = zip(parts, self._gradients, strict=True)
-        self._gradients = [part.view(gradient.shape) for part, gradient in pairs]
+        self._gradients = [shaped(part, gradient) for part, gradient in pairs]
         self._buffer = flat
 
     def settle(self, found: Any) -> None:
@@ -119,8 +123,9 @@ class GradBucket:
         if isinstance(found, list | tuple) and len(found) == 1:
             found = found[0]
         tensor = _checked(self, found)
-        if tensor.data_ptr() != self._home.data_ptr():
-            self._home.copy_(tensor.view(-1))
+        flat = tensor.reshape(-1)
+        if flat.data_ptr() != self._home.data_ptr():
+            self._home.copy_(flat)
 
     def __repr__(self) -> str:
         return f"GradBucket({self._index}: {', '.join(self.names)})"
