@@ -40,7 +40,7 @@ def bucket_picture(
     pixels = WIDTH / total
     height = TOP + len(ranks) * LANE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 12}" height="{height + 26}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 40}" height="{height + 26}" font-family="sans-serif" font-size="12">',
         f'<text x="4" y="16">{escape(_title(step, ranks, labels, ready_s, critical))}</text>',
     ]
     for tick in range(NUM_TICKS + 1):
