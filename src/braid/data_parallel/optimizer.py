@@ -28,8 +28,9 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
+from braid.data_parallel.known_params import KnownParams, part_from_buckets
 from braid.errors import ConfigError
-from braid.params import Caps, GradientReducer, Outcome, ParamTable, ReducerOptions
+from braid.params import Caps, GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
 
 __all__ = ["DistributedOptimizer"]
 
@@ -87,7 +88,13 @@ class DistributedOptimizer:
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
         optimizer.__dict__.update(
-            _reducer=reducer, _entrances={}, _owes=False, _was_said=False, _reaction=reaction
+            _reducer=reducer,
+            _records=table.records,
+            _known=KnownParams(record.param for record in table),
+            _reaction=reaction,
+            _entrances={},
+            _owes=False,
+            _was_said=False,
         )
         optimizer._listen(group.ranks)  # type: ignore[attr-defined]  # noqa: SLF001 - of its new class
         return optimizer
@@ -97,6 +104,8 @@ class _Averaging:
     """What is added to the class of an optimizer."""
 
     _reducer: GradientReducer
+    _records: tuple[ParamRecord, ...]
+    _known: KnownParams
     _reaction: Reaction
     _entrances: dict[int, RemovableHandle]  # by parameter
     _owes: bool  # an average of what checkpoints have left
@@ -129,6 +138,9 @@ class _Averaging:
 
     def synchronize(self) -> None:
         """See to it that gradients are averaged; tell the others if the last backward was left by an exception, and see what is trained now."""
+        self._known.check(
+            (r.param for r in self._records), ((r.name, r.param) for r in self._records)
+        )
         self._reducer.begin()
         self._watch()
         if self._owes:
@@ -155,6 +167,7 @@ class _Averaging:
         def on_outcome(outcome: Outcome) -> None:
             optimizer = reference()
             if optimizer is not None:
+                part_from_buckets(optimizer._records)  # noqa: SLF001 - its continuation
                 optimizer._owes = False  # noqa: SLF001 - its continuation
                 react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
 
