@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel import DistributedDataParallel, NonFiniteError, Rollback
+from braid.data_parallel import (
+    DistributedDataParallel,
+    MixedPrecision,
+    NonFiniteError,
+    Rollback,
+)
 from braid.errors import ConfigError
 
 pytestmark = [
@@ -197,6 +202,48 @@ def _replicas(group: Group, bad: list[int]) -> tuple[int, bool]:
 
 def test_replicas_on_several_devices_go_back_together(world):
     assert world(2, _replicas, [2]) == [(1, True), (1, True)]
+
+
+def _joins(group: Group) -> tuple[list[Any], int, int]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rollback = Rollback(module, optimizer, every=1, limit=1)
+    model = DistributedDataParallel(module, process_group=group, nonfinite=rollback, check_all=True)
+    with model.join():
+        for step in range(1 if group.rank == 0 else 6):
+            optimizer.zero_grad()
+            model(batch(group.rank, step, bad=step in {2, 4})).square().mean().backward()
+            optimizer.step()
+    return cloned(list(module.state_dict().values())), rollback.num_rollbacks, rollback.step
+
+
+def test_a_rank_without_inputs_does_not_give_up_alone(world):
+    (first, *_), (second, *counts) = world(2, _joins)
+    assert same(first, second)
+    assert all(bool(value.isfinite().all()) for value in second)
+    assert counts == [2, 4]
+
+
+def _in_16_bits(group: Group) -> tuple[int, bool]:
+    module = nn.Sequential(nn.utils.skip_init(nn.Linear, 3, 2))
+    nn.init.ones_(module[0].weight)
+    nn.init.zeros_(module[0].bias)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    rollback = Rollback(module, optimizer, every=1)
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model = DistributedDataParallel(
+        module, process_group=group, nonfinite=rollback, check_all=True, mixed_precision=precision
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        before = cloned(list(module.parameters()))
+        model(batch(group.rank, step, bad=step == 2)).float().square().mean().backward()
+        optimizer.step()
+    return rollback.num_rollbacks, same(before, list(module.parameters()))
+
+
+def test_the_copy_is_of_the_parameters_themselves_where_a_forward_is_in_16_bits(world):
+    assert world(2, _in_16_bits) == [(1, True)] * 2
 
 
 def _warns(group: Group) -> list[str]:

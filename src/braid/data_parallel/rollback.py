@@ -102,7 +102,6 @@ class Rollback:
         limit: Returns in a row, without a good step in between, before it is given up.
 
     Attributes:
-        step: Steps of the optimizer that the present state has seen.
         num_rollbacks: Returns so far.
         last: The last one.
 
@@ -124,7 +123,7 @@ class Rollback:
                 f"expected every and limit to be numbers of steps above 0, found {', '.join(wrong)}"
             )
             raise ConfigError(msg)
-        self.step = 0
+        self._step = 0  # as of the last forward
         self.num_rollbacks = 0
         self.last: WentBack | None = None
         self._model = model
@@ -141,6 +140,11 @@ class Rollback:
         self._lock = threading.Lock()  # replicas on several devices are called in threads
         self._handles = [model.register_forward_pre_hook(_BeforeForward(self))]
         self.keep(*kept)
+
+    @property
+    def step(self) -> int:
+        """Steps of the optimizer that the present state has seen."""
+        return self._step + (self._stepped and not self._went_back)
 
     def keep(self, *more: Stateful) -> None:
         """Copy these, too, from the next copy on; such as optimizers that are there only after wrapping (`step_in_backward`).
@@ -165,7 +169,7 @@ class Rollback:
                 if hasattr(one, "register_step_post_hook"):
                     self._optimizers.append(one)
                     self._handles.append(one.register_step_post_hook(self._after_step))
-            if self.step == 0 and not self._stepped:
+            if self._step == 0 and not self._stepped:
                 self._copy = None  # nothing has happened yet: make it anew, with these
 
     def __call__(self, found: NonFinite) -> None:
@@ -181,8 +185,11 @@ class Rollback:
                 "train, such as the module that is wrapped"
             )
             raise NonFiniteError(msg)
+        if self._went_back:  # and no forward since: it has no input and helps the others (`join`), or is called for the same forward again
+            self._restore(kept)
+            return
         self._in_a_row += 1
-        lost = self.step - kept.step
+        lost = self._step - kept.step
         self._restore(kept)
         self._went_back = True
         if self._in_a_row > self._limit:
@@ -214,8 +221,8 @@ class Rollback:
             if self._stepped:
                 self._stepped = False
                 self._in_a_row = 0
-                self.step += 1
-            if self._copy is None or self.step - self._copy.step >= self._every:
+                self._step += 1
+            if self._copy is None or self._step - self._copy.step >= self._every:
                 self._make()
 
     def _after_step(self, *_: object) -> None:
@@ -232,14 +239,14 @@ class Rollback:
                 params.update((id(param), param) for param in group["params"])
         named = self._model.named_buffers(remove_duplicate=False)
         self._copy = _Copy(
-            self.step,
+            self._step,
             [(param, param.detach().clone()) for param in params.values()],
             {name: buffer.detach().clone() for name, buffer in named},
             [copy.deepcopy(one.state_dict()) for one in self._kept],
         )
 
     def _restore(self, kept: _Copy) -> None:
-        self.step = kept.step
+        self._step = kept.step
         with torch.no_grad():
             for param, values in kept.params:
                 param.grad = None
