@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 
 import pytest
@@ -294,6 +295,20 @@ def test_autograd_grad_of_parameters_is_refused_outside_of_no_sync(world):
         assert "found torch.autograd.grad of" in said
         assert "no_sync() of a DistributedOptimizer" in said
         assert (local, penalized) == (True, True)
+
+
+def _forgotten(group: Group) -> tuple[int, int]:
+    module = net()
+    params = list(module.parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_group=group)
+    before = sum(len(param._backward_hooks or ()) for param in params)
+    del optimizer
+    gc.collect()
+    return before, sum(len(param._backward_hooks or ()) for param in params)
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hooks_on_parameters(world):
+    assert world(1, _forgotten) == [(4, 0)]
 
 
 # Re-entrant checkpointing.

@@ -155,9 +155,7 @@ class _Averaging:
 
     def close(self) -> None:
         """Average no more."""
-        for handle in self._entrances.values():
-            handle.remove()
-        self._entrances.clear()
+        _remove(self._entrances)
         self._owes = False
         self._reducer.close()
 
@@ -172,6 +170,8 @@ class _Averaging:
                 react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
 
         self._reducer.on_outcome = on_outcome
+        # parameters live on when the optimizer is gone
+        weakref.finalize(self, _remove, self._entrances).atexit = False
         self._watch()
 
     def _watch(self) -> None:
@@ -205,6 +205,12 @@ class _Averaging:
             reducer._passed = passed  # noqa: SLF001 - it is the whole that counts
 
         torch.autograd.Variable._execution_engine.queue_callback(on_end)  # noqa: SLF001 - there is no public way
+
+
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
 
 
 def _is_nested() -> bool:
