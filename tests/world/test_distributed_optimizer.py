@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from braid.comm import Group
 from braid.data_parallel import (
@@ -14,11 +18,13 @@ from braid.data_parallel import (
     LARS,
     DistributedDataParallel,
     DistributedOptimizer,
+    NonFiniteError,
+    Rollback,
     accumulate,
     clip_grad_norm_,
     grad_norm,
 )
-from braid.errors import ConfigError, MismatchError
+from braid.errors import CommError, ConfigError, MismatchError
 
 STEPS = 3
 
@@ -280,3 +286,236 @@ def test_optimizers_by_layer_go_on_from_their_state(make):
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError):
         LAMB([nn.Parameter(torch.ones(1))], **wrong)
+
+
+# Gradients that are not finite.
+
+
+def _spoils(group: Group, nonfinite: str) -> tuple[str, bool, int]:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    reaction = Rollback(module, optimizer) if nonfinite == "rollback" else nonfinite
+    DistributedOptimizer(
+        optimizer, module.named_parameters(), process_group=group, nonfinite=reaction
+    )
+    before = values(module)
+    said = ""
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(module, group.rank, step)
+        if step and group.rank == 1:
+            loss = loss * float("inf")
+        try:
+            loss.backward()
+        except NonFiniteError as error:
+            said = str(error)
+            break
+        optimizer.step()
+        if not step:
+            after_one = values(module)
+    returns = reaction.num_rollbacks if isinstance(reaction, Rollback) else 0
+    expected = before if returns else after_one
+    return said, all(map(torch.equal, values(module), expected)), returns
+
+
+@pytest.mark.filterwarnings("ignore:gradients of:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("nonfinite", "words", "returns"),
+    [("raise", "on rank 1 in step 2", 0), ("skip", "", 0), ("rollback", "", 1)],
+)
+def test_the_optimizer_does_about_nan_what_the_wrapper_does(world, nonfinite, words, returns):
+    for said, kept, found in world(2, _spoils, nonfinite):
+        assert words in said
+        assert (kept, found) == (True, returns)
+
+
+def _misspelt(group: Group) -> str:
+    optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
+    try:
+        DistributedOptimizer(optimizer, process_group=group, nonfinite="explode")
+    except ConfigError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_other_words_are_refused_before_the_optimizer_is_changed(world):
+    assert "expected nonfinite out of ignore, warn, raise, skip" in world(1, _misspelt)[0]
+
+
+# torch.autograd.grad.
+
+
+def _grad(group: Group) -> tuple[str, bool, bool]:
+    module = net()
+    params = list(module.parameters())
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(params, lr=0.1), module.named_parameters(), process_group=group
+    )
+    try:
+        torch.autograd.grad(loss_of(module, group.rank, 0), params[2:])
+        said = "nothing happened"
+    except ConfigError as error:
+        said = str(error)
+    with optimizer.no_sync():
+        own = torch.autograd.grad(loss_of(module, group.rank, 0), params)
+    x = torch.ones(1, 3, requires_grad=True)
+    (by_input,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+    by_input.square().sum().backward()  # averages as any other
+    alone = net()
+    loss_of(alone, group.rank, 0).backward()
+    local = all(torch.equal(a, p.grad) for a, p in zip(own, alone.parameters(), strict=True))
+    return said, local, params[0].grad is not None
+
+
+def test_autograd_grad_of_parameters_is_refused_outside_of_no_sync(world):
+    for said, local, penalized in world(2, _grad):
+        assert "found torch.autograd.grad of" in said
+        assert "no_sync() of a DistributedOptimizer" in said
+        assert (local, penalized) == (True, True)
+
+
+def _forgotten(group: Group) -> tuple[int, int]:
+    module = net()
+    params = list(module.parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_group=group)
+    before = sum(len(param._backward_hooks or ()) for param in params)
+    del optimizer
+    gc.collect()
+    return before, sum(len(param._backward_hooks or ()) for param in params)
+
+
+def test_an_optimizer_that_is_gone_leaves_no_hooks_on_parameters(world):
+    assert world(1, _forgotten) == [(4, 0)]
+
+
+# Re-entrant checkpointing.
+
+
+class Deep(nn.Module):
+    """Layers of which some are checkpointed."""
+
+    def __init__(self, checkpointed: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(net(3) for _ in range(4))
+        self.back = nn.ParameterList([nn.Parameter(torch.ones(2, 3)) for _ in range(4)])
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(4):
+            if number in self.checkpointed:
+                x = checkpoint(self.one, number, x, use_reentrant=True)
+            else:
+                x = self.one(number, x)
+        return x
+
+    def one(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers[number](x) @ self.back[number])
+
+
+def deep_loss(module: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + step))
+    return module(x.requires_grad_()).square().mean()
+
+
+def _checkpointed(
+    group: Group, which: tuple[int, ...], passes: int
+) -> tuple[list[torch.Tensor], int, bool]:
+    module = Deep(which)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9),
+        module.named_parameters(),
+        process_group=group,
+        backward_passes_per_step=passes,
+    )
+    early = True
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for one in range(passes):
+            deep_loss(module, group.rank, passes * step + one).backward()
+        early = early and optimizer._reducer.num_reductions == step + 1
+        optimizer.step()
+    return values(module), optimizer._reducer.num_reductions, early
+
+
+@pytest.mark.filterwarnings("ignore:gradients have been averaged in step:UserWarning")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    ("which", "early"),
+    [((0, 1, 2, 3), False), ((1, 2, 3), True), ((1, 3), True), ((0, 1, 2), True), ((), True)],
+)
+def test_gradients_of_reentrant_checkpoints_are_averaged_once_a_backward(
+    world, which, early, passes
+):
+    module = Deep(())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        own = []
+        for rank in range(2):
+            module.zero_grad()
+            for one in range(passes):
+                deep_loss(module, rank, passes * step + one).backward()
+            own.append([param.grad for param in module.parameters()])
+        for param, a, b in zip(module.parameters(), *own, strict=True):
+            param.grad = (a + b) / 2
+        optimizer.step()
+    for found, reductions, in_backward in world(2, _checkpointed, which, passes):
+        assert (reductions, in_backward) == (STEPS, early)
+        for a, b in zip(found, module.parameters(), strict=True):
+            assert torch.equal(a, b.detach())
+
+
+def _clips(group: Group, how: str) -> tuple[list[torch.Tensor], list[str]]:
+    module = Deep((0, 1, 2, 3))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), process_group=group
+    )
+    deep_loss(module, group.rank, 0).backward()
+    if how == "synchronize":
+        optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    return [param.grad.clone() for param in module.parameters()], [str(w.message) for w in caught]
+
+
+def test_averages_that_come_in_step_are_told_once_and_not_after_synchronize(world):
+    for how, number in (("synchronize", 0), ("step", 1)):
+        ((_, said),) = world(1, _clips, how)
+        assert [text[:39] for text in said] == ["gradients have been averaged in step(),"] * number
+    first, second = world(2, _clips, "synchronize")
+    assert all(map(torch.equal, first[0], second[0]))
+
+
+def _breaks(group: Group) -> list[str]:
+    module = Deep((0, 1, 2, 3))
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(module.parameters(), lr=0.1), process_group=group
+    )
+    said = []
+    for step in range(2):
+        try:
+            optimizer.zero_grad()
+            loss = deep_loss(module, group.rank, step)
+            handle = module.back[1].register_hook(_stop) if (step, group.rank) == (0, 1) else None
+            loss.backward()
+            optimizer.step()
+        except (ArithmeticError, CommError) as error:
+            said.append(str(error))
+            if isinstance(error, ArithmeticError):
+                handle.remove()
+                with contextlib.suppress(CommError):
+                    optimizer.zero_grad()
+    return said
+
+
+def _stop(_grad: torch.Tensor) -> None:
+    msg = "stop"
+    raise ArithmeticError(msg)
+
+
+@pytest.mark.filterwarnings("ignore:gradients have been averaged in step:UserWarning")
+def test_a_rank_that_leaves_a_checkpoint_by_an_exception_is_named_to_the_others(world):
+    first, second = world(2, _breaks)
+    assert ["rank 1 left backward by an exception" in text for text in first] == [True]
+    assert second == ["stop"]

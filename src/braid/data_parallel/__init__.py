@@ -21,6 +21,7 @@ from braid.data_parallel.post_local import PostLocalSGDHook, PostLocalSGDOptimiz
 from braid.data_parallel.powersgd import PowerSGDHook, PowerSGDOptions
 from braid.data_parallel.reference import accumulate
 from braid.data_parallel.replicas import replicate
+from braid.data_parallel.rollback import Rollback, WentBack
 from braid.data_parallel.scattering import scatter
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 
@@ -48,7 +49,9 @@ __all__ = [
     "PowerSGDHook",
     "PowerSGDOptions",
     "PushSum",
+    "Rollback",
     "SyncBatchNorm",
+    "WentBack",
     "accumulate",
     "adasum",
     "adasum_hook",

@@ -32,6 +32,7 @@ from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks import hook_of
 from braid.data_parallel.join import EARLY, Join, Joinable, JoinHook
+from braid.data_parallel.known_params import KnownParams, part_from_buckets
 from braid.data_parallel.mixed_precision import precision_of
 from braid.data_parallel.module_buffers import ModuleBuffers
 from braid.data_parallel.outputs import tensors_in
@@ -83,7 +84,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
         every: Average in every k-th backward; the others accumulate, as in one process.
         nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
-            that is called with a `NonFinite` on all ranks.
+            that is called with a `NonFinite` on all ranks, such as `Rollback(...)`.
         check_all: Look at every number for that, rather than at one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
@@ -152,7 +153,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._weight: float | None = None
         self._hash_every = checked_hash_every(hash_every)
         self._table = table
-        self._known = {id(param) for param in module.parameters()}
+        self._known = KnownParams(module.parameters())
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
         if init_sync:
@@ -190,7 +191,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         follows = torch.is_grad_enabled()
         if follows:
             self._reducer.begin()
-            self._refuse_strangers()
+            self._known.check(self.module.parameters(), self.module.named_parameters())
         found = self._precision.call(
             self._replicas[0] if self._replicas else self.module, args, kwargs
         )
@@ -353,6 +354,14 @@ class DistributedDataParallel(nn.Module, Joinable):
                 raise
             return getattr(self.module, name)
 
+    def __getstate__(self) -> Any:
+        """Asked for by copy and pickle, which would share the memory and the hooks that gradients travel through."""
+        msg = (
+            "expected the module itself (.module) to be copied or pickled, found its DistributedDataParallel, which holds memory and hooks of this "
+            "group: copy.deepcopy(model.module), such as for averaged weights; torch.save(model.state_dict()), and wrap anew where it is loaded"
+        )
+        raise ConfigError(msg)
+
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
@@ -403,6 +412,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             for rank, standing in enumerate(status.standings)
             if standing is not Standing.JOINED
         ]
+        part_from_buckets(self._table.records)
         self._say_unused(outcome)
         if status.buffers:
             with torch.no_grad():
@@ -421,18 +431,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         ):
             raise CommError(EARLY)
         react(outcome, self.process_group.ranks, self._reaction)
-
-    def _refuse_strangers(self) -> None:
-        """Parameters that have been added or replaced since wrapping would never be averaged."""
-        strangers = {id(param) for param in self.module.parameters()} - self._known
-        if strangers:
-            named = self.module.named_parameters()
-            names = [repr(name) for name, param in named if id(param) in strangers]
-            msg = (
-                f"expected the parameters that the module had when it was wrapped, found others as {', '.join(names[:MAX_NAMES])}: load values into "
-                "parameters (assign=False) and add layers before wrapping, or wrap again"
-            )
-            raise ConfigError(msg)
 
     def _say_unused(self, outcome: Outcome) -> None:
         if self.find_unused_parameters or not outcome.unused:

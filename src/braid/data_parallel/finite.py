@@ -57,7 +57,7 @@ def reaction_of(wanted: str | Reaction, parameters: Sequence[torch.Tensor]) -> R
 
     Args:
         wanted: ignore; warn, once; raise NonFiniteError; skip: leave all gradients None, so that the optimizer does nothing; or what
-            shall be called, such as one that rolls back to a copy.
+            shall be called, such as a `Rollback`.
         parameters: Those whose gradients are dropped by skip.
 
     Raises:

@@ -2,22 +2,40 @@
 
 For programs that keep their model unwrapped, as Horovod's do: the optimizer that is passed in is changed in place, so that schedulers and everything else that
 knows it go on. Hooks on the parameters average during backward, exactly as `DistributedDataParallel` does (`params.GradientReducer`).
+
+A wrapper sees the outputs of its module, and so the begin of a backward. Here the first thing that is seen is a gradient of a parameter, about to be
+accumulated. It may belong to a backward inside of another one (re-entrant checkpointing), whose end is not that of the whole:
+
+    loss.backward()    |--head--|  checkpoint: [backward  p5 p4]  checkpoint: [backward  p3 p2]  |--p1 p0--|
+                           ^ seen first: averages at the end of the whole
+                        without head:                    ^ local             ^ local                ^ averages at the end of the whole
+                        without p1 p0 either: averages in step()
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
 
+from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
+from braid.data_parallel.known_params import KnownParams, part_from_buckets
 from braid.errors import ConfigError
-from braid.params import Caps, GradientReducer, ParamTable, ReducerOptions
+from braid.params import Caps, GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
 
 __all__ = ["DistributedOptimizer"]
+
+# through which autograd calls the backward of every autograd.Function of Python
+_APPLY = BackwardCFunction.apply.__code__
 
 
 class DistributedOptimizer:
@@ -32,12 +50,17 @@ class DistributedOptimizer:
         backward_passes_per_step: Average in every k-th backward; the others accumulate.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Copy rank 0's parameters to all first, and compare what there is.
+        nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`; a `Rollback` is made before, with `optimizer`.
+        check_all: Look at every number for that, rather than at one of each gradient.
 
     Raises:
         ConfigError: Parameters without a name, or names of others; no group.
         MismatchError: Ranks have other parameters.
 
-    The optimizer gets `synchronize()` (which has nothing to wait for: gradients are averaged when backward has ended), `no_sync()` and `close()`.
+    The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when backward has ended, so there is nothing to wait for; except
+    where all parameters lie in re-entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or say use_reentrant=False.
+
+    `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank alone; inside of `no_sync()` that is what is asked for.
     """
 
     def __new__(
@@ -49,17 +72,31 @@ class DistributedOptimizer:
         backward_passes_per_step: int = 1,
         bucket_cap_mb: float | None = None,
         init_sync: bool = True,
+        nonfinite: str | Reaction = "warn",
+        check_all: bool = False,
     ) -> Any:
         """See the class."""
         group = group_of(process_group)
         table = ParamTable.named(_named(optimizer, named_parameters))
         if init_sync:
             table.make_equal(group)
-        options = ReducerOptions(every=backward_passes_per_step, caps=Caps.of_mb(bucket_cap_mb))
+        reaction = reaction_of(nonfinite, [record.param for record in table])
+        options = ReducerOptions(
+            every=backward_passes_per_step, caps=Caps.of_mb(bucket_cap_mb), check_all=check_all
+        )
         reducer = GradientReducer(group, table, options)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
-        optimizer.__dict__["_reducer"] = reducer
+        optimizer.__dict__.update(
+            _reducer=reducer,
+            _records=table.records,
+            _known=KnownParams(record.param for record in table),
+            _reaction=reaction,
+            _entrances={},
+            _owes=False,
+            _was_said=False,
+        )
+        optimizer._listen(group.ranks)  # type: ignore[attr-defined]  # noqa: SLF001 - of its new class
         return optimizer
 
 
@@ -67,15 +104,30 @@ class _Averaging:
     """What is added to the class of an optimizer."""
 
     _reducer: GradientReducer
+    _records: tuple[ParamRecord, ...]
+    _known: KnownParams
+    _reaction: Reaction
+    _entrances: dict[int, RemovableHandle]  # by parameter
+    _owes: bool  # an average of what checkpoints have left
+    _was_said: bool
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """As the optimizer's own, if gradients have been averaged."""
+        owed = self._owes
         self.synchronize()
+        if owed and not self._was_said:
+            self._was_said = True
+            warnings.warn(
+                "gradients have been averaged in step(), not in backward, as all parameters lie in re-entrant checkpoints: if they are read or "
+                "clipped before, call synchronize() before that, or checkpoint with use_reentrant=False. Said once",
+                UserWarning,
+                stacklevel=2,
+            )
         return super().step() if closure is None else super().step(closure)  # type: ignore[misc]  # of the optimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own; and if the last backward was left by an exception, the others are told."""
-        self._reducer.begin()
+        self.synchronize()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,8 +137,15 @@ class _Averaging:
         raise ConfigError(msg)
 
     def synchronize(self) -> None:
-        """Gradients are averaged already; tell the others if the last backward was left by an exception, and see what is trained now."""
+        """See to it that gradients are averaged; tell the others if the last backward was left by an exception, and see what is trained now."""
+        self._known.check(
+            (r.param for r in self._records), ((r.name, r.param) for r in self._records)
+        )
         self._reducer.begin()
+        self._watch()
+        if self._owes:
+            self._owes = False
+            self._reducer.finish()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -96,7 +155,72 @@ class _Averaging:
 
     def close(self) -> None:
         """Average no more."""
+        _remove(self._entrances)
+        self._owes = False
         self._reducer.close()
+
+    def _listen(self, ranks: tuple[int, ...]) -> None:
+        reference = weakref.ref(self)  # hooks of parameters must not keep what has the parameters
+
+        def on_outcome(outcome: Outcome) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                part_from_buckets(optimizer._records)  # noqa: SLF001 - its continuation
+                optimizer._owes = False  # noqa: SLF001 - its continuation
+                react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
+
+        self._reducer.on_outcome = on_outcome
+        # parameters live on when the optimizer is gone
+        weakref.finalize(self, _remove, self._entrances).atexit = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Be called before gradients of parameters are accumulated, and before torch.autograd.grad returns them."""
+        reference = weakref.ref(self)
+
+        def on_part(_grad: torch.Tensor) -> None:
+            optimizer = reference()
+            if optimizer is not None:
+                optimizer._enter()  # noqa: SLF001 - its continuation
+
+        for group in self.param_groups:  # type: ignore[attr-defined]  # of the optimizer
+            for param in group["params"]:
+                if param.requires_grad and id(param) not in self._entrances:
+                    self._entrances[id(param)] = param.register_hook(on_part)
+
+    def _enter(self) -> None:
+        """A gradient has been computed."""
+        reducer = self._reducer
+        if reducer._in_backward or not reducer.synchronize:  # noqa: SLF001 - its continuation
+            return
+        if not _is_nested():
+            reducer._enter()  # noqa: SLF001 - likewise
+            return
+        self._owes = True
+        passed = reducer._passed  # noqa: SLF001 - likewise
+        with reducer.no_sync():
+            reducer._enter()  # noqa: SLF001 - likewise
+
+        def on_end() -> None:
+            reducer._passed = passed  # noqa: SLF001 - it is the whole that counts
+
+        torch.autograd.Variable._execution_engine.queue_callback(on_end)  # noqa: SLF001 - there is no public way
+
+
+def _remove(handles: dict[int, RemovableHandle]) -> None:
+    for handle in handles.values():
+        handle.remove()
+    handles.clear()
+
+
+def _is_nested() -> bool:
+    """Whether the present backward was called by an autograd.Function inside of another one."""
+    frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but does not tell which is inside of which
+    while frame.f_code is not _APPLY:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _named(

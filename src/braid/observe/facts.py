@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from braid.diagnose import rank_list
+from braid.observe.buckets import late_buckets
 from braid.observe.operations import bucket_waits, operations
 from braid.observe.timeline import RankTimeline, StepKey, StepTime
 from braid.observe.units import bytes_text, duration_text, percent_text
@@ -18,13 +19,15 @@ from braid.observe.units import bytes_text, duration_text, percent_text
 __all__ = ["by_step", "facts", "slowest_step"]
 
 EVEN = 0.05  # ranks whose own work differs by less than this are called equally fast
+OFTEN = 0.5  # of the steps; a rank that is behind less often is no habit
 LATE = 0.1  # of the step; a smaller lateness explains nothing
 WARM_UP = 1  # steps left out when there are enough others: the first one allocates
 
 
 def facts(timelines: Sequence[RankTimeline]) -> list[str]:
     """At most three sentences, each about another question; fewer when there is nothing to say."""
-    found = [_slowest_rank(timelines), _most_waited_for(timelines), _slowest_step(timelines)]
+    waits = _late_bucket(timelines) or _most_waited_for(timelines)
+    found = [_slowest_rank(timelines), waits, _slowest_step(timelines)]
     return [fact for fact in found if fact]
 
 
@@ -68,6 +71,16 @@ def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
         f"{percent_text(own[slowest] / others - 1)} more than {_others(own, slowest)} "
         f"({duration_text(others)})"
     )
+
+
+def _late_bucket(timelines: Sequence[RankTimeline]) -> str:
+    """Who makes the others wait for the bucket that is full last, if that is mostly the same rank."""
+    rows = late_buckets(timelines)
+    if not rows:
+        return ""
+    critical = max(rows, key=lambda row: row.num_critical)
+    often = critical.num_behind >= OFTEN * critical.num_averagings
+    return f"{critical}, and the others waited for it" if often else ""
 
 
 def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:

@@ -24,6 +24,7 @@ import jinja2
 
 from braid._version import __version__
 from braid.diagnose import error_block, render_block
+from braid.observe.buckets import LateBucket, late_buckets
 from braid.observe.facts import by_step, facts, slowest_step
 from braid.observe.figures import Chart, Picture, line_chart, picture
 from braid.observe.operations import Operation, operations
@@ -37,7 +38,7 @@ NO_END = "no end recorded"
 NO_END_BLOCK = (
     "braid: the run goes on, or its launcher was killed: what follows is what it has written so far"
 )
-MAX_ROWS = 30  # operations in the table
+MAX_ROWS = 30  # buckets and operations in their tables
 MAX_LANES = 16  # ranks in a picture of the timeline
 MAX_LOGS = 16
 MAX_WORD = 80  # characters of one argument in the title; all of it stands below
@@ -72,6 +73,7 @@ class Story:
         phases: Median time of each phase of a step, by rank.
         charts: Titles and curves; those without data are missing.
         pictures: Pieces of the timeline.
+        buckets: Gradient buckets in order, and who was behind.
         operations: Collectives, the most expensive first.
         num_steps: Steps that all ranks finished and still have on record.
         job: What was trained, when the metrics tell.
@@ -86,6 +88,7 @@ class Story:
     phases: tuple[PhaseRow, ...]
     charts: tuple[tuple[str, Chart], ...]
     pictures: tuple[Picture, ...]
+    buckets: tuple[LateBucket, ...]
     operations: tuple[Operation, ...]
     num_steps: int
     job: str
@@ -110,6 +113,7 @@ def tell(run: Run) -> Story:
         phases=_phases(timelines, steps),
         charts=_charts(run, steps),
         pictures=_pictures(timelines, steps, failed=failed),
+        buckets=tuple(late_buckets(timelines)),
         operations=tuple(operations(timelines)),
         num_steps=len(steps),
         job=_job(run.about),
@@ -163,6 +167,8 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
         command=_shortened(story.run),
         logs=logs[:MAX_LOGS],
         num_more_logs=max(0, len(logs) - MAX_LOGS),
+        buckets=_most_behind(story.buckets),
+        num_more_buckets=max(0, len(story.buckets) - MAX_ROWS),
         operations=story.operations[:MAX_ROWS],
         num_more_operations=max(0, len(story.operations) - MAX_ROWS),
         trace=trace,
@@ -328,6 +334,12 @@ def _window(
 ) -> tuple[int, int]:
     rows = [step for key in keys for step in steps[key].values()]
     return min(step.start_ns for step in rows), max(step.end_ns for step in rows)
+
+
+def _most_behind(buckets: Sequence[LateBucket]) -> list[LateBucket]:
+    """Those for which ranks were waited for longest, in order."""
+    shown = sorted(buckets, key=lambda row: row.num_behind * row.behind_ns, reverse=True)[:MAX_ROWS]
+    return [row for row in buckets if row in shown]
 
 
 def _losses(timelines: Sequence[RankTimeline]) -> list[str]:

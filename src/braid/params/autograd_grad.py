@@ -29,7 +29,7 @@ def refuse_grad(records: Sequence[ParamRecord]) -> None:
                 raise
             msg = (
                 f"expected backward(), which averages gradients over ranks, found torch.autograd.grad of {record.name!r}: its result is "
-                "this rank's alone; call loss.backward() and read .grad, or use the wrapped module itself (.module) for "
-                "gradients of one rank"
+                "this rank's alone; call loss.backward() and read .grad, or, for gradients of one rank, use the "
+                "wrapped module itself (.module), or no_sync() of a DistributedOptimizer"
             )
             raise ConfigError(msg) from exc

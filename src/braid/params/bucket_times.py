@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from braid.params.bucket_picture import bucket_picture
+
 __all__ = ["BucketRow", "BucketTimes"]
 
 MAX_NAMES = 3
@@ -86,6 +88,16 @@ class BucketTimes(NamedTuple):
     def critical(self) -> int:
         """Number of the bucket that was complete on all ranks last."""
         return max(range(len(self.rows)), key=lambda number: max(self.rows[number].ready_s))
+
+    def svg(self) -> str:
+        """A picture: a lane for each rank, a bar for each bucket, and the critical one marked; write it to a file and open that in a browser."""
+        return bucket_picture(
+            self.step,
+            self.ranks,
+            [row.label for row in self.rows],
+            [row.ready_s for row in self.rows],
+            self.critical if self.rows else None,
+        )
 
     def __str__(self) -> str:
         heads = ["bucket", *(f"rank {rank}" for rank in self.ranks), "behind", "parameters"]
