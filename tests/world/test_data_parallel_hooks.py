@@ -212,6 +212,33 @@ def test_gradients_of_16_bits_keep_what_they_round(world):
     assert all(lost < 1e-6 for lost in world(2, _lost_in_16_bits))
 
 
+def _pauses(group: Group) -> float:
+    """How much is missing of what one parameter was to get, which no rank uses in the second step."""
+    model = nn.Module()
+    model.always, model.at_times = (nn.Parameter(torch.zeros(8, 8)) for _ in range(2))
+    generator = torch.Generator().manual_seed(group.rank)
+    model.forward = lambda a, b: (
+        (model.always * a).sum() + (0 if b is None else (model.at_times * b).sum())
+    )
+    hook = PowerSGDHook(PowerSGDOptions(rank=1))
+    wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, hook)
+    missing = torch.zeros(8, 8)
+    for step in range(3):
+        wrapped.zero_grad()
+        given = None if step == 1 else torch.randn(8, 8, generator=generator)
+        wrapped(torch.randn(8, 8, generator=generator), given).backward()
+        assert (model.at_times.grad is None) == (given is None)
+        if given is not None:
+            missing += group.all_reduce(given.clone(), "avg") - model.at_times.grad
+    owed = hook.state_dict()["error"]["at_times"].view(8, 8)
+    return (missing - group.all_reduce(owed.clone(), "avg")).abs().max().item()
+
+
+def test_what_is_owed_to_a_parameter_survives_a_step_in_which_nobody_uses_it(world):
+    assert all(lost < 1e-5 for lost in world(2, _pauses))
+
+
 # Parameters that do not lie row by row.
 
 

@@ -32,7 +32,7 @@ from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks import hook_of
 from braid.data_parallel.join import EARLY, Join, Joinable, JoinHook
-from braid.data_parallel.known_params import KnownParams, part_from_buckets
+from braid.data_parallel.known_params import KnownParams
 from braid.data_parallel.mixed_precision import precision_of
 from braid.data_parallel.module_buffers import ModuleBuffers
 from braid.data_parallel.outputs import tensors_in
@@ -412,7 +412,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             for rank, standing in enumerate(status.standings)
             if standing is not Standing.JOINED
         ]
-        part_from_buckets(self._table.records)
         self._say_unused(outcome)
         if status.buffers:
             with torch.no_grad():

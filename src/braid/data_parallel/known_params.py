@@ -2,9 +2,6 @@
 
 Problem: buckets and hooks belong to tensors of one dtype on one device. `model.half()` keeps the parameter and changes what is in it; a parameter that is
 replaced has no hook, and nobody would ever average it.
-
-`part_from_buckets` is for what is converted back again (`model.cpu()` to save it, then `model.cuda()`): `nn.Module` puts other memory into the very object
-that `.grad` is. That must not be the bucket's own view, or gradients would be copied to where nobody sends them from.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
-from braid.params import ParamRecord
 
-__all__ = ["KnownParams", "part_from_buckets"]
+__all__ = ["KnownParams"]
 
 MAX_NAMES = 8
 
@@ -65,14 +61,6 @@ class KnownParams:
             "move the module before wrapping (mixed_precision= computes in 16 bits), or wrap it again"
         )
         raise ConfigError(msg)
-
-
-def part_from_buckets(records: Iterable[ParamRecord]) -> None:
-    """Let `.grad` be another tensor than the bucket's view, in the same memory."""
-    for record in records:
-        grad = record.param.grad
-        if grad is not None and grad.layout is torch.strided:
-            record.param.grad = grad.detach()
 
 
 def _some(texts: list[str]) -> str:

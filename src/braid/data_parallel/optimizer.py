@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
-from braid.data_parallel.known_params import KnownParams, part_from_buckets
+from braid.data_parallel.known_params import KnownParams
 from braid.errors import ConfigError
 from braid.params import Caps, GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
 
@@ -165,7 +165,6 @@ class _Averaging:
         def on_outcome(outcome: Outcome) -> None:
             optimizer = reference()
             if optimizer is not None:
-                part_from_buckets(optimizer._records)  # noqa: SLF001 - its continuation
                 optimizer._owes = False  # noqa: SLF001 - its continuation
                 react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
 

@@ -86,7 +86,9 @@ class Buckets:
             self._refuse(position, grad)
         if grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
             view.copy_(grad)
-            param.grad = view
+            param.grad = (
+                view.detach()
+            )  # a conversion of the module puts other memory into this very object
         return True
 
     def _refuse(self, position: int, grad: torch.Tensor) -> None:
@@ -126,8 +128,8 @@ class Buckets:
         span = self._group.context.events.span(
             f"bucket {number + 1} of {len(self.plan)}", seq=number, nbytes=nbytes
         )
+        self._pay(number)
         if hook is None:
-            self._pay(number)
             work: Work = self._requests[number].start(lazily=True)
             self._under_way[number] = (_one(work), span)
             return
@@ -249,6 +251,17 @@ class Buckets:
                 f"{type(error).__name__}: {error}"
             )
             raise
+
+    def owe_unused(self, positions: Sequence[int]) -> None:
+        """What has been left out before and was sent with gradients that no rank has now comes with the next ones.
+
+        Args:
+            positions: Whose averages are not given to anybody.
+        """
+        for position in positions:
+            view = self.views[position]
+            if bool(view.any()):
+                self._owed[self._records[position].name] = view.clone()
 
     def scale(self, number: int, factor: float) -> None:
         """Multiply the gradients of a bucket."""

@@ -433,11 +433,14 @@ class GradientReducer:
         """A bucket is there: let `.grad` hold the averages."""
         if mean != 1.0 and mean > 0:
             self.buckets.scale(number, 1.0 / mean)
-        present = [p for p in self.buckets.plan[number].members if status.present[p]]
+        members = self.buckets.plan[number].members
+        present = [p for p in members if status.present[p]]
+        if len(present) < len(members):
+            self.buckets.owe_unused([p for p in members if not status.present[p]])
         for position in present:
             param = self._records[position].param
             if param.grad is None:  # some other rank has used it
-                param.grad = self.buckets.views[position]
+                param.grad = self.buckets.views[position].detach()
         if self.on_bucket is not None and not any(status.spoiled):
             self.on_bucket([self._records[position] for position in present])
 
