@@ -72,4 +72,5 @@ def batches(
 def _likeness(request: Request) -> object:
     return (
         request.kind, request.dtype, request.op, request.prescale, request.postscale, request.device,
+        request.place >= 0,
     )  # fmt: skip

@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from braid.fusion.request import JOINABLE, Request, Response
 
 __all__ = ["Coordinator", "agree"]
@@ -129,6 +131,8 @@ def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Resp
         )
     if error:
         return Response(name, first, error=error)
+    if any(request.place != first.place for request in by_rank.values()):
+        first = msgspec.structs.replace(first, place=-1)  # laid out otherwise on some rank
     rows: tuple[tuple[int, ...], ...] = ()
     if first.kind == "all_gather":
         rows = tuple((request.shape[0],) for request in by_rank.values())

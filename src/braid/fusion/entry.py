@@ -110,6 +110,11 @@ class Entry(NamedTuple):
     submitted_ns: int
     point: torch.cuda.Event | None = None
 
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether this rank has joined, and these are zeros."""
+        return not self.submitted_ns
+
     @classmethod
     def stand_in(cls, request: Request, waiters: Waiters) -> Entry:
         """Zeros, of a rank that has joined."""

@@ -11,7 +11,7 @@ from braid.comm import Group
 from braid.fusion.batching import Batch
 from braid.params import allocator
 
-__all__ = ["FusionBuffer"]
+__all__ = ["ALIGNMENT", "FusionBuffer"]
 
 MAX_KNOWN = 64
 ALIGNMENT = 64  # bytes; no two tensors share a cache line
@@ -50,7 +50,7 @@ class FusionBuffer:
         first = tensors[0]
         step = max(1, ALIGNMENT // first.element_size())
         widths = [-(-tensor.numel() // step) * step for tensor in tensors]
-        flat = self._room(sum(widths), first)
+        flat = self.room(sum(widths), first)
         parts = zip(torch.split(flat, widths), tensors, strict=True)
         views = [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
         if len(self._known) >= MAX_KNOWN:
@@ -58,7 +58,8 @@ class FusionBuffer:
         self._known[id(batch)] = _Place(batch, flat, views)
         return flat, views
 
-    def _room(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def room(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of the dtype and on the device of `like`; another call may give the same memory."""
         device = str(like.device)
         nbytes = numel * like.element_size()
         memory = self._memory.get(device)

@@ -32,6 +32,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         group_size: Their number.
         text: What ranks must say alike.
         device: Type of device, and its number, of the tensor.
+        place: Where it lies among others in one flat tensor of this rank, in elements, if it does; else -1. What is carried out together and
+            lies side by side needs no copies.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     group_size: int = 0
     text: str = ""
     device: str = "cpu"
+    place: int = -1
 
     @property
     def nbytes(self) -> int:

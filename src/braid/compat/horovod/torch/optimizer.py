@@ -19,14 +19,11 @@ from torch import nn
 
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
-from braid.compat.horovod.torch.compression import Compression, Compressor
+from braid.compat.horovod.torch.compression import Compression, Compressor, NoneCompressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
+from braid.compat.horovod.torch.homes import Homes
 from braid.compat.horovod.torch.named import named_groups, named_of
-from braid.compat.horovod.torch.operations import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
+from braid.compat.horovod.torch.operations import reduce_async, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
 from braid.errors import ConfigError
 
@@ -121,10 +118,13 @@ class _Reduction:
         self.synchronized = False
         self.synchronizes = True
         self.warned = False
+        self._homes: Homes | None = None
         if process_set.included():
-            for param in names:
-                if param.requires_grad:
-                    param.register_post_accumulate_grad_hook(_hook_of(self))  # type: ignore[no-untyped-call]
+            trained = [param for param in names if param.requires_grad]
+            if compression is NoneCompressor:
+                self._homes = Homes(process_set.member.engine.group, trained)
+            for param in trained:
+                param.register_post_accumulate_grad_hook(_hook_of(self))  # type: ignore[no-untyped-call]
 
     def set_passes(self, passes: int) -> None:
         """Reduce in every so many backwards."""
@@ -163,20 +163,46 @@ class _Reduction:
             handle = sparse_allreduce_async(grad, name, self._op, self._set)
             self.under_way[param] = handle, -1, None
             return
-        small, ctx = self._compression.compress(grad)
-        handle = allreduce_async_(
-            small, None, name, self._op, *self._factors, process_set=self._set
+        (small,), (ctx,), places = self._packed([param])
+        handle = reduce_async(
+            [small],
+            [small],
+            name,
+            self._op,
+            self._factors,
+            self._set,
+            grouped=False,
+            places=places,
         )
         self.under_way[param] = handle, -1, ctx
 
     def _submit_group(self, group: Sequence[nn.Parameter]) -> None:
-        pairs = [self._compression.compress(self._gradient(param)) for param in group]
+        for param in group:
+            self._gradient(param)
+        tensors, contexts, places = self._packed(group)
         name = f"gradients.{self._names[group[0]]}"
-        handle = grouped_allreduce_async_(
-            [x for x, _ in pairs], None, name, self._op, *self._factors, process_set=self._set
+        handle = reduce_async(
+            tensors,
+            tensors,
+            name,
+            self._op,
+            self._factors,
+            self._set,
+            grouped=True,
+            places=places,
         )
-        for number, (param, (_, ctx)) in enumerate(zip(group, pairs, strict=True)):
+        for number, (param, ctx) in enumerate(zip(group, contexts, strict=True)):
             self.under_way[param] = handle, number, ctx
+
+    def _packed(
+        self, params: Sequence[nn.Parameter]
+    ) -> tuple[list[torch.Tensor], list[Any], list[int]]:
+        """What travels, what its decompression needs, and where it lies."""
+        if self._homes is not None:
+            places = [self._homes.take_in(param) for param in params]
+            return [_grad(param) for param in params], [None] * len(params), places
+        pairs = [self._compression.compress(_grad(param)) for param in params]
+        return [x for x, _ in pairs], [ctx for _, ctx in pairs], []
 
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
@@ -213,6 +239,11 @@ class _Reduction:
             self._ready.clear()
             self._left = dict.fromkeys(self._names, self._passes)
         self.synchronized = True
+
+
+def _grad(param: nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None  # the caller has seen to it
+    return param.grad
 
 
 def _hook_of(reduction: _Reduction) -> Callable[[nn.Parameter], None]:
