@@ -15,7 +15,7 @@ import tyro
 
 from braid._version import __version__
 from braid.commands import TOLD, Directory
-from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_net
+from braid.commands.bench import bench_comm, bench_ddp, bench_hooks, bench_horovod, bench_net
 from braid.commands.host_options import HostOptions
 from braid.commands.probe import probe
 from braid.commands.prove import prove
@@ -405,6 +405,7 @@ COMMANDS: Mapping[str, Callable[..., int]] = {
     "bench comm": bench_comm,
     "bench ddp": bench_ddp,
     "bench hooks": bench_hooks,
+    "bench horovod": bench_horovod,
     "bench net": bench_net,
     "probe": probe,
     "schedule show": schedule_show,

@@ -9,7 +9,7 @@ import tyro
 from braid.commands import TOLD
 from braid.errors import ConfigError
 
-__all__ = ["bench_comm", "bench_ddp", "bench_hooks", "bench_net"]
+__all__ = ["bench_comm", "bench_ddp", "bench_hooks", "bench_horovod", "bench_net"]
 
 
 def bench_comm(
@@ -103,6 +103,45 @@ def bench_ddp(
         ranks=n, cases=tuple(chosen), rounds=rounds, budget_s=budget, busy=busy, out=Path(out)
     )
     ddp.print_ddp(ddp.run_ddp(bench), bench.out)
+    return 0
+
+
+def bench_horovod(
+    *,
+    n: Annotated[int, tyro.conf.arg(name="num-ranks", aliases=["-n"])] = 2,
+    cases: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL:BATCH [...]")] = (
+        "mlp:64",
+        "gpt:2",
+        "tiny:32",
+    ),
+    rounds: int = 60,
+    budget: float = 30.0,
+    out: str = "runs/bench-horovod",
+) -> int:
+    """Measure the negotiated engine: small tensors against Gloo, steps against our DDP, exchanges, and a thousand ranks in one process.
+
+    Args:
+        n: Number of ranks.
+        cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv, and tiny (a step of some milliseconds).
+        rounds: Of each, in turns; what is shown are medians over them.
+        budget: Seconds for a case, about.
+        out: Directory for fusion.json.
+    """
+    from pathlib import Path
+
+    from braid.bench import fusion
+
+    chosen = []
+    for text in cases:
+        model, _, batch = text.partition(":")
+        if not batch.isdecimal():
+            msg = f"expected cases such as mlp:64, found {text!r}"
+            raise ConfigError(msg)
+        chosen.append((model, int(batch)))
+    bench = fusion.FusionBench(
+        ranks=n, cases=tuple(chosen), rounds=rounds, budget_s=budget, out=Path(out)
+    )
+    fusion.print_fusion(fusion.run_fusion(bench), bench.out)
     return 0
 
 
