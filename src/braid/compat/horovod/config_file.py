@@ -40,23 +40,28 @@ def with_config(flags: Flags, content: object, name: str) -> Flags:
         raise ConfigError(msg)
     problems: list[str] = []
     values: dict[str, str] = {}
-    for first, inner in (content or {}).items():
-        section = _plain(first)
-        rows = (
-            {(section, _plain(key)): value for key, value in inner.items()}
-            if (section in SECTIONS and isinstance(inner, Mapping))
-            else {("", section): inner}
-        )
-        for path, value in rows.items():
-            option = PATHS.get(path)
-            if option is None:
-                problems.append(_unknown(path))
-            elif value is not None:
-                values[option.name] = _text(option, value, ".".join(filter(None, path)), problems)
+    for path, value in _rows(content or {}).items():
+        option = PATHS.get(path)
+        if option is None:
+            problems.append(_unknown(path, value))
+        elif value is not None:
+            values[option.name] = _text(option, value, ".".join(filter(None, path)), problems)
     if problems:
         msg = f"{name} cannot be used: {'; '.join(problems)}"
         raise ConfigError(msg)
     return Flags(values={**values, **flags.values}, command=flags.command)
+
+
+def _rows(content: Mapping[object, object]) -> dict[tuple[str, str], object]:
+    """Values by section and key."""
+    rows: dict[tuple[str, str], object] = {}
+    for name, value in content.items():
+        section = _plain(name)
+        if section in SECTIONS and isinstance(value, Mapping):
+            rows |= {(section, _plain(key)): inner for key, inner in value.items()}
+        elif section not in SECTIONS or value is not None:  # a section may be empty
+            rows["", section] = value
+    return rows
 
 
 def _plain(key: object) -> str:
@@ -73,9 +78,12 @@ def _text(option: Option, value: object, path: str, problems: list[str]) -> str:
     return str(value)
 
 
-def _unknown(path: tuple[str, str]) -> str:
+def _unknown(path: tuple[str, str], value: object) -> str:
     section, key = path
     keys = [k for s, k in PATHS if s == section]
+    if not section and key in SECTIONS:
+        inner = next(k for s, k in PATHS if s == key)
+        return f"{key} is {value!r}, expected keys below it, such as {inner}"
     if not section:
         keys += SECTIONS
     return f"{'.'.join(filter(None, path))} is not known{closest(key, keys)}"

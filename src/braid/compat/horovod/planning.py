@@ -231,7 +231,9 @@ def _other_python(flags: Flags, kind: Kind) -> list[str]:
     word = flags.command[0]
     if kind != "program" or PYTHON.fullmatch(PurePath(word).name) is None:
         return []
-    return [f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must have braid, too"]
+    return [
+        f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must have braid, too"
+    ]
 
 
 def _notes(flags: Flags, spans_hosts: bool) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any
 from braid.compat.horovod.flags import Flags
 from braid.compat.horovod.function_rank import (
     FUNCTION,
+    Ended,
     dumps,
     loads,
     read_ended,
@@ -226,11 +227,15 @@ def _failure(outcome: Outcome, folder: Path) -> BaseException:
     for guilty in outcome.guilty:
         ended = read_ended(folder / result_name(guilty.rank))
         if ended is not None and not ended.returned:
-            error = RunError(f"rank {guilty.rank}: {ended.said}\n\n{ended.stack}", rank=guilty.rank)
-            with contextlib.suppress(Exception):  # an exception that cannot be made again
-                error.__cause__ = loads(ended.value) if ended.value else None
-            return error
+            return _error(ended, guilty.rank)
     return RunError(str(outcome), rank=outcome.guilty[0].rank if outcome.guilty else -1)
+
+
+def _error(ended: Ended, rank: int) -> RunError:
+    error = RunError(f"rank {rank}: {ended.said}\n\n{ended.stack}", rank=rank)
+    with contextlib.suppress(Exception):  # an exception that cannot be made again
+        error.__cause__ = loads(ended.value) if ended.value else None
+    return error
 
 
 def _result(folder: Path, rank: int) -> Any:
@@ -238,6 +243,8 @@ def _result(folder: Path, rank: int) -> Any:
     if ended is None:
         msg = f"rank {rank} has ended without a result: does the function end the process?"
         raise RunError(msg, rank=rank)
+    if not ended.returned:  # SystemExit without an error
+        raise _error(ended, rank)
     try:
         return loads(ended.value)
     except Exception as exc:
