@@ -206,6 +206,18 @@ def test_a_variable_that_cannot_work_is_refused_before_the_start():
         planned("-np", "1", *TRAIN, environ={"HOROVOD_CYCLE_TIME": "x"})
 
 
+def test_the_start_timeout_of_the_environment_stands_below_that_of_the_line():
+    environ = {"HOROVOD_START_TIMEOUT": "7"}
+    line = ["-np", "1", "-H", "a"]
+    found = [
+        planned(*line, *more, *TRAIN, environ=environ).hosts
+        for more in ([], ["--start-timeout", "8"])
+    ]
+    assert [where and where.start_limit_s for where in found] == [7.0, 8.0]
+    with pytest.raises(ConfigError, match="HOROVOD_START_TIMEOUT is 'soon', expected seconds"):
+        planned(*line, *TRAIN, environ={"HOROVOD_START_TIMEOUT": "soon"})
+
+
 def test_a_configuration_file_stands_below_the_command_line():
     content = {
         "verbose": True,

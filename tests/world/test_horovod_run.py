@@ -31,6 +31,25 @@ def _elsewhere(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
 
+FAKE_SSH = """#!/bin/sh
+echo "$@" >> {log}
+while [ "${{1#-}}" != "$1" ]; do shift 2; done
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path, monkeypatch):
+    """A command `ssh` that reaches any host, which is this one; the file that tells how it was called."""
+    log = tmp_path / "ssh.log"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/ssh").write_text(FAKE_SSH.format(log=log))
+    (tmp_path / "bin/ssh").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return log
+
+
 def lines(text: str) -> list[str]:
     return sorted(line for line in text.splitlines() if line.startswith("["))
 
@@ -60,6 +79,19 @@ def test_hosts_of_a_file_are_used_and_variables_go_there(capfd, tmp_path):
     ] == [True, True]
     told = "HOROVOD_CYCLE_TIME=3 braid run --hostfile hosts --env HOROVOD_CYCLE_TIME"
     assert f"braid: the same as: {told} {JOBS}\n" in found.err
+
+
+def test_hosts_are_reached_through_ssh_with_its_port_and_key(ssh, capfd):
+    options = ["-np", "2", "-H", "a:1,b:1", "-p", "2222", "-i", "key", "--no-stall-check"]
+    assert main([*options, sys.executable, JOBS]) == 0
+    expected = "[] {'HOROVOD_STALL_CHECK_DISABLE': '1'}"
+    assert lines(capfd.readouterr().out) == [f"[rank {rank}] {expected}" for rank in range(2)]
+    called = sorted(
+        line.partition(f" {sys.executable} ")[0] for line in ssh.read_text().splitlines()
+    )
+    assert [line.split()[-5:] for line in called] == [
+        ["-p", "2222", "-i", "key", host] for host in ("a", "b")
+    ]
 
 
 def test_the_exit_code_is_that_of_the_guilty_rank(capfd):
@@ -163,6 +195,12 @@ def test_the_function_lies_where_nobody_else_can_touch_it_and_is_gone_afterwards
 def test_functions_are_not_sent_to_other_hosts_by_default():
     with pytest.raises(ConfigError, match=r"found elsewhere.invalid: functions are not sent over"):
         horovod.run(jobs.told, (1,), np=2, hosts="localhost:1,elsewhere.invalid:1")
+
+
+def test_a_shared_directory_lets_ranks_of_several_hosts_return_results(ssh, tmp_path):
+    found = horovod.run(jobs.told, (1,), np=2, hosts="a:1,b:1", shared_directory=tmp_path)
+    assert found == [(rank, 2, 1, "", "") for rank in range(2)]
+    assert len(ssh.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("option", ["min_np", "max_np", "slots", "reset_limit", "min_num_proc"])

@@ -28,7 +28,7 @@ __all__ = ["ELASTIC", "Launch", "plan", "program", "rsh_command"]
 Kind = Literal["script", "module", "program"]
 PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
-SECONDS = "seconds, more than 0"
+START_TIMEOUT = "HOROVOD_START_TIMEOUT"
 ELASTIC = (
     "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, and start again from the last "
     "one after a failure"
@@ -82,7 +82,7 @@ def plan(
     variables = _variables(flags, problems)
     num_ranks = _number(flags, "num-proc", "a whole number, 1 or more", problems)
     port = _number(flags, "ssh-port", "a port, 1 to 65535", problems, highest=65535)
-    limit_s = _seconds(flags, "start-timeout", HOSTS_LIMIT_S, problems)
+    limit_s = _start_limit(flags, environ, problems)
     if flags["hosts"] and flags["hostfile"]:
         problems.append("--hosts and --hostfile both name the hosts")
     if not (num_ranks or flags["hosts"] or flags["hostfile"] or flags["num-proc"]):
@@ -183,14 +183,17 @@ def _number(
     return None
 
 
-def _seconds(flags: Flags, name: str, default: float, problems: list[str]) -> float:
-    text = flags[name]
+def _start_limit(flags: Flags, environ: Mapping[str, str], problems: list[str]) -> float:
+    text = environ.get(START_TIMEOUT, "")
+    name, text = (
+        ("--start-timeout", said) if (said := flags["start-timeout"]) else (START_TIMEOUT, text)
+    )
     try:
-        value = float(text or default)
+        value = float(text or HOSTS_LIMIT_S)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        problems.append(f"--{name} is {text!r}, expected {SECONDS}")
+        problems.append(f"{name} is {text!r}, expected seconds, more than 0")
     return value
 
 
