@@ -157,24 +157,36 @@ def run(
     }
     packed = _packed(func, args, kwargs or {})
     with _directory(shared_directory) as folder:
-        command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
-        paths = [path or str(Path.cwd()) for path in sys.path]
-        wanted = plan(
-            Flags(values=values, command=command),
-            {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            hosts=hosts_of(hostfile) if hostfile else (),
-            is_own_python=lambda _word: executable is None,
-        )
+        wanted = _plan(values, folder, executable)
         _check_reach(wanted, shared_directory)
         write_private(folder / FUNCTION, packed)
-        prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
-        with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
-            if verbose:
-                console.notice(f"the same as: {wanted}")
-            outcome = launch(wanted, console)
+        outcome = _carry_out(wanted, verbose=bool(verbose))
         if not outcome.ok:
             raise _failure(outcome, folder)
         return [_result(folder, rank) for rank in range(wanted.job.num_ranks)]
+
+
+def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> Launch:
+    """The job whose ranks find the function in `folder`."""
+    command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
+    paths = [
+        path or str(Path.cwd()) for path in sys.path
+    ]  # a rank finds what this process has found
+    flags = Flags(values=values, command=command)
+    return plan(
+        flags,
+        {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        hosts=hosts_of(flags["hostfile"]) if flags["hostfile"] else (),
+        is_own_python=lambda _word: executable is None,
+    )
+
+
+def _carry_out(wanted: Launch, *, verbose: bool) -> Outcome:
+    prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
+    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
+        if verbose:
+            console.notice(f"the same as: {wanted}")
+        return launch(wanted, console)
 
 
 def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
