@@ -203,6 +203,6 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "HOROVOD_SIZE": "said by the launcher in torchrun's variables",
     "HOROVOD_SPARK_PYTHONPATH": "there is no Spark front",
     "HOROVOD_SSH_IDENTITY_FILE": "see -i",
-    "HOROVOD_START_TIMEOUT": "see --start-timeout",
+    "HOROVOD_START_TIMEOUT": "of horovodrun, not of ranks",
     "HOROVOD_THREAD_AFFINITY": "the thread in the background goes where its rank may",
 }

@@ -1,0 +1,79 @@
+"""What `--check-build` shows: what there is to compute with, in the form of horovodrun's table, without a mark for what is not there.
+
+torch is asked in a process of its own: the launcher does not load it, and a broken one must not break the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+from braid._version import __version__
+
+__all__ = ["build_table", "check_build"]
+
+FRONT = "braid.compat.horovod.torch"
+QUESTION = """
+import json, torch
+from torch import distributed as d
+nccl = d.is_available() and d.is_nccl_available()
+print(json.dumps({"torch": torch.__version__, "nccl": nccl, "cuda": torch.cuda.is_available()}))
+"""
+LIMIT_S = 120.0  # a cold start of torch from a shared file system
+
+
+def check_build() -> str:
+    """Look, and make the table."""
+    told: dict[str, object] = {}
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", QUESTION],
+            capture_output=True,
+            check=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+        told = json.loads(found.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        pass  # no torch that works
+    return build_table(told, has_front=find_spec(FRONT) is not None)
+
+
+def build_table(told: Mapping[str, object], *, has_front: bool) -> str:
+    """The table.
+
+    Args:
+        told: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU; empty without torch.
+        has_front: Whether the front for torch is installed.
+    """
+    torch = told.get("torch", "")
+    nccl = bool(told.get("nccl"))
+    unseen = "" if not nccl or told.get("cuda") else " (no GPU is seen here)"
+    groups = {
+        "Available Frameworks": {
+            "TensorFlow": False,
+            f"PyTorch {torch}".rstrip(): bool(torch) and has_front,
+            "MXNet": False,
+        },
+        "Available Controllers": {
+            "MPI": False,
+            "Gloo": False,
+            "braid: shared memory and sockets": True,
+        },
+        "Available Tensor Operations": {
+            f"NCCL{unseen}": nccl,
+            "DDL": False,
+            "CCL": False,
+            "MPI": False,
+            "Gloo": False,
+            "braid: shared memory and sockets": True,
+        },
+    }
+    lines = [f"braid {__version__}, as Horovod:"]
+    for title, rows in groups.items():
+        lines += ["", f"{title}:"]
+        lines += [f"    [{'X' if there else ' '}] {name}" for name, there in rows.items()]
+    return "\n".join(lines)

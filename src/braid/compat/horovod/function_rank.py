@@ -1,0 +1,142 @@
+"""What a rank of `horovod.run` does: read the function, call it, write what it returned; and the files for that, which nobody else may touch."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from braid.errors import ConfigError
+from braid.rendezvous import JobEnvironment
+
+__all__ = [
+    "FUNCTION",
+    "Ended",
+    "call",
+    "dumps",
+    "loads",
+    "read_ended",
+    "read_private",
+    "result_name",
+    "write_private",
+]
+
+try:
+    from cloudpickle import dumps
+except ImportError:  # functions of importable modules travel without it
+    from pickle import dumps
+
+FUNCTION = "function.pickle"
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """How the function ended on a rank.
+
+    Attributes:
+        returned: Whether it returned.
+        value: What it returned or raised, pickled; empty when that cannot be.
+        said: The error in one line.
+        stack: Its traceback.
+    """
+
+    returned: bool
+    value: bytes
+    said: str = ""
+    stack: str = ""
+
+
+def call(directory: str) -> None:
+    """Call the function that lies in `directory`, and leave there what came of it.
+
+    Raises:
+        ConfigError: The file is not the user's alone, or what the function returned cannot be pickled.
+    """
+    folder = Path(directory)
+    target = folder / result_name(JobEnvironment.from_os().rank)
+    try:
+        function, args, kwargs = loads(read_private(folder / FUNCTION))
+        ended = Ended(returned=True, value=_packed(function(*args, **kwargs)))
+    except BaseException as exc:
+        write_private(target, msgspec.msgpack.encode(_raised(exc)))
+        raise  # the launcher sees who failed first, and ends the others
+    write_private(target, msgspec.msgpack.encode(ended))
+
+
+def loads(content: bytes) -> Any:
+    """What `dumps` has packed; only ever of a file that `read_private` has read."""
+    return pickle.loads(content)  # noqa: S301 - nobody else can have written it
+
+
+def read_ended(path: Path) -> Ended | None:
+    """What a rank has left; None if it has left nothing."""
+    try:
+        return msgspec.msgpack.decode(read_private(path), type=Ended)
+    except FileNotFoundError:
+        return None
+
+
+def result_name(rank: int) -> str:
+    """The file of a rank."""
+    return f"rank{rank}.pickle"
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written, or is there already.
+    """
+    part = path.with_suffix(".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb") as file:  # noqa: PTH123 - by descriptor
+        file.write(content)
+    part.rename(path)
+
+
+def read_private(path: Path) -> bytes:
+    """Read a file that only this user can have written.
+
+    Raises:
+        ConfigError: Others can, or it belongs to somebody else.
+        OSError: It cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
+        found = os.fstat(descriptor)
+        if (
+            not stat.S_ISREG(found.st_mode)
+            or found.st_uid != os.geteuid()
+            or found.st_mode & OTHERS
+        ):
+            msg = (
+                f"expected {path} to be a file that user {os.geteuid()} alone can write, found user {found.st_uid} and "
+                f"mode {stat.filemode(found.st_mode)}: what it holds would be run"
+            )
+            raise ConfigError(msg)
+        return file.read()
+
+
+def _packed(value: object) -> bytes:
+    try:
+        return bytes(dumps(value))
+    except Exception as exc:
+        msg = (
+            f"expected the function to return what can be pickled, found {type(value).__qualname__} ({exc}): return numbers, "
+            "lists or tensors, or the path of a file"
+        )
+        raise ConfigError(msg) from exc
+
+
+def _raised(exc: BaseException) -> Ended:
+    said = "".join(traceback.format_exception_only(type(exc), exc)).strip()
+    try:
+        value = bytes(dumps(exc))
+    except Exception:  # noqa: BLE001 - its text is enough
+        value = b""
+    return Ended(returned=False, value=value, said=said, stack=traceback.format_exc())

@@ -1,0 +1,223 @@
+"""horovodrun's options: one table, from which its help, its configuration file and the variables of ranks are made. Pure.
+
+    --cycle-time-ms 3.5      params:                     HOROVOD_CYCLE_TIME=3.5
+                               cycle-time-ms: 3.5
+
+Problem: an option that is read in one place, named in a file in another and handed on in a third is sooner or later missing in
+one of them. Idea: a row of the table says all three.
+
+Source: the documentation of horovodrun; the words are our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple
+
+from braid.compat.horovod.variables import LEVELS
+
+__all__ = ["BY_NAME", "GROUPS", "Option", "megabytes"]
+
+
+class Option(NamedTuple):
+    """One row.
+
+    Attributes:
+        flags: As typed; the first long one is its name.
+        help: What it does; `What` of a switch that can be negated is what it switches.
+        metavar: What stands for the value in the help; a switch has none.
+        variable: HOROVOD_* that it sets.
+        section: Of the configuration file; its top level when empty.
+        key: There; its name when empty.
+        negated: Whether it is a switch with a `--no-` form.
+        convert: From its value, or `1` and `0` of a switch, to that of the variable.
+        use: `here`; `none` for what has no meaning here; `elastic` for what is not there yet; `ask` for what is answered at once.
+        num_values: That it takes.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    metavar: str = ""
+    variable: str = ""
+    section: str = ""
+    key: str = ""
+    negated: bool = False
+    convert: Callable[[str], str] = str
+    use: Literal["here", "none", "elastic", "ask"] = "here"
+    num_values: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its first long flag, without dashes."""
+        return next(flag for flag in self.flags if flag.startswith("--"))[2:]
+
+    @property
+    def path(self) -> tuple[str, str]:
+        """Where it stands in the configuration file: section and key."""
+        return self.section, self.key or self.name
+
+
+def megabytes(text: str) -> str:
+    """As bytes, with what cannot be read left as it is, for whoever checks it."""
+    try:
+        return str(round(float(text) * (1 << 20)))
+    except (ValueError, OverflowError):
+        return text
+
+
+def _inverse(text: str) -> str:
+    return "0" if text == "1" else "1"
+
+
+GROUPS: Mapping[str, tuple[Option, ...]] = {
+    "what to know": (
+        Option(("-h", "--help"), "show this and end", use="ask"),
+        Option(("-v", "--version"), "show the version and end", use="ask"),
+        Option(("-cb", "--check-build"), "show what there is to compute with, and end", use="ask"),
+    ),
+    "how many ranks, and where": (
+        Option(("-np", "--num-proc"), "number of ranks (default: all slots of the hosts)", "N"),
+        Option(("-H", "--hosts"), "hosts with their slots, such as a:2,b:2", "HOSTS"),
+        Option(("--hostfile",), "file that names hosts in lines such as `a slots=2`", "FILE"),
+        Option(("-p", "--ssh-port"), "port of ssh on the hosts", "PORT"),
+        Option(("-i", "--ssh-identity-file"), "key for ssh", "FILE"),
+        Option(
+            ("--network-interfaces", "--network-interface", "--nics"),
+            "interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas",
+            "NAMES",
+        ),
+        Option(("--start-timeout",), "how long hosts may take to answer (default: 60)", "SECONDS"),
+        Option(("--disable-cache",), "hosts are looked at anew each time, as they always are"),
+    ),
+    "what is shown and kept": (
+        Option(("--verbose",), "show first what is going to be started"),
+        Option(("--output-filename",), "directory for logs and the record of the run", "DIR"),
+        Option(("--prefix-output-with-timestamp", "-prefix-timestamp"), "put the time before lines"),
+        Option(("--config-file",), "YAML file with options; the command line goes before it", "FILE"),
+    ),
+    "tensor fusion": (
+        Option(
+            ("--fusion-threshold-mb",), "limit of what travels together; 0 for nothing (default: 128)",
+            "MB", "HOROVOD_FUSION_THRESHOLD", "params", convert=megabytes,
+        ),
+        Option(
+            ("--cycle-time-ms",), "for how long tensors are collected (default: 1)",
+            "MS", "HOROVOD_CYCLE_TIME", "params",
+        ),
+        Option(
+            ("--cache-capacity",), "number of tensors that ranks remember (default: 1024)",
+            "N", "HOROVOD_CACHE_CAPACITY", "params",
+        ),
+        Option(
+            ("--hierarchical-allreduce",), "all-reduce by hosts (default: as measured)",
+            variable="HOROVOD_HIERARCHICAL_ALLREDUCE", section="params", negated=True,
+        ),
+        Option(
+            ("--hierarchical-allgather",), "allgather by hosts, as it always goes here",
+            variable="HOROVOD_HIERARCHICAL_ALLGATHER", section="params", negated=True,
+        ),
+    ),
+    "autotune, which is not there yet": (
+        Option(
+            ("--autotune",), "search for the best of the above",
+            variable="HOROVOD_AUTOTUNE", section="autotune", key="enabled", negated=True,
+        ),
+        Option(
+            ("--autotune-log-file",), "what the search has tried, as CSV",
+            "FILE", "HOROVOD_AUTOTUNE_LOG", "autotune", "log-file",
+        ),
+        Option(
+            ("--autotune-warmup-samples",), "samples to throw away (default: 3)",
+            "N", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune", "warmup-samples",
+        ),
+        Option(
+            ("--autotune-steps-per-sample",), "steps of a sample (default: 10)",
+            "N", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune", "steps-per-sample",
+        ),
+        Option(
+            ("--autotune-bayes-opt-max-samples",), "samples of the search (default: 20)",
+            "N", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune", "bayes-opt-max-samples",
+        ),
+        Option(
+            ("--autotune-gaussian-process-noise",), "noise that the search expects (default: 0.8)",
+            "X", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "autotune", "gaussian-process-noise",
+        ),
+    ),
+    "timeline": (
+        Option(
+            ("--timeline-filename",), "write the way of every tensor there, on the host of rank 0",
+            "FILE", "HOROVOD_TIMELINE", "timeline", "filename",
+        ),
+        Option(
+            ("--timeline-mark-cycles",), "show exchanges as well",
+            variable="HOROVOD_TIMELINE_MARK_CYCLES", section="timeline", key="mark-cycles", negated=True,
+        ),
+    ),
+    "stall check": (
+        Option(
+            ("--stall-check",), "tell which ranks have not submitted a tensor (default: yes)",
+            variable="HOROVOD_STALL_CHECK_DISABLE", section="stall-check", key="enabled", negated=True,
+            convert=_inverse,
+        ),
+        Option(
+            ("--stall-check-warning-time-seconds",), "after how long (default: 60)",
+            "SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS", "stall-check", "warning-time-seconds",
+        ),
+        Option(
+            ("--stall-check-shutdown-time-seconds",), "end everything after so long; 0 for never (default: 0)",
+            "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check", "shutdown-time-seconds",
+        ),
+    ),
+    "messages of ranks": (
+        Option(
+            ("--log-level",), f"one of {', '.join(LEVELS)} (default: warning)",
+            "LEVEL", "HOROVOD_LOG_LEVEL", "logging", "level",
+        ),
+        Option(
+            ("--log-hide-timestamp", "--log-without-timestamp"), "messages never carry the time here",
+            variable="HOROVOD_LOG_HIDE_TIME", section="logging", key="hide-timestamp", negated=True,
+        ),
+        Option(("--log-with-timestamp",), "see --prefix-output-with-timestamp", use="none"),
+    ),
+    "known, without meaning here": (
+        Option(("--gloo", "--use-gloo"), "ranks are connected in one way", use="none"),
+        Option(("--mpi", "--use-mpi"), "ranks are started in one way", use="none"),
+        Option(("--mpi-args",), "options of mpirun", "ARGS", use="none"),
+        Option(("--jsrun", "--use-jsrun"), "another way to start ranks", use="none"),
+        Option(("--tcp",), "of MPI", use="none"),
+        Option(("--binding-args",), "cores of ranks, for MPI", "ARGS", use="none"),
+        Option(
+            ("--mpi-threads-disable",), "of MPI",
+            section="library-options", negated=True, use="none",
+        ),
+        Option(
+            ("--num-nccl-streams",), "streams of NCCL", "N",
+            "HOROVOD_NUM_NCCL_STREAMS", "library-options", use="none",
+        ),
+        Option(
+            ("--thread-affinity",), "cores of the thread in the background", "CORES",
+            "HOROVOD_THREAD_AFFINITY", "library-options", use="none",
+        ),
+        Option(
+            ("--gloo-timeout-seconds",), "every operation has its deadline", "SECONDS",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS", "library-options", use="none",
+        ),
+        Option(("--ccl-bgt-affinity",), "of oneCCL", "CORES", section="library-options", use="none"),
+    ),
+    "elastic training, which is not there yet": (
+        Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with", "N", use="elastic"),
+        Option(("--max-np", "--max-num-proc"), "most ranks to grow to", "N", use="elastic"),
+        Option(("--slots", "--slots-per-host"), "slots of a host that is found", "N", use="elastic"),
+        Option(("--elastic-timeout",), "how long to wait for slots", "SECONDS", use="elastic"),
+        Option(("--reset-limit",), "number of changes", "N", use="elastic"),
+        Option(("--host-discovery-script",), "program that lists hosts", "FILE", use="elastic"),
+        Option(
+            ("--blacklist-cooldown-range",), "for how long failed hosts are left out",
+            "SECONDS", use="elastic", num_values=2,
+        ),
+    ),
+}  # fmt: skip
+
+BY_NAME: Mapping[str, Option] = {
+    option.name: option for options in GROUPS.values() for option in options
+}

@@ -1,0 +1,340 @@
+"""Claims of braid.compat.horovod: from a command line of horovodrun to a job of braid's launcher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braid.compat.horovod.check_build import build_table
+from braid.compat.horovod.config_file import with_config
+from braid.compat.horovod.flags import Flags, help_text, parse_flags
+from braid.compat.horovod.options import BY_NAME, GROUPS
+from braid.compat.horovod.planning import Launch, plan, program, rsh_command
+from braid.compat.horovod.variables import VARIABLES, WITHOUT_MEANING
+from braid.errors import ConfigError
+from braid.launch import Host, Hosts, JobSpec
+
+AUTOTUNE = (
+    "HOROVOD_AUTOTUNE changes nothing: there is no search for sizes and times yet; set HOROVOD_FUSION_THRESHOLD and "
+    "HOROVOD_CYCLE_TIME"
+)
+TRAIN = ("python", "train.py", "--lr", "0.1")
+
+
+def planned(*arguments: str, environ: dict[str, str] | None = None, **options: object) -> Launch:
+    return plan(parse_flags(arguments), environ or {}, **options)
+
+
+def test_a_line_on_one_host_is_a_job_of_that_many_ranks():
+    assert planned("-np", "4", *TRAIN, environ={"HOME": "/root"}) == Launch(
+        job=JobSpec(command=TRAIN[1:], num_ranks=4, environ={"HOME": "/root"}),
+        hosts=None,
+        variables={},
+        notes=(),
+    )
+
+
+def test_a_line_on_several_hosts_takes_its_variables_there():
+    found = planned(
+        "-np", "3", "-H", "a:2,b:2", "-p", "2222", "-i", "my key", "--nics", "eth0,ib0",
+        "--start-timeout", "5", "--output-filename", "out", "--cycle-time-ms", "2.5", *TRAIN,
+        environ={"HOROVOD_CACHE_CAPACITY": "7"},
+    )  # fmt: skip
+    rsh = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=10 -p 2222 -i 'my key' {host}"
+    names = ("HOROVOD_CACHE_CAPACITY", "HOROVOD_CYCLE_TIME")
+    assert found == Launch(
+        job=JobSpec(
+            command=TRAIN[1:],
+            num_ranks=3,
+            log_dir="out",
+            where=(
+                "-n", "3", "-H", "a:2,b:2", "--rsh", rsh, "--network-interface", "eth0,ib0",
+                "--env", ",".join(names),
+            ),
+            environ={"HOROVOD_CACHE_CAPACITY": "7", "HOROVOD_CYCLE_TIME": "2.5"},
+        ),
+        hosts=Hosts(
+            hosts=(Host("a", 2), Host("b", 2)),
+            num_ranks=3,
+            rsh=rsh,
+            interfaces=("eth0", "ib0"),
+            environ=names,
+            start_limit_s=5.0,
+        ),
+        variables={"HOROVOD_CYCLE_TIME": "2.5"},
+        notes=(),
+    )  # fmt: skip
+
+
+def test_hosts_of_a_file_give_all_their_slots():
+    found = planned("--hostfile", "f", *TRAIN, hosts=(Host("a", 4), Host("b", 1)))
+    assert (found.job.num_ranks, found.hosts and found.hosts.num_ranks) == (5, None)
+
+
+def test_every_option_of_the_engine_becomes_its_variable():
+    found = planned(
+        "-np", "1", "--fusion-threshold-mb", "32", "--cycle-time-ms", "3.5", "--cache-capacity", "0",
+        "--hierarchical-allreduce", "--no-hierarchical-allgather", "--no-autotune",
+        "--autotune-log-file", "a.csv", "--autotune-warmup-samples", "1", "--autotune-steps-per-sample", "2",
+        "--autotune-bayes-opt-max-samples", "3", "--autotune-gaussian-process-noise", "0.5",
+        "--timeline-filename", "t.json", "--timeline-mark-cycles", "--no-stall-check",
+        "--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "9",
+        "--log-level", "INFO", "--log-without-timestamp", *TRAIN,
+    )  # fmt: skip
+    assert found.variables == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
+        "HOROVOD_CYCLE_TIME": "3.5",
+        "HOROVOD_CACHE_CAPACITY": "0",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "1",
+        "HOROVOD_HIERARCHICAL_ALLGATHER": "0",
+        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_AUTOTUNE_LOG": "a.csv",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "1",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "2",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "3",
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "0.5",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "5",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
+        "HOROVOD_LOG_LEVEL": "INFO",
+        "HOROVOD_LOG_HIDE_TIME": "1",
+    }
+    assert found.notes == ()
+
+
+def test_an_option_goes_before_the_environment():
+    environ = {"HOROVOD_CYCLE_TIME": "9", "HOROVOD_LOG_LEVEL": "info"}
+    found = planned("-np", "1", "--cycle-time-ms", "1", *TRAIN, environ=environ)
+    assert found.job.environ == {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_LOG_LEVEL": "info"}
+
+
+def test_what_stands_behind_the_command_is_its_own():
+    command = ("python", "train.py", "--", "-np", "9", "--cycle-time-ms", "--nope")
+    assert parse_flags(["-np", "2", *command]) == Flags(values={"num-proc": "2"}, command=command)
+    assert parse_flags(["-np", "2", "--", *command]).command == command
+
+
+@pytest.mark.parametrize(
+    ("command", "own", "expected"),
+    [
+        ("python train.py --lr 1", True, ("script", "train.py --lr 1")),
+        ("/venv/bin/python3.11 -u train.py", True, ("script", "train.py")),
+        ("python -u -m pkg.train -m x", True, ("module", "pkg.train -m x")),
+        ("python -O train.py", True, ("program", "python -O train.py")),
+        ("python -c pass", True, ("program", "python -c pass")),
+        ("python3 train.py", False, ("program", "python3 train.py")),
+        ("train.py --lr 1", True, ("script", "train.py --lr 1")),
+        ("./train.sh a", True, ("program", "./train.sh a")),
+        ("pythonista x", True, ("program", "pythonista x")),
+    ],
+)
+def test_an_interpreter_of_our_own_is_left_out(command, own, expected):
+    kind, words = program(tuple(command.split()), lambda _word: own)
+    assert (kind, " ".join(words)) == expected
+
+
+def test_an_interpreter_without_a_program_is_refused():
+    with pytest.raises(ConfigError, match="expected a program behind python, found none"):
+        program(("python",), lambda _word: True)
+
+
+def test_another_interpreter_is_told():
+    found = planned("-np", "1", *TRAIN, is_own_python=lambda _word: False)
+    assert found.notes == (
+        "python train.py ...: runs as it stands, in an interpreter that must have braid, too",
+    )
+
+
+def test_what_has_no_meaning_here_is_said_once():
+    found = planned(
+        "-np", "2", "--mpi", "--mpi-args=-x A", "--start-timeout", "5", "--autotune", *TRAIN,
+        environ={"HOROVOD_CYCEL_TIME": "1", "HOROVOD_CONTROLLER": "mpi"},
+    )  # fmt: skip
+    assert found.notes == (
+        "--mpi, --mpi-args: without meaning here, changes nothing",
+        "--start-timeout: changes nothing, since no hosts are named",
+        "HOROVOD_CYCEL_TIME is no variable of Horovod's and changes nothing: did you mean HOROVOD_CYCLE_TIME?",
+        AUTOTUNE,
+    )
+
+
+def test_all_values_that_are_wrong_are_said_at_once():
+    with pytest.raises(ConfigError) as caught:
+        planned(
+            "-np", "0", "-H", "a:1", "--hostfile", "f", "-p", "70000", "--start-timeout", "nan",
+            "--fusion-threshold-mb", "x", "--log-level", "loud",
+        )  # fmt: skip
+    assert str(caught.value) == (
+        "--fusion-threshold-mb is 'x', expected megabytes, 0 or more; "
+        "--log-level is 'loud', expected one of trace, debug, info, warning, error, fatal; "
+        "--num-proc is '0', expected a whole number, 1 or more; --ssh-port is '70000', expected a port, 1 to 65535; "
+        "--start-timeout is 'nan', expected seconds, more than 0; --hosts and --hostfile both name the hosts; "
+        "expected a command, found none: end with one such as `python train.py`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "expected a number of ranks, found none: give -np"),
+        (["-np"], "argument -np/--num-proc: expected one argument"),
+        (["--cycle-tme-ms", "3"], "--cycle-tme-ms is none: did you mean --cycle-time-ms?"),
+        (
+            ["--no-hierarchical=1"],
+            "--no-hierarchical is none: did you mean --no-hierarchical-allreduce?",
+        ),
+        (["--xyzzy"], "--xyzzy is none (see --help)"),
+        (["-np", "2", "-H", "a:1", "x.py"], "expected 1 to 1 ranks on a:1, found -n 2"),
+        (["-np", "2", "--min-np", "1", "x.py"], "--min-np: elastic training is not there yet"),
+        (["--blacklist-cooldown-range", "1", "2", "x"], "--blacklist-cooldown-range: elastic"),
+    ],
+)
+def test_a_line_that_cannot_work_says_why(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        planned(*arguments)
+    assert message in str(caught.value)
+
+
+def test_a_variable_that_cannot_work_is_refused_before_the_start():
+    with pytest.raises(ConfigError, match="HOROVOD_CYCLE_TIME is 'x', expected milliseconds"):
+        planned("-np", "1", *TRAIN, environ={"HOROVOD_CYCLE_TIME": "x"})
+
+
+def test_the_start_timeout_of_the_environment_stands_below_that_of_the_line():
+    environ = {"HOROVOD_START_TIMEOUT": "7"}
+    line = ["-np", "1", "-H", "a"]
+    found = [
+        planned(*line, *more, *TRAIN, environ=environ).hosts
+        for more in ([], ["--start-timeout", "8"])
+    ]
+    assert [where and where.start_limit_s for where in found] == [7.0, 8.0]
+    with pytest.raises(ConfigError, match="HOROVOD_START_TIMEOUT is 'soon', expected seconds"):
+        planned(*line, *TRAIN, environ={"HOROVOD_START_TIMEOUT": "soon"})
+
+
+def test_a_configuration_file_stands_below_the_command_line():
+    content = {
+        "verbose": True,
+        "num-proc": 4,
+        "params": {"fusion_threshold_mb": 32, "cycle-time-ms": 9, "hierarchical-allreduce": False},
+        "autotune": {"enabled": False, "log-file": None},
+        "timeline": {"filename": "t.json", "mark-cycles": True},
+        "stall-check": {"enabled": False, "warning-time-seconds": 5},
+        "logging": {"level": "DEBUG"},
+    }
+    flags = with_config(parse_flags(["--cycle-time-ms", "1", *TRAIN]), content, "c.yaml")
+    assert flags == Flags(
+        values={
+            "verbose": "1",
+            "num-proc": "4",
+            "fusion-threshold-mb": "32",
+            "cycle-time-ms": "1",
+            "hierarchical-allreduce": "0",
+            "autotune": "0",
+            "timeline-filename": "t.json",
+            "timeline-mark-cycles": "1",
+            "stall-check": "0",
+            "stall-check-warning-time-seconds": "5",
+            "log-level": "DEBUG",
+        },
+        command=TRAIN,
+    )
+    assert plan(flags, {}).variables["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+
+
+def test_all_that_is_wrong_with_a_configuration_file_is_said_at_once():
+    content = {
+        "parms": {"cycle-time-ms": 1},
+        "params": {"cycle-time": 1, "cache-capacity": [1]},
+        "timeline": {"mark-cycles": "yes"},
+        "autotune": True,
+        "help": True,
+    }
+    with pytest.raises(ConfigError) as caught:
+        with_config(Flags(), content, "c.yaml")
+    assert str(caught.value) == (
+        "c.yaml cannot be used: parms is not known: did you mean params?; "
+        "params.cycle-time is not known: did you mean cycle-time-ms?; params.cache-capacity is [1], expected one value; "
+        "timeline.mark-cycles is 'yes', expected true or false; autotune is True, expected keys below it, such as enabled; "
+        "help is not known"
+    )
+
+
+def test_a_configuration_file_may_be_empty_but_not_a_list():
+    assert with_config(Flags(), None, "c.yaml") == Flags()
+    with pytest.raises(
+        ConfigError, match=r"expected sections such as `params:` in c.yaml, found list"
+    ):
+        with_config(Flags(), [1], "c.yaml")
+
+
+def test_the_line_of_braid_run_is_shown():
+    found = planned("-np", "2", "--cycle-time-ms", "3", "python", "-m", "pkg", "a b")
+    assert str(found) == "HOROVOD_CYCLE_TIME=3 braid run -n 2 -m pkg 'a b'"
+
+
+def test_a_key_with_braces_is_refused():
+    with pytest.raises(ConfigError, match="without braces"):
+        rsh_command(None, "{host}")
+
+
+def test_the_table_of_options_is_whole():
+    variables = {option.variable for option in BY_NAME.values() if option.variable}
+    assert variables <= {*VARIABLES, *WITHOUT_MEANING}
+    flags = [flag for options in GROUPS.values() for option in options for flag in option.flags]
+    assert len(flags) == len(set(flags))
+    shown = help_text()
+    assert all(flag in shown and title in shown for title in GROUPS for flag in flags)
+
+
+def test_the_build_table_marks_only_what_is_there():
+    told = {"torch": "2.13.0", "nccl": True, "cuda": False}
+    lines = build_table(told, has_front=True).splitlines()
+    assert [line.strip() for line in lines if "[X]" in line] == [
+        "[X] PyTorch 2.13.0",
+        "[X] braid: shared memory and sockets",
+        "[X] NCCL (no GPU is seen here)",
+        "[X] braid: shared memory and sockets",
+    ]
+    assert "[X] PyTorch" not in build_table({}, has_front=True)
+    assert "[X] PyTorch" not in build_table(told, has_front=False)
+
+
+def test_the_launcher_does_without_torch():
+    code = "import braid.compat.horovod.horovodrun, sys; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@given(
+    st.lists(st.text(max_size=8) | st.sampled_from([f for o in BY_NAME.values() for f in o.flags]))
+)
+def test_any_line_is_read_or_refused(arguments):
+    try:
+        flags = parse_flags(arguments)
+    except ConfigError:
+        return
+    assert flags.command == tuple(arguments[len(arguments) - len(flags.command) :])
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: st.dictionaries(
+            st.sampled_from(["params", "timeline", "verbose", "cycle-time-ms", "mark-cycles", "x"]),
+            inner,
+        ),
+    )
+)
+def test_any_configuration_is_read_or_refused(content):
+    try:
+        flags = with_config(Flags(), content, "c.yaml")
+    except ConfigError:
+        return
+    assert set(flags.values) <= set(BY_NAME)

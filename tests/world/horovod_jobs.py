@@ -1,0 +1,55 @@
+"""Functions and a script that ranks of `test_horovod_run` run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import sys
+import threading
+from pathlib import Path
+
+
+class TwoPartsError(Exception):
+    """An error that pickle cannot make again: it is made of two arguments and remembers one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def told(a: int, *, b: str = "") -> tuple[int, int, int, str, str]:
+    size = int(os.environ["WORLD_SIZE"])
+    return rank(), size, a, b, os.environ.get("HOROVOD_CYCLE_TIME", "")
+
+
+def fail_on_rank_1(how: str) -> int:
+    if rank() != 1:
+        return rank()
+    if how == "raise":
+        raise KeyError("shard-7")
+    if how == "two parts":
+        raise TwoPartsError("sha", "rd")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave":
+        sys.exit(0)
+    if how == "vanish":
+        os._exit(0)
+    return threading.Lock()  # type: ignore[return-value] # what cannot be pickled
+
+
+def modes() -> list[str]:
+    """Of the directory through which the function has come, and what lies in it."""
+    directory = Path(sys.argv[-1].strip('[]"'))
+    found = [directory, *sorted(directory.glob("function*"))]
+    return [stat.filemode(path.stat().st_mode) for path in found]
+
+
+if __name__ == "__main__":
+    values = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
+    print(sys.argv[1:], dict(sorted(values.items())))
+    sys.exit(3 if sys.argv[1:] == ["fail"] and rank() == 1 else 0)
