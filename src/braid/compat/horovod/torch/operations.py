@@ -32,7 +32,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter_async",
     "join",
-    "reduce_async",
     "reducescatter_async",
     "sparse_allreduce_async",
 ]
@@ -77,7 +76,7 @@ def allreduce_async(
         ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in the set.
         HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or factors.
     """
-    return reduce_async(
+    return _reduce(
         [tensor],
         [torch.empty_like(tensor, requires_grad=False)],
         name,
@@ -98,7 +97,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """As `allreduce_async`, in the place of `tensor`."""
-    return reduce_async(
+    return _reduce(
         [tensor],
         [tensor],
         name,
@@ -119,7 +118,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """As `allreduce_async`, of several tensors that are reduced together when all ranks have submitted all of them."""
-    return reduce_async(
+    return _reduce(
         tensors,
         [torch.empty_like(tensor, requires_grad=False) for tensor in tensors],
         name,
@@ -140,7 +139,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """As `grouped_allreduce_async`, in their places."""
-    return reduce_async(
+    return _reduce(
         tensors,
         tensors,
         name,
@@ -334,7 +333,7 @@ def _reducing(op: ReduceOp | None, tensor: torch.Tensor) -> str:
     return engine_op(wanted, tensor)
 
 
-def reduce_async(
+def _reduce(
     tensors: Tensors,
     outs: Tensors,
     name: str | None,
@@ -343,20 +342,7 @@ def reduce_async(
     process_set: ProcessSet,
     *,
     grouped: bool,
-    places: Sequence[int] = (),
 ) -> Pending:
-    """All forms of allreduce.
-
-    Args:
-        tensors: What goes in.
-        outs: Where the results go.
-        name: See the module.
-        op: Reduction.
-        factors: Before and after it.
-        process_set: Ranks that take part.
-        grouped: Whether they are carried out together or not at all.
-        places: Where tensors lie, see `Request`; not side by side when empty.
-    """
     member = process_set.member
     base = member.name("allreduce", name)
     group = _group(base, tensors, grouped=grouped)
@@ -369,7 +355,6 @@ def reduce_async(
             op=engine_op(op, tensor),
             prescale=float(factors[0]),
             postscale=float(factors[1]),
-            place=places[number] if places else -1,
             **group,
         )
         wanted.append((asked, tensor.detach(), out.detach()))

@@ -23,12 +23,14 @@ from braid.compat.horovod.torch.compression import Compression, Compressor, None
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.homes import Homes
 from braid.compat.horovod.torch.named import named_groups, named_of
-from braid.compat.horovod.torch.operations import reduce_async, sparse_allreduce_async
-from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp
+from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
+from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, engine_op
 from braid.errors import ConfigError
+from braid.fusion import Request
 
 __all__ = ["DistributedOptimizer"]
 
+COLLECTED_BYTES = 1 << 20  # of gradients that are submitted at once
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -119,6 +121,9 @@ class _Reduction:
         self.synchronizes = True
         self.warned = False
         self._homes: Homes | None = None
+        self._requests: dict[nn.Parameter, Request] = {}
+        self._collected: list[nn.Parameter] = []
+        self._nbytes = 0
         if process_set.included():
             trained = [param for param in names if param.requires_grad]
             if compression is NoneCompressor:
@@ -157,42 +162,56 @@ class _Reduction:
             self._submit_group(group)
 
     def _submit(self, param: nn.Parameter) -> None:
-        name = f"gradient.{self._names[param]}"
         grad = self._gradient(param)
         if grad.is_sparse:
+            name = f"gradient.{self._names[param]}"
             handle = sparse_allreduce_async(grad, name, self._op, self._set)
             self.under_way[param] = handle, -1, None
             return
-        (small,), (ctx,), places = self._packed([param])
-        handle = reduce_async(
-            [small],
-            [small],
-            name,
-            self._op,
-            self._factors,
-            self._set,
-            grouped=False,
-            places=places,
-        )
-        self.under_way[param] = handle, -1, ctx
+        self._collected.append(param)
+        self._nbytes += grad.numel() * grad.element_size()
+        if self._nbytes >= COLLECTED_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Submit what has been collected: once for many small ones wakes the engine's thread once."""
+        params, self._collected, self._nbytes = self._collected, [], 0
+        if params:
+            self._send(params)
 
     def _submit_group(self, group: Sequence[nn.Parameter]) -> None:
         for param in group:
             self._gradient(param)
-        tensors, contexts, places = self._packed(group)
-        name = f"gradients.{self._names[group[0]]}"
-        handle = reduce_async(
-            tensors,
-            tensors,
-            name,
-            self._op,
-            self._factors,
-            self._set,
-            grouped=True,
-            places=places,
-        )
-        for number, (param, ctx) in enumerate(zip(group, contexts, strict=True)):
-            self.under_way[param] = handle, number, ctx
+        self._send(group, f"gradients.{self._names[group[0]]}")
+
+    def _send(self, params: Sequence[nn.Parameter], group: str = "") -> None:
+        tensors, contexts, places = self._packed(params)
+        wanted = [
+            (self._request(param, tensor, place, group, len(params)), tensor, tensor)
+            for param, tensor, place in zip(params, tensors, places, strict=True)
+        ]
+        pending = Pending(self._set.member.engine.submit_all(wanted), lambda _: tensors, tensors)
+        for number, (param, ctx) in enumerate(zip(params, contexts, strict=True)):
+            self.under_way[param] = pending, number, ctx
+
+    def _request(
+        self, param: nn.Parameter, tensor: torch.Tensor, place: int, group: str, size: int
+    ) -> Request:
+        """What ranks hear of a gradient: the same in every step."""
+        known = self._requests.get(param)
+        if known is None or known.place != place:
+            known = self._requests[param] = request(
+                f"gradient.{self._names[param]}",
+                "all_reduce",
+                tensor,
+                op=engine_op(self._op, tensor),
+                prescale=self._factors[0],
+                postscale=self._factors[1],
+                place=place,
+                group=group,
+                group_size=size if group else 0,
+            )
+        return known
 
     def _packed(
         self, params: Sequence[nn.Parameter]
@@ -202,7 +221,7 @@ class _Reduction:
             places = [self._homes.take_in(param) for param in params]
             return [_grad(param) for param in params], [None] * len(params), places
         pairs = [self._compression.compress(_grad(param)) for param in params]
-        return [x for x, _ in pairs], [ctx for _, ctx in pairs], []
+        return [x for x, _ in pairs], [ctx for _, ctx in pairs], [-1] * len(params)
 
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
@@ -212,15 +231,22 @@ class _Reduction:
             grad = param.grad = grad.to_dense()
         return grad
 
+    @property
+    def begun(self) -> bool:
+        """Whether gradients are under way, or about to be."""
+        return bool(self.under_way or self._collected)
+
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all gradients; `.grad` then holds the results."""
         if not self._set.included():
             return
+        collected = set(self._collected)
         for param in self._names:
-            known = param in self.under_way or param in self._ready
+            known = param in self.under_way or param in self._ready or param in collected
             if param.requires_grad and not known:
                 self._is_ready(param)
+        self._flush()
         results: dict[int, Any] = {}
         try:
             for param, (handle, number, ctx) in self.under_way.items():
@@ -228,14 +254,17 @@ class _Reduction:
                     results[id(handle)] = synchronize(handle)
                 found = results[id(handle)]
                 found = found if number < 0 else found[number]
-                found = self._compression.decompress(found, ctx)
                 grad = param.grad
+                if found is grad:
+                    continue
+                found = self._compression.decompress(found, ctx)
                 if grad is None or grad.is_sparse or found.is_sparse:
                     param.grad = found
                 elif found.data_ptr() != grad.data_ptr():
                     grad.copy_(found)
         finally:
             self.under_way.clear()
+            self._collected.clear()
             self._ready.clear()
             self._left = dict.fromkeys(self._names, self._passes)
         self.synchronized = True
@@ -301,7 +330,7 @@ class _Face:
         Raises:
             AssertionError: Gradients are under way.
         """
-        if self._reduction.under_way:
+        if self._reduction.begun:
             msg = (
                 "expected zero_grad() after step() or synchronize(), found it between backward and step, while gradients are under way: call it "
                 "before backward"
