@@ -139,3 +139,20 @@ def test_any_text_is_read_or_refused_by_name(environ):
         Environment.of(environ)
     except ConfigError as exc:
         assert any(name in str(exc) for name in environ)  # noqa: PT017 - both ways are right
+
+
+@pytest.mark.parametrize(
+    ("variables", "spans_hosts", "free_cores", "seconds"),
+    [
+        ({}, False, True, 0.001),
+        ({}, True, False, 0.001),
+        ({}, False, False, 0.25),
+        ({"HOROVOD_CYCLE_TIME": "2"}, False, False, 0.002),
+    ],
+)
+def test_operations_are_collected_until_waited_for_where_all_cores_compute(
+    variables, spans_hosts, free_cores, seconds
+):
+    environment = Environment.of(variables)
+    options = environment.options(spans_hosts=spans_hosts, free_cores=free_cores)
+    assert options.cycle_time_s == seconds

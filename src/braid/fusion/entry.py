@@ -30,7 +30,7 @@ class Waiters:
     def wait_for(self, handle: Handle) -> None:
         """Until it is done."""
         with self._changed:
-            self._changed.wait_for(handle.done)
+            self._changed.wait_for(lambda: handle._done)  # noqa: SLF001 - its other half
 
     def wake(self) -> None:
         """Some are done."""
@@ -58,6 +58,8 @@ class Handle:
 
     def done(self) -> bool:
         """Whether it has been carried out, or has failed."""
+        if not self._done:
+            self._waiters.hurry()
         return self._done
 
     def wait(self) -> Result:

@@ -15,7 +15,10 @@ from braid.compat.horovod.variables import LEVELS, read_variables
 from braid.errors import ConfigError
 from braid.fusion import FusionOptions, StateOptions
 
-__all__ = ["Environment"]
+__all__ = ["Environment", "collecting_s"]
+
+HOROVODS_S = 0.001
+UNTIL_WAITED_FOR_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +27,8 @@ class Environment:
 
     Attributes:
         fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor alone.
-        cycle_time_ms: For how long operations are collected.
+        cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves it to what cores are free
+            (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
         disable_group_fusion: Whether explicit groups are divided by the limit, too.
         timeline: Path of the timeline; empty for none.
@@ -49,7 +53,7 @@ class Environment:
     """
 
     fusion_threshold_bytes: int = 128 << 20
-    cycle_time_ms: float = 1.0
+    cycle_time_ms: float | None = None
     cache_capacity: int = 1024
     disable_group_fusion: bool = False
     timeline: str = ""
@@ -107,12 +111,14 @@ class Environment:
                 warnings.warn(note, UserWarning, stacklevel=2)
         return environment
 
-    def options(self, *, spans_hosts: bool = False) -> FusionOptions:
+    def options(self, *, spans_hosts: bool = False, free_cores: bool = True) -> FusionOptions:
         """Those of an engine.
 
         Args:
             spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by hosts.
+            free_cores: Whether hosts have cores that no rank computes on.
         """
+        ms = self.cycle_time_ms
         by_hosts = spans_hosts and self.hierarchical_allreduce
         return FusionOptions(
             state=StateOptions(
@@ -122,6 +128,19 @@ class Environment:
                 stall_check_s=self.stall_check_s if self.stall_check else 0.0,
                 stall_shutdown_s=self.stall_shutdown_s if self.stall_check else 0.0,
             ),
-            cycle_time_s=self.cycle_time_ms * 1e-3,
+            cycle_time_s=collecting_s(spans_hosts, free_cores) if ms is None else ms * 1e-3,
             algorithm="hierarchical" if by_hosts else None,
         )
+
+
+def collecting_s(spans_hosts: bool, free_cores: bool) -> float:
+    """For how long operations are collected while nobody waits for one, in seconds.
+
+    Sums in shared memory are work for the cores that compute gradients meanwhile. Where there are no others, they end no sooner for being
+    begun early, and drive out of the caches what is computed on.
+
+    Args:
+        spans_hosts: Whether there is a network, which works beside the cores.
+        free_cores: Whether there are cores that no rank computes on, or devices.
+    """
+    return HOROVODS_S if spans_hosts or free_cores else UNTIL_WAITED_FOR_S

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import torch
 
 from braid import context
 from braid.comm import Group
@@ -83,6 +86,9 @@ class Session:
         alike = sorted(node for local, node in places if local == mine[0])
         self.cross = alike.index(mine[1]), len(alike)
         self.spans_hosts = len({node for _, node in places}) > 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        alone = self.job.local_world_size < (cores or 1)
+        self.free_cores = torch.cuda.is_available() or min(group.objects.all_gather(alone))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
@@ -152,7 +158,7 @@ class Session:
         if part is not None:
             engine = Fusion(
                 part,
-                self.environment.options(spans_hosts=self.spans_hosts),
+                self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
                 on_stall=_stall_teller(part.rank),
                 told=self._told,
             )
