@@ -19,8 +19,17 @@ from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
 from braid.bench.comm_worker import Row
-from braid.bench.ddp import HEADINGS, DdpBench, DdpReport, ddp_verdicts, run_ddp, share_text
+from braid.bench.ddp import (
+    CASES,
+    HEADINGS,
+    DdpBench,
+    DdpReport,
+    ddp_verdicts,
+    run_ddp,
+    share_text,
+)
 from braid.bench.faults import FaultReport, run_fault_trials
+from braid.bench.fusion import FusionBench, fusion_verdicts, run_fusion
 from braid.bench.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
 from braid.bench.lab import what_is_missing
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
@@ -107,7 +116,12 @@ FLOORS_OVER_MPI = {
 
 def main(parts: Sequence[str]) -> int:
     """Measure the parts that are named, or all."""
-    known = {"figures": host_proof, "training": training_proof, "network": network_proof}
+    known = {
+        "figures": host_proof,
+        "training": training_proof,
+        "horovod": horovod_proof,
+        "network": network_proof,
+    }
     missed = [text for name in parts or known for text in known[name]()]
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
@@ -118,7 +132,7 @@ def training_proof() -> list[str]:
     """Data parallel training, on this host and over a slow network."""
     ddp = run_ddp(DdpBench(out=ROOT / "runs" / "proof-ddp"))
     told = [
-        f"Measured on {ddp.machine}, torch {ddp.torch}, by `make proof`; `braid bench ddp` does the same.",
+        f"Measured on {ddp.machine}, torch {ddp.torch}, by `make proof`, on commit {commit()}; `braid bench ddp` does the same.",
         "",
         *ddp_table(ddp),
         "",
@@ -130,6 +144,16 @@ def training_proof() -> list[str]:
         *(f"* {line}" for line in ddp_verdicts(ddp)),
     ]
     missed = [line for line in ddp_verdicts(ddp) if line.startswith("missed")]
+    busy = run_ddp(
+        DdpBench(cases=CASES[:3], busy=1, budget_s=40.0, out=ROOT / "runs" / "proof-ddp-busy")
+    )
+    told += [
+        "",
+        "While another process computes on one of the cores:",
+        "",
+        *(f"* {line}" for line in ddp_verdicts(busy)),
+    ]
+    missed += [line for line in ddp_verdicts(busy) if line.startswith("missed")]
     reason = what_is_missing()
     if reason:
         print(f"figures of hooks are left as they are: {reason}", file=sys.stderr)
@@ -149,10 +173,29 @@ def training_proof() -> list[str]:
     return missed
 
 
+def horovod_proof() -> list[str]:
+    """The negotiated engine, beside Gloo and beside our own wrapper."""
+    report = run_fusion(FusionBench(out=ROOT / "runs" / "proof-horovod"))
+    told = [
+        f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit()}; `braid bench horovod` does the same.",
+        "",
+        *(f"* {line}" for line in fusion_verdicts(report)),
+    ]
+    replace_section("horovod", "\n".join(told), ROOT / "docs" / "from-horovod.md")
+    return [line for line in fusion_verdicts(report) if line.startswith("missed")]
+
+
+def commit() -> str:
+    """What is measured."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def hooks_section(report: HooksReport) -> list[str]:
     lines = [
         (
-            f"Measured on {report.machine} (load before: {report.load:.1f} a core), torch {report.torch}, by `make proof`: an MLP of 25 million parameters, "
+            f"Measured on {report.machine} (load before: {report.load:.1f} a core), torch {report.torch}, by `make proof`, on commit {commit()}: an MLP of 25 million parameters, "
             f"{report.batch} samples a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s."
         ),
         "",
@@ -183,7 +226,7 @@ def host_proof() -> list[str]:
     demo, demo_s = run_demo()
     figures = "\n".join(
         [
-            f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`.",
+            f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`, on commit {commit()}.",
             "",
             *comm_summary(comm),
             "",
@@ -232,7 +275,7 @@ def network_section(net: NetReport, model: ModelReport) -> str:
     wires = [name for name in names if name != "braid"]
     heads = ["bytes", "Gloo ms", "% of link", "braid ms", "% of link", "times as fast", *wires]
     lines = [
-        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`; `sudo braid bench net` does the same.",
+        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`, on commit {commit()}; `sudo braid bench net` does the same.",
         "",
         f"| network | {' | '.join(heads)} |",
         "|---|" + "--:|" * len(heads),
@@ -292,7 +335,7 @@ def comm_page(report: CommReport) -> str:
     lines = [
         "# Collectives, measured",
         "",
-        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`.",
+        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`, on commit {commit()}.",
         "",
         (
             "Median microseconds, in the same two processes in alternating rounds; x is the median of Gloo's time over "

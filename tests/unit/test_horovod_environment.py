@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from braid.compat.horovod.environment import Environment
 from braid.compat.horovod.variables import LEVELS, VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
-from braid.fusion import FusionOptions, StateOptions
+from braid.fusion import FusionOptions, StateOptions, TuneOptions
 
 
 def test_an_empty_environment_means_the_engines_own_defaults():
@@ -89,9 +89,11 @@ def test_a_name_that_is_not_known_is_noted_with_the_closest_one():
     )
 
 
-def test_autotune_says_that_it_is_not_there():
-    assert "no search" in Environment.of({"HOROVOD_AUTOTUNE": "1"}).notes[0]
-    assert Environment.of({"HOROVOD_AUTOTUNE": "0"}).notes == ()
+def test_autotune_is_a_search_with_horovods_numbers_unless_others_are_said():
+    assert Environment.of({"HOROVOD_AUTOTUNE": "0"}).options().autotune is None
+    assert Environment.of({"HOROVOD_AUTOTUNE": "1"}).options().autotune == TuneOptions()
+    found = Environment.of({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "7"})
+    assert found.options().autotune == TuneOptions(max_samples=7)
 
 
 def test_variables_without_meaning_are_known():

@@ -1,5 +1,6 @@
 """Operations by name, in any order, agreed on in the background and carried out together; see README.md."""
 
+from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Handle, Result
 from braid.fusion.fusion import Fusion, FusionOptions
@@ -9,6 +10,7 @@ from braid.fusion.request import Request, Response
 from braid.fusion.stall import Stall
 
 __all__ = [
+    "Autotuner",
     "Batch",
     "Entry",
     "Fusion",
@@ -21,6 +23,8 @@ __all__ = [
     "Request",
     "Response",
     "Result",
+    "Settings",
     "Stall",
     "StateOptions",
+    "TuneOptions",
 ]

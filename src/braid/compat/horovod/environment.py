@@ -9,13 +9,14 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from braid.compat.horovod.variables import LEVELS, read_variables
 from braid.errors import ConfigError
-from braid.fusion import FusionOptions, StateOptions
+from braid.fusion import Autotuner, FusionOptions, StateOptions, TuneOptions
 
-__all__ = ["Environment", "collecting_s"]
+__all__ = ["Environment", "collecting_s", "write_search"]
 
 HOROVODS_S = 0.001
 UNTIL_WAITED_FOR_S = 0.25
@@ -38,7 +39,7 @@ class Environment:
         stall_shutdown_s: After how long everything ends for that; 0 for never.
         hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured costs.
         hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever this says.
-        autotune: Whether sizes and times shall be searched for; not there yet.
+        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`).
         autotune_log: Path of the search's log; empty for none.
         autotune_warmup_samples: Samples that are thrown away.
         autotune_steps_per_sample: Steps of a sample.
@@ -111,6 +112,14 @@ class Environment:
                 warnings.warn(note, UserWarning, stacklevel=2)
         return environment
 
+    def _search(self) -> TuneOptions:
+        return TuneOptions(
+            warmup_samples=self.autotune_warmup_samples,
+            steps_per_sample=self.autotune_steps_per_sample,
+            max_samples=self.autotune_bayes_opt_max_samples,
+            noise=self.autotune_gaussian_process_noise,
+        )
+
     def options(self, *, spans_hosts: bool = False, free_cores: bool = True) -> FusionOptions:
         """Those of an engine.
 
@@ -130,7 +139,23 @@ class Environment:
             ),
             cycle_time_s=collecting_s(spans_hosts, free_cores) if ms is None else ms * 1e-3,
             algorithm="hierarchical" if by_hosts else None,
+            autotune=self._search() if self.autotune else None,
         )
+
+
+def write_search(path: Path, tuner: Autotuner) -> None:
+    """Write what a search has tried as CSV, the best last.
+
+    Args:
+        path: Of the file.
+        tuner: That is through.
+    """
+    rows = [(*settings, score) for settings, score in tuner.samples]
+    lines = ["threshold_bytes,cycle_time_ms,bytes_per_s"]
+    lines += [f"{nbytes},{time_s * 1e3:g},{score:.6g}" for nbytes, time_s, score in rows]
+    best = tuner.best
+    lines.append(f"{best.threshold_bytes},{best.cycle_time_s * 1e3:g},best")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def collecting_s(spans_hosts: bool, free_cores: bool) -> float:

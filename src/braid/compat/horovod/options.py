@@ -117,7 +117,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             variable="HOROVOD_HIERARCHICAL_ALLGATHER", section="params", negated=True,
         ),
     ),
-    "autotune, which is not there yet": (
+    "autotune": (
         Option(
             ("--autotune",), "search for the best of the above",
             variable="HOROVOD_AUTOTUNE", section="autotune", key="enabled", negated=True,

@@ -18,9 +18,9 @@ import torch
 from braid import context
 from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
-from braid.compat.horovod.environment import Environment
+from braid.compat.horovod.environment import Environment, write_search
 from braid.errors import ConfigError, StaleError
-from braid.fusion import Fusion, Request, Stall
+from braid.fusion import Autotuner, Fusion, Request, Stall
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result
 from braid.rendezvous import JobEnvironment
@@ -160,6 +160,7 @@ class Session:
                 part,
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
                 on_stall=_stall_teller(part.rank),
+                on_tuned=self._on_tuned,
                 told=self._told,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
@@ -171,6 +172,16 @@ class Session:
         if part is not None:
             self._groups.append(part)
         return part
+
+    def _on_tuned(self, tuner: Autotuner) -> None:
+        best = tuner.best
+        print(
+            f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} bytes, {best.cycle_time_s * 1e3:g} ms",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self.environment.autotune_log:
+            write_search(Path(self.environment.autotune_log), tuner)
 
     def _told(self, kind: str, name: str) -> None:
         if self.environment.log_level in {"trace", "debug"}:

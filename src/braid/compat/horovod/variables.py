@@ -81,11 +81,6 @@ def read_variables(environ: Mapping[str, str]) -> Found:
             notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
     if problems:
         raise ConfigError("; ".join(problems))
-    if values.get("autotune"):
-        notes.append(
-            "HOROVOD_AUTOTUNE changes nothing: there is no search for sizes and times yet; set HOROVOD_FUSION_THRESHOLD "
-            "and HOROVOD_CYCLE_TIME"
-        )
     return Found(values, tuple(notes), tuple(ignored))
 
 
