@@ -565,3 +565,16 @@ def test_batches_are_normalized_over_all_ranks(procs):
     for rank, (found, mean) in enumerate(procs(2, _normalized)):
         torch.testing.assert_close(found, whole[3 * rank : 3 * rank + 3])
         torch.testing.assert_close(mean, norm.running_mean)
+
+
+@pytest.mark.proof
+def test_every_operation_is_right_over_several_hosts(hosts):
+    assert [wrong for rank in hosts(4, _values) for wrong in rank] == []
+    assert [wrong for rank in hosts(4, _gradients) for wrong in rank] == []
+
+
+@pytest.mark.proof
+def test_training_equals_one_process_over_several_hosts(hosts):
+    for found in hosts(4, _trained, "plain", 1):
+        for a, b in zip(found, _expected("plain", 4, 1), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

@@ -81,7 +81,7 @@ class Fusion:
         group: Ranks that agree; nobody else uses it. Make one by `group.split(0)`.
         options: How.
         on_stall: Called on each rank with what has waited for long.
-        told: Called with a kind and the way it is carried out, when that changes.
+        told: Called with a kind and the way it is carried out, the first time.
         on_tuned: Called on the first rank when a search is over.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.

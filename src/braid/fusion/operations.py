@@ -51,7 +51,7 @@ class Operations:
 
     Args:
         ways: In the order of preference.
-        told: Called with a kind and the name of what is used for it, when that changes.
+        told: Called with a kind and the name of what is used for it, the first time.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Operations:
     ) -> None:
         self._ways = list(ways)
         self._told = told or (lambda _kind, _name: None)
-        self._chosen: dict[str, str] = {}
+        self._chosen: set[str] = set()
 
     def prefer(self, way: Operation) -> None:
         """Ask this one before all others."""
@@ -74,8 +74,8 @@ class Operations:
         kind = batch.request.kind
         for way in self._ways:
             if way.kind == kind and way.suits(batch):
-                if self._chosen.get(kind) != way.name:
-                    self._chosen[kind] = way.name
+                if way.name not in self._chosen:
+                    self._chosen.add(way.name)
                     self._told(kind, way.name)
                 return way
         names = ", ".join(way.name for way in self._ways if way.kind == kind) or "nothing"

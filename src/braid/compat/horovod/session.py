@@ -184,8 +184,10 @@ class Session:
             write_search(Path(self.environment.autotune_log), tuner)
 
     def _told(self, kind: str, name: str) -> None:
-        if self.environment.log_level in {"trace", "debug"}:
-            print(f"rank {self.group.rank}: {kind} by {name}", file=sys.stderr, flush=True)
+        if self.group.rank == 0 and self.environment.log_level in {"trace", "debug", "info"}:
+            by_hosts = kind == "all_reduce" and self.environment.hierarchical_allreduce
+            how = f"{name}, by hosts" if by_hosts and self.spans_hosts else name
+            print(f"braid.compat.horovod: {kind}: {how}", file=sys.stderr, flush=True)
 
 
 class _NewSet:
