@@ -101,7 +101,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "MB", "HOROVOD_FUSION_THRESHOLD", "params", convert=megabytes,
         ),
         Option(
-            ("--cycle-time-ms",), "for how long tensors are collected (default: 1)",
+            ("--cycle-time-ms",), "for how long tensors are collected (default: 1, or until one is waited for where all cores compute)",
             "MS", "HOROVOD_CYCLE_TIME", "params",
         ),
         Option(
