@@ -232,6 +232,102 @@ def test_what_is_in_the_cache_and_cannot_go_on_without_a_joined_rank_is_refused(
     assert "found that a rank has joined" in error
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_rank_leaves_in_flight_when_it_joins_is_carried_out_with_those_that_have(late):
+    world = World(3)
+    world.submit(reduce("a"))
+    assert world.settle() == [["a"]]
+    for rank in (1, 2):
+        world.machines[rank].join()
+    world.cycle()
+    opened = [machine.open(0.0) for machine in world.machines] if late else None
+    world.submit(reduce("a"), [0])  # its bit says nothing: all would stand in
+    world.machines[0].join()
+    found = [world.cycle(opened), world.cycle()]
+    assert [names(b.responses) for outcome in found for b in outcome.batches] == [["a"]]
+    assert max(outcome.last_joined for outcome in found) == 0
+    assert [machine.num_pending for machine in world.machines] == [0, 0, 0]
+
+
+def test_a_group_of_which_one_is_refused_is_refused_as_a_whole():
+    world = World(2)
+    for _ in range(2):  # from lists, and once more after agreement
+        for rank in range(2):
+            world.submit(reduce("a", group="g", group_size=2), [rank])
+            world.submit(reduce("b", (4 + rank,), group="g", group_size=2), [rank])
+        world.submit(reduce("c"))
+        outcome = world.cycle()
+        first, second = errors(outcome)
+        assert first.startswith("expected all of group 'g' to be possible, found that 'b' is not: ")
+        assert "same shape of 'b'" in first
+        assert "same shape of 'b'" in second
+        assert sorted(names(batch.responses) for batch in outcome.batches) == [["a"], ["b"], ["c"]]
+        for name in "ab":
+            world.submit(reduce(name, group="g", group_size=2))
+        assert world.settle() == [["a", "b"]]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_ranks_that_put_different_names_into_a_group_hear_it_instead_of_waiting(known):
+    world = World(2)
+    three = [reduce(name, group="g", group_size=3) for name in "abc"]
+    if known:
+        for request in three:
+            world.submit(request)
+        assert world.settle() == [["a", "b", "c"]]
+    for request in three:
+        world.submit(request, [0])
+    for name in "ab":
+        world.submit(reduce(name, group="g", group_size=2), [1])
+    found = errors(world.cycle())
+    assert len(found) == 3
+    assert "same group of 'a' on all ranks, found ('g', 3) on rank 0; ('g', 2) on rank 1" in found[0]
+    assert [machine.num_pending for machine in world.machines] == [0, 0]
+
+
+def test_names_that_leave_a_group_or_move_to_another_are_agreed_on_anew():
+    world = World(2)
+
+    def step(**groups: str) -> list[list[str]]:
+        sizes = Counter(groups.values())
+        for name, group in groups.items():
+            size = sizes[group] if group else 0
+            world.submit(reduce(name, group=group, group_size=size))
+        return sorted(map(sorted, world.settle()))
+
+    assert step(a="g", b="g") == [["a", "b"]]
+    assert step(c="g", d="g") == [["c", "d"]]  # the group has other members: a and b are forgotten
+    assert step(a="g", b="g", c="", d="") == [["a", "b"], ["c", "d"]]
+    assert step(a="g", c="g", b="h", d="h") == [["a", "c"], ["b", "d"]]
+    assert step(a="", b="", c="", d="") == [["a", "b", "c", "d"]]
+    world.submit(reduce("a", group="g", group_size=2))
+    assert world.settle() == []
+    world.submit(reduce("b", group="g", group_size=2))
+    assert world.settle() == [["a", "b"]]
+
+
+def test_what_is_forgotten_with_a_group_can_still_be_asked_for_in_another_way():
+    world = World(2)
+    for pair in ("ab", "cd"):
+        for name in pair:
+            world.submit(reduce(name, group="g", group_size=2))
+        world.settle()
+    world.submit(reduce("a", group="g", group_size=2), [0])  # as it was
+    world.submit(reduce("a"), [1])
+    assert "same group of 'a'" in errors(world.cycle())[0]
+    assert [machine.num_pending for machine in world.machines] == [0, 0]
+
+
+def test_only_a_limit_for_the_end_is_enough_to_end_what_is_in_the_cache():
+    world = World(2, StateOptions(stall_check_s=0.0, stall_shutdown_s=10.0))
+    world.submit(reduce("a"))
+    world.settle()
+    world.submit(reduce("a"), [1])
+    world.cycle()
+    world.now_s = 11.0
+    assert "submitted by rank 1, not by rank 0" in world.cycle().stop
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_what_waits_for_long_is_told_with_who_has_it_and_who_has_not(known):
     world = World(3, StateOptions(stall_check_s=60.0, stall_shutdown_s=150.0))

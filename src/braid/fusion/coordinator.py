@@ -71,22 +71,28 @@ class Coordinator:
             for name, found in self._table.items()
             if len(found) + sum(rank not in found for rank in self._joined) == size
         }
-        complete = []
-        for name in [name for name in self._table if name in full]:
-            whole = [r for r in self._table[name].values() if r.group]
-            if all(self._is_complete(r, full) for r in whole):
-                complete.append(name)
+        groups = {
+            name: {(r.group, r.group_size) for r in found.values()}
+            for name, found in self._table.items()
+        }
+        differing = {name for name in full if len(groups[name]) > 1}
+        torn = {group for name in differing for group, _ in groups[name]} - {""}
         responses = []
-        for name in complete:
-            responses.append(agree(name, self._table.pop(name), self._ranks))
-            del self._since_s[name]
+        for name, found in self._table.items():
+            complete = name in full and all(self._is_complete(*g, full) for g in groups[name])
+            if complete or name in differing:
+                responses.append(agree(name, found, self._ranks))
+            elif any(group in torn for group, _ in groups[name]):  # refused with the others
+                responses.append(Response(name, next(iter(found.values()))))
         for response in responses:
-            self._groups.pop(response.request.group, None)
-        return responses
+            del self._table[response.name], self._since_s[response.name]
+            for group, _ in groups[response.name]:
+                self._groups.pop(group, None)
+        return _whole_or_not(responses, groups)
 
-    def _is_complete(self, request: Request, full: set[str]) -> bool:
-        names = self._groups[request.group]
-        return len(names) >= request.group_size and names <= full
+    def _is_complete(self, group: str, size: int, full: set[str]) -> bool:
+        names = self._groups[group] if group else set()
+        return len(names) >= size and names <= full
 
     def waiting(self) -> dict[str, tuple[list[int], float]]:
         """What some ranks have submitted and others have not: who has, by position, and since when."""
@@ -102,6 +108,30 @@ class Coordinator:
 
     def __repr__(self) -> str:
         return f"Coordinator({len(self._table)} waiting, {len(self._joined)} of {len(self._ranks)} joined)"
+
+
+def _whole_or_not(
+    responses: list[Response], groups: Mapping[str, set[tuple[str, int]]]
+) -> list[Response]:
+    """Refuse all of a group of which one is refused."""
+    refused: dict[str, Response] = {}
+    for response in responses:
+        if response.error:
+            for group, _ in groups[response.name]:
+                refused.setdefault(group, response)
+    refused.pop("", None)
+    if not refused:
+        return responses
+    found = []
+    for response in responses:
+        reasons = [(g, refused[g]) for g, _ in sorted(groups[response.name]) if g in refused]
+        if reasons and not response.error:
+            group, other = reasons[0]
+            error = f"expected all of group {group!r} to be possible, found that {other.name!r} is not: {other.error}"
+            found.append(Response(response.name, response.request, error=error))
+        else:
+            found.append(response)
+    return found
 
 
 def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Response:
