@@ -15,6 +15,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from braid.comm.reduction import OPS, check_op
+from braid.errors import ConfigError
 from braid.fusion.request import JOINABLE, Request, Response
 
 __all__ = ["Coordinator", "agree"]
@@ -201,6 +205,11 @@ def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
         return f"expected {first.name!r} to have a dim 0 for {first.kind}, found a scalar"
+    if first.kind in REDUCTIONS and first.op in OPS:
+        try:
+            check_op(first.op, getattr(torch, first.dtype))
+        except ConfigError as error:
+            return f"{first.name!r} cannot be reduced: {error}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
         return f"expected the root of {first.name!r} to be one of {size} ranks, found {first.root}"
     if first.kind == "all_to_all":
