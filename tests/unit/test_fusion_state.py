@@ -281,7 +281,9 @@ def test_ranks_that_put_different_names_into_a_group_hear_it_instead_of_waiting(
         world.submit(reduce(name, group="g", group_size=2), [1])
     found = errors(world.cycle())
     assert len(found) == 3
-    assert "same group of 'a' on all ranks, found ('g', 3) on rank 0; ('g', 2) on rank 1" in found[0]
+    assert (
+        "same group of 'a' on all ranks, found ('g', 3) on rank 0; ('g', 2) on rank 1" in found[0]
+    )
     assert [machine.num_pending for machine in world.machines] == [0, 0]
 
 
@@ -299,6 +301,7 @@ def test_names_that_leave_a_group_or_move_to_another_are_agreed_on_anew():
     assert step(c="g", d="g") == [["c", "d"]]  # the group has other members: a and b are forgotten
     assert step(a="g", b="g", c="", d="") == [["a", "b"], ["c", "d"]]
     assert step(a="g", c="g", b="h", d="h") == [["a", "c"], ["b", "d"]]
+    assert step(a="g", d="g") == [["a", "d"]]  # one has stayed, and waits for what is not a member now
     assert step(a="", b="", c="", d="") == [["a", "b", "c", "d"]]
     world.submit(reduce("a", group="g", group_size=2))
     assert world.settle() == []
@@ -441,3 +444,134 @@ def test_interleavings_carry_out_everything_once_in_one_order(seed):
 def test_thousands_of_interleavings_carry_out_everything_once_in_one_order():
     for seed in range(40, 4040):
         _interleaved(seed)
+
+
+# Random orders, with ranks that differ, groups that change, waiting that is told, and an end.
+
+
+@dataclass
+class Step:
+    """What ranks submit in one step, each by groups that it submits at once; and which names are refused."""
+
+    by_rank: list[list[list[Request]]]
+    refused: set[str]
+
+
+def _troubled_step(random_: random.Random, size: int) -> Step:
+    names = random_.sample([f"t{number}" for number in range(8)], random_.randint(1, 6))
+    groups = random_.sample(["g", "h", "i"], 3)
+    by_rank: list[list[list[Request]]] = [[] for _ in range(size)]
+    refused: set[str] = set()
+    while names:
+        count = random_.randint(1, len(names))
+        chunk, names = names[:count], names[count:]
+        group = groups.pop() if groups and random_.random() < 0.5 else ""
+        odd = random_.randrange(size) if size > 1 and random_.random() < 0.3 else -1
+        how = random_.choice(["shape", "group"])
+        strange = random_.choice(chunk)
+        if odd >= 0 and how == "group":
+            refused.update(chunk)
+        elif odd >= 0:
+            refused.update(chunk if group else [strange])
+        for rank in range(size):
+            own = f"odd {strange}" if rank == odd and how == "group" else group
+            shapes = {strange: (3,)} if rank == odd and how == "shape" else {}
+            requests = [
+                reduce(n, shapes.get(n, (1,)), group=own, group_size=count if own else 0)
+                for n in chunk
+            ]
+            if own:
+                by_rank[rank].append(random_.sample(requests, count))
+            else:
+                by_rank[rank] += [[request] for request in requests]
+    return Step([random_.sample(chunks, len(chunks)) for chunks in by_rank], refused)
+
+
+class Troubled:
+    """A world in which each rank submits each step's requests in an order of its own, while cycles go on.
+
+    In the end all join, or one of them stops.
+    """
+
+    def __init__(self, seed: int) -> None:
+        random_ = self.random = random.Random(seed)
+        size = random_.choice([1, 2, 3, 4])
+        options = StateOptions(
+            cache_capacity=random_.choice([0, 1, 3, 8, 64]),
+            threshold_bytes=random_.choice([0, 8, 1 << 20]),
+            split_groups=random_.random() < 0.3,
+            stall_check_s=random_.choice([0.0, 4.0, 1000.0]),
+            stall_shutdown_s=random_.choice([0.0, 1e6]),
+        )
+        self.world = World(size, options)
+        steps = [_troubled_step(random_, size) for _ in range(8)]
+        self.stops = random_.randrange(size) if random_.random() < 0.5 else -1
+        self.todo = [[list(step.by_rank[rank]) for step in steps] for rank in range(size)]
+        self.refused: dict[str, list[bool]] = {}  # by name, in the order of steps
+        for step in steps:
+            for name in {request.name for chunk in step.by_rank[0] for request in chunk}:
+                self.refused.setdefault(name, []).append(name in step.refused)
+        self.in_flight: list[set[str]] = [set() for _ in range(size)]
+
+    def run(self) -> Outcome:
+        for _ in range(2000):
+            outcome = self.cycle()
+            if outcome.stop or outcome.last_joined >= 0:
+                return outcome
+        pytest.fail(f"nothing ended: {self.world.machines}, {self.todo}")
+
+    def cycle(self) -> Outcome:
+        world, random_ = self.world, self.random
+        opened: dict[int, bytes] = {}
+        world.now_s += random_.choice([0.0, 0.5, 2.0])
+        for rank in random_.sample(range(world.size), world.size):
+            for _ in range(random_.randint(0, 3)):
+                self.submit(rank)
+            opened[rank] = world.machines[rank].open(world.now_s)
+        before = [set(names) for names in self.in_flight]
+        for rank in random_.sample(range(world.size), world.size):
+            for _ in range(random_.randint(0, 2)):
+                self.submit(rank)
+        waiting = [set(names) for names in self.in_flight]
+        outcome = world.cycle([word for _, word in sorted(opened.items())])
+        for response in [r for batch in outcome.batches for r in batch.responses]:
+            assert bool(response.error) is self.refused[response.name].pop(0), response
+            for names in self.in_flight:
+                names.discard(response.name)
+        for stall in outcome.stalls:
+            assert all(stall.name in waiting[rank] for rank in stall.present)
+            assert not any(stall.name in before[rank] for rank in stall.missing)
+        return outcome
+
+    def submit(self, rank: int) -> None:
+        own, machine, in_flight = self.todo[rank], self.world.machines[rank], self.in_flight[rank]
+        if own and not own[0] and (not in_flight or len(own) == 1):
+            own.pop(0)  # whoever has submitted the last step joins at once
+        if own and own[0]:
+            for request in own[0].pop():
+                in_flight.add(request.name)
+                machine.submit(request, self.world.now_s)
+        elif not own and self.stops < 0 and not machine._joined:
+            machine.join()
+        elif not own and rank == self.stops and not in_flight:
+            machine.stop("the end")
+
+
+def _troubled(seed: int) -> None:
+    """All that was submitted by all is carried out or refused, as it has to be."""
+    troubled = Troubled(seed)
+    outcome = troubled.run()
+    assert (outcome.stop == "the end") is (troubled.stops >= 0)
+    assert not any(troubled.refused.values())
+    assert all(machine.num_pending == 0 for machine in troubled.world.machines)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_interleavings_with_ranks_that_differ_end_as_they_must(seed):
+    _troubled(seed)
+
+
+@pytest.mark.proof
+def test_thousands_of_interleavings_with_ranks_that_differ_end_as_they_must():
+    for seed in range(40, 4040):
+        _troubled(seed)

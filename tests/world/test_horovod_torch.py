@@ -7,7 +7,6 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -195,6 +195,8 @@ class FusionState:
         self._unsent[request.name] = mine
         if found is Found.CHANGED:
             self._changed |= 1 << position
+        for member in self._cache.members(request.group):  # it has other members now
+            self._changed |= 1 << member
 
     def check(self, names: Sequence[str]) -> None:
         """Whether this rank may submit these; raises as `submit` does."""
