@@ -26,7 +26,7 @@ from types import TracebackType
 import torch
 
 from braid.comm import Group
-from braid.errors import BraidError, CommError, ConfigError, PeerLostError
+from braid.errors import CommError, ConfigError, PeerLostError
 from braid.fusion.activities import Activities
 from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
@@ -404,7 +404,7 @@ class Fusion:
     def _end(self, reason: str, error: BaseException | None) -> None:
         """Nothing goes on: tell everybody who waits."""
         if error is not None:
-            with contextlib.suppress(BraidError):
+            with contextlib.suppress(Exception):  # its memory may have been given back
                 self.group.abort(f"rank {self.group.context.rank}: {reason}")
         with self._lock:
             self._ended, self._error = reason, error
