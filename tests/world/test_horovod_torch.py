@@ -198,6 +198,27 @@ def test_handles_compression_sparse_tensors_and_objects(procs):
     assert [wrong for rank in procs(2, _small_things) for wrong in rank] == []
 
 
+def _evaluated(group: Group) -> list[str]:
+    checks = Checks()
+    with horovod(group):
+        rank, size = hvd.rank(), hvd.size()
+        total = torch.full((2, 3), size * (size + 1) / 2)
+        with torch.inference_mode():
+            x = torch.full((3, 2), rank + 1.0).t()
+            checks.same("new", hvd.allreduce(x, op=hvd.Sum), total)
+            for found in hvd.grouped_allreduce([x, x], op=hvd.Sum):
+                checks.same("grouped", found, total)
+            checks.same("gathered", hvd.allgather(x)[2 * rank : 2 * rank + 2], x)
+            checks.same("broadcast", hvd.broadcast(x, size - 1), torch.full((2, 3), float(size)))
+            checks.same("in place", hvd.allreduce_(x, op=hvd.Sum), total)
+        checks.same("afterwards", hvd.allreduce_(total.clone()), total)
+    return checks.wrong
+
+
+def test_tensors_of_inference_mode_are_reduced_like_others(procs):
+    assert [wrong for rank in procs(2, _evaluated) for wrong in rank] == []
+
+
 def _mistakes(group: Group) -> dict[str, str]:
     with horovod(group):
         rank, x = hvd.rank(), torch.ones(3)
@@ -621,6 +642,11 @@ def _optimizer_faces(group: Group) -> dict[str, str]:
         twice = [("a", p) for p in net.parameters()]
         found["twice"] = said(lambda: hvd.DistributedOptimizer(plain, twice))
         found["group"] = said(lambda: optimizer.add_param_group({"params": []}))
+        other = Net()
+        changes = hvd.DistributedOptimizer(
+            torch.optim.SGD(other.parameters(), lr=0.1), op=hvd.Adasum
+        )
+        found["group of changes"] = said(lambda: changes.add_param_group({"params": []}))
         found["lbfgs"] = said(
             lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
         )
@@ -638,6 +664,7 @@ def test_the_optimizer_says_what_is_wrong(procs):
         assert "found 4 of 5 without" in found["names"]
         assert "found 'a' more than once" in found["twice"]
         assert "add it before" in found["group"]
+        assert "add it before" in found["group of changes"]
         assert "found LBFGS" in found["lbfgs"]
         assert found["copy"].startswith("ConfigError: expected state_dict() to be copied")
         assert f"rank {rank} has 'b{rank}'" in found["parameters"]

@@ -111,6 +111,23 @@ class Entry(NamedTuple):
     point: torch.cuda.Event | None = None
 
     @classmethod
+    def of(
+        cls,
+        request: Request,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor | None,
+        waiters: Waiters,
+        now_ns: int,
+    ) -> Entry:
+        """What a caller wants done."""
+        given = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
+        if out is tensor:
+            place = given
+        else:
+            place = out if out is None or not out.is_inference() else _plain(out)
+        return cls(request, given, place, Handle(request.name, waiters), now_ns, mark(tensor))
+
+    @classmethod
     def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> Entry:
         """What changes nothing, of a rank that has joined.
 
@@ -147,3 +164,11 @@ def _neutral(op: str, dtype: torch.dtype) -> float:
         return float("inf") if op == "min" else float("-inf")
     bounds = torch.iinfo(dtype)
     return bounds.max if op == "min" else bounds.min
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, for the engine's thread: outside of inference mode, tensors that were made in it refuse to be written to."""
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return empty.set_(tensor.untyped_storage(), *place)

@@ -36,7 +36,7 @@ from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
-from braid.fusion.streams import follow, mark
+from braid.fusion.streams import follow
 from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion", "FusionOptions"]
@@ -158,8 +158,7 @@ class Fusion:
         """Several at once; see `submit`. All or none of them are taken."""
         now_ns = self._clock.now_ns()
         made = [
-            Entry(request, tensor, out, Handle(request.name, self._waiters), now_ns, mark(tensor))
-            for request, tensor, out in wanted
+            Entry.of(request, tensor, out, self._waiters, now_ns) for request, tensor, out in wanted
         ]
         with self._lock:
             self._check_running()

@@ -277,6 +277,16 @@ class _Wrapped:
         msg = "expected state_dict() to be copied or saved, found a DistributedOptimizer itself: wrap a new optimizer, and load the state into it"
         raise ConfigError(msg)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters that come later would not be reduced.
+
+        Raises:
+            ConfigError: Always.
+        """
+        del param_group
+        msg = "expected all parameters when DistributedOptimizer was made, found a group that is added later: add it before"
+        raise ConfigError(msg)
+
 
 class _Face(_Wrapped):
     """What is added to the class of an optimizer."""
@@ -332,12 +342,6 @@ class _Face(_Wrapped):
             )
             raise AssertionError(msg)
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters that come later would not be reduced."""
-        del param_group
-        msg = "expected all parameters when DistributedOptimizer was made, found a group that is added later: add it before"
-        raise ConfigError(msg)
 
 
 class _AdasumFace(_Wrapped):
