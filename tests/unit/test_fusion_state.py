@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from braid.errors import ConfigError
+from braid.fusion.autotune import Settings
 from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.request import Request, Response
 
@@ -217,7 +218,9 @@ def test_ranks_that_have_joined_are_stood_in_for_until_all_have():
     world.machines[0].join()
     assert world.cycle().last_joined == 0
     world.submit(reduce("a"))
+    world.submit(reduce("once more new"), [0, 2])
     assert world.settle() == [["a"]]
+    assert world.cycle().last_joined == -1
 
 
 def test_what_is_in_the_cache_and_cannot_go_on_without_a_joined_rank_is_refused():
@@ -240,11 +243,13 @@ def test_what_a_rank_leaves_in_flight_when_it_joins_is_carried_out_with_those_th
     for rank in (1, 2):
         world.machines[rank].join()
     world.cycle()
+    world.submit(reduce("b"), [0])
     opened = [machine.open(0.0) for machine in world.machines] if late else None
     world.submit(reduce("a"), [0])  # its bit says nothing: all would stand in
     world.machines[0].join()
     found = [world.cycle(opened), world.cycle()]
-    assert [names(b.responses) for outcome in found for b in outcome.batches] == [["a"]]
+    carried = [n for outcome in found for b in outcome.batches for n in names(b.responses)]
+    assert carried == ["b", "a"]
     assert max(outcome.last_joined for outcome in found) == 0
     assert [machine.num_pending for machine in world.machines] == [0, 0, 0]
 
@@ -287,6 +292,100 @@ def test_ranks_that_put_different_names_into_a_group_hear_it_instead_of_waiting(
     assert [machine.num_pending for machine in world.machines] == [0, 0]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_is_still_to_come_of_a_refused_group_is_refused_as_well(joined):
+    world = World(3)
+    if joined:
+        world.machines[2].join()
+    others = [1] if joined else [1, 2]
+    for name in "abc":
+        world.submit(reduce(name, group="g", group_size=3), [0])
+    world.submit(reduce("a", group="g", group_size=2), others)
+    assert "same group of 'a'" in errors(world.cycle())[0]
+    assert world.settle() == []  # b may come
+    world.submit(reduce("b", group="g", group_size=2), others)  # and so c will not
+    assert len(errors(world.cycle())) == 2
+    assert [machine.num_pending for machine in world.machines] == [0, 0, 0]
+    for name in "abc":
+        world.submit(reduce(name, group="g", group_size=3), [0, *others])
+    assert world.settle() == [["a", "b", "c"]]
+
+
+def test_a_group_whose_members_change_within_one_exchange_has_only_the_new_ones():
+    world = World(2)
+    for name in "ab":
+        world.submit(reduce(name, group="g", group_size=2))
+    world.settle()
+    world.submit(reduce("x"))
+    opened = [machine.open(0.0) for machine in world.machines]
+    for name in "cd":
+        world.submit(reduce(name, group="g", group_size=2))
+    assert len(world.cycle(opened).batches) == 2
+    world.submit(reduce("a", group="g", group_size=2))
+    world.submit(reduce("b", group="g", group_size=2), [0])
+    assert world.settle() == []
+    world.submit(reduce("b", group="g", group_size=2), [1])
+    assert world.settle() == [["a", "b"]]
+
+
+def test_groups_may_be_divided_by_the_limit():
+    world = World(2, StateOptions(threshold_bytes=32, split_groups=True))
+    for name in "abc":
+        world.submit(reduce(name, group="g", group_size=3))
+    world.submit(reduce("d"))
+    assert world.settle() == [["a", "b"], ["c", "d"]]
+
+
+def test_what_is_submitted_again_is_news_for_the_others():
+    world = World(2, StateOptions(cache_capacity=1))
+    for name in "aaba":  # by list, by bit, in the place of another, and back
+        assert not any(machine.has_new for machine in world.machines)
+        world.submit(reduce(name))
+        assert all(machine.has_new for machine in world.machines)
+        assert world.settle() == [[name]]
+
+
+def test_a_position_that_is_taken_by_another_name_means_that_name():
+    world = World(2, StateOptions(cache_capacity=1))
+    for name in "aabbaab":
+        world.submit(reduce(name))
+        assert world.settle() == [[name]]
+    assert world.num_lists == 4
+
+
+def test_the_cache_keeps_what_was_used_last():
+    world = World(2, StateOptions(cache_capacity=2))
+    for name in "abac":  # c takes the place of b
+        world.submit(reduce(name))
+        world.settle()
+    before = world.num_lists
+    world.submit(reduce("a"))
+    assert world.settle() == [["a"]]
+    assert world.num_lists == before
+
+
+def test_another_limit_holds_for_what_was_agreed_on_before():
+    world = World(2)
+    for limit, expected in ((None, [["a", "b"]]), (0, [["a"], ["b"]]), (1 << 20, [["a", "b"]])):
+        if limit is not None:
+            world.machines[0].propose(Settings(limit, 0.002))
+            assert world.cycle().cycle_time_s == 0.002
+        for _ in range(2):
+            for name in "ab":
+                world.submit(reduce(name))
+            assert world.settle() == expected
+
+
+def test_ranks_that_have_joined_are_not_told_to_be_missing():
+    world = World(3, StateOptions(stall_check_s=60.0))
+    world.machines[2].join()
+    world.submit(reduce("a"), [0])
+    world.cycle()
+    world.now_s = 61.0
+    (stall,) = world.cycle().stalls
+    assert (stall.present, stall.missing) == ((0,), (1,))
+
+
 def test_names_that_leave_a_group_or_move_to_another_are_agreed_on_anew():
     world = World(2)
 
@@ -301,7 +400,9 @@ def test_names_that_leave_a_group_or_move_to_another_are_agreed_on_anew():
     assert step(c="g", d="g") == [["c", "d"]]  # the group has other members: a and b are forgotten
     assert step(a="g", b="g", c="", d="") == [["a", "b"], ["c", "d"]]
     assert step(a="g", c="g", b="h", d="h") == [["a", "c"], ["b", "d"]]
-    assert step(a="g", d="g") == [["a", "d"]]  # one has stayed, and waits for what is not a member now
+    assert step(a="g", d="g") == [
+        ["a", "d"]
+    ]  # one has stayed, and waits for what is not a member now
     assert step(a="", b="", c="", d="") == [["a", "b", "c", "d"]]
     world.submit(reduce("a", group="g", group_size=2))
     assert world.settle() == []

@@ -244,10 +244,8 @@ class FusionState:
         """This rank's word; bytes of whole 64-bit numbers."""
         self._doubt_stalled(now_s)
         self._said_joined = self._joined
-        if self._tell_joined:
-            self._changed |= (
-                self._hits
-            )  # bits cannot say what a rank has and all others stand in for
+        if self._tell_joined:  # bits cannot say what a rank has and all others stand in for
+            self._changed |= self._hits
         quiet = not (self._unsent or self._tell_joined or self._stopping or self._changed)
         if self._coordinator is not None and quiet:
             quiet = self._proposed is None and not self._inspector.is_due(
