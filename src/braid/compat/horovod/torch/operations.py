@@ -78,7 +78,7 @@ def allreduce_async(
         tensor: The same shape and dtype on all ranks.
         average: The older way of saying `op`.
         name: See the module.
-        op: Average when None. Averages of integers are cut off.
+        op: Average when None. Averages of integers are cut off, and the sums behind them wrap around in their dtype.
         prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats in 32 bits.
         postscale_factor: After it, likewise.
         process_set: Ranks that take part.
