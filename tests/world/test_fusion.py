@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError
-from braid.fusion import Fusion, FusionOptions, Handle, Request, StateOptions
+from braid.errors import CommError, ConfigError, PeerLostError
+from braid.fusion import (
+    Batch,
+    Entry,
+    Fusion,
+    FusionOptions,
+    Handle,
+    Request,
+    Result,
+    StateOptions,
+)
+from braid.testing.pool import RankDiedError
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8, torch.int8]
@@ -166,6 +179,30 @@ def test_a_group_waits_for_its_last_member(world):
     assert world(2, _grouped) == [([[2.0, 2.0]] * 2, False)] * 2
 
 
+def _side_by_side(group: Group, op: str) -> list[list[float]]:
+    """Four tensors in one, of which rank 1 lays out the last two in another way; and rank 2 has joined."""
+    with engine(group) as fusion:
+        home = torch.full((64,), float(group.rank + 1))
+        places = [0, 16, 32, 48] if group.rank != 1 else [0, 16, 48, 32]
+        if group.rank == 2:
+            fusion.join().wait()
+            return []
+        requests = []
+        for number, place in enumerate(places):
+            x = home[place : place + 10]
+            asked_for = asked(f"x{number}", "all_reduce", x, op=op, place=place)
+            requests.append((asked_for, x, x))
+        found = [handle.wait().tolist() for handle in fusion.submit_all(requests)]  # type: ignore[union-attr]
+        fusion.join().wait()
+        return found
+
+
+@pytest.mark.parametrize(("op", "value"), [("sum", 3.0), ("min", 1.0), ("product", 2.0)])
+def test_tensors_that_lie_side_by_side_are_reduced_in_place(world, op, value):
+    for found in world(3, _side_by_side, op)[:2]:
+        assert found == [[value] * 10] * 4
+
+
 # What goes wrong.
 
 
@@ -269,6 +306,144 @@ def test_one_rank_that_shuts_down_ends_it_for_all(world):
     first, late = world(2, _shuts_down)[0]
     assert "rank 1 has shut down" in first
     assert "rank 1 has shut down" in late
+
+
+class Breaks:
+    """Carries out nothing on rank 1, with an error that has no words."""
+
+    name, kind = "breaks", "all_reduce"
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def suits(self, batch: Batch) -> bool:
+        return batch.request.op == "sum"
+
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - the interface
+        if self._group.rank == 1:
+            raise MemoryError
+        return [self._group.all_reduce(entry.tensor, "sum") for entry in entries]
+
+
+def _breaks(group: Group) -> tuple[list[str], bool]:
+    fusion = engine(group)
+    fusion.operations.prefer(Breaks(fusion.group))
+    handles = [reduce(fusion, name, torch.ones(2)) for name in ("first", "second")]
+    said = []
+    for handle in handles:
+        with pytest.raises(CommError) as caught:
+            handle.wait()
+        said.append(str(caught.value))
+    with pytest.raises(CommError) as caught:
+        reduce(fusion, "late", torch.ones(2))
+    said.append(str(caught.value))
+    running = fusion.running
+    fusion.close()
+    return said, running
+
+
+def test_what_is_being_carried_out_when_a_rank_breaks_fails_on_all_ranks(world):
+    for found, running in world(3, _breaks):
+        assert not running
+        for name, words in zip(("first", "second"), found, strict=False):
+            assert words.startswith(f"{name!r} was not carried out: ")
+        assert found[2].startswith("expected an engine that runs, found that it has ended: ")
+        assert all("MemoryError" in words for words in found)
+
+
+def _killed(group: Group) -> tuple[list[int], str]:
+    fusion = engine(group)
+    reduce(fusion, "first", torch.ones(2)).wait()
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost = []
+    for name in ("in flight", "late"):
+        with pytest.raises(PeerLostError) as caught:
+            reduce(fusion, name, torch.ones(2)).wait()
+        lost.append(caught.value.rank)
+    fusion.close()
+    return lost, str(caught.value)
+
+
+@pytest.mark.procs
+def test_a_rank_that_is_killed_is_named_to_all_that_wait(pool):
+    with pytest.raises(RankDiedError) as caught:
+        pool.run(2, _killed)
+    answers = caught.value.__dict__["answers"]
+    assert [answer.error for answer in answers.values()] == [None]
+    lost, said = answers[0].result
+    assert lost == [1, 1]
+    assert "rank 1" in said
+
+
+def _cannot(group: Group) -> list[str]:
+    said = []
+    with engine(group) as fusion:
+        for x, op in (
+            (torch.ones(2) > 0, "avg"),
+            (torch.ones(2) + 0j, "max"),
+            (torch.ones(2), "?"),
+        ):
+            with pytest.raises(CommError) as caught:
+                reduce(fusion, "x", x, op).wait()
+            said.append(str(caught.value))
+        said.append(str(reduce(fusion, "x", torch.ones(1)).wait()))
+    return said
+
+
+def test_what_no_rank_can_do_is_refused_and_the_engine_goes_on(world):
+    for logic, ordered, unknown, after in world(2, _cannot):
+        assert logic.startswith("'x' cannot be reduced: ")
+        assert "defined for bool" in logic
+        assert "defined for complex64" in ordered
+        assert "none suits" in unknown
+        assert after == "tensor([2.])"
+
+
+STOOD_IN = {
+    "sum": [2.0, -3.0],
+    "avg": [1.0, -1.5],
+    "product": [2.0, -3.0],
+    "min": [2.0, -3.0],
+    "max": [2.0, -3.0],
+}
+
+
+def _stands_in(group: Group) -> list[object]:
+    found: list[object] = []
+    with engine(group) as fusion:
+        if group.rank == 0:
+            x = torch.tensor([2.0, -3.0])
+            for dtype in (torch.float32, torch.int32, torch.bfloat16):
+                handles = {op: reduce(fusion, f"{op}{dtype}", x.to(dtype), op) for op in STOOD_IN}
+                found.append({op: handle.wait().tolist() for op, handle in handles.items()})  # type: ignore[union-attr]
+        fusion.join().wait()
+    return found
+
+
+def test_what_stands_in_for_a_joined_rank_changes_nothing(world):
+    whole = {**STOOD_IN, "avg": [1.0, -1.0]}
+    assert world(2, _stands_in)[0] == [STOOD_IN, whole, STOOD_IN]
+
+
+def _joins_twice(group: Group) -> list[str]:
+    said = []
+    with engine(group) as fusion:
+        if group.rank == 0:
+            first = fusion.join()  # the other rank joins when this one has tried twice
+            with pytest.raises(ConfigError) as caught:
+                fusion.join()
+            said.append(str(caught.value))
+        group.barrier()
+        if group.rank:
+            first = fusion.join()
+        first.wait()
+    return said
+
+
+def test_a_rank_that_has_joined_cannot_join_again_before_all_have(world):
+    (said,), _ = world(2, _joins_twice)
+    assert said.startswith("expected one join at a time, found another one on rank 0")
 
 
 # Timelines.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -197,6 +198,27 @@ def test_handles_compression_sparse_tensors_and_objects(procs):
     assert [wrong for rank in procs(2, _small_things) for wrong in rank] == []
 
 
+def _evaluated(group: Group) -> list[str]:
+    checks = Checks()
+    with horovod(group):
+        rank, size = hvd.rank(), hvd.size()
+        total = torch.full((2, 3), size * (size + 1) / 2)
+        with torch.inference_mode():
+            x = torch.full((3, 2), rank + 1.0).t()
+            checks.same("new", hvd.allreduce(x, op=hvd.Sum), total)
+            for found in hvd.grouped_allreduce([x, x], op=hvd.Sum):
+                checks.same("grouped", found, total)
+            checks.same("gathered", hvd.allgather(x)[2 * rank : 2 * rank + 2], x)
+            checks.same("broadcast", hvd.broadcast(x, size - 1), torch.full((2, 3), float(size)))
+            checks.same("in place", hvd.allreduce_(x, op=hvd.Sum), total)
+        checks.same("afterwards", hvd.allreduce_(total.clone()), total)
+    return checks.wrong
+
+
+def test_tensors_of_inference_mode_are_reduced_like_others(procs):
+    assert [wrong for rank in procs(2, _evaluated) for wrong in rank] == []
+
+
 def _mistakes(group: Group) -> dict[str, str]:
     with horovod(group):
         rank, x = hvd.rank(), torch.ones(3)
@@ -225,9 +247,16 @@ def _mistakes(group: Group) -> dict[str, str]:
             lambda: [hvd.synchronize(h) for h in [hvd.allreduce_async(x)] * 2]
         )
         found["no handle"] = said(lambda: hvd.synchronize(5))
+        found["average of logic"] = said(lambda: hvd.allreduce(x > 0, name="logic"))
+        found["sparse"] = said(lambda: hvd.allreduce(torch.eye(2).to_sparse(), name="sparse"))
+        found["expanded"] = said(lambda: hvd.allreduce_(torch.ones(1).expand(3)))
+        found["surrogate"] = said(lambda: hvd.allreduce(x, name="\udc80"))
+        found["group"] = said(lambda: hvd.grouped_allreduce([x] * (2 + rank), name="g"))
         found["object"] = said(lambda: hvd.broadcast_object(object(), 0))
         found["after"] = str(hvd.allreduce(x, op=hvd.Sum).tolist())
     found["not there"] = said(hvd.rank)
+    with pytest.raises(ValueError, match=r"hvd.init\(\)"):  # Horovod's type
+        hvd.rank()
     return found
 
 
@@ -246,8 +275,13 @@ EXPECTED = {
     "strange root": "ConfigError: expected the root to be one of the ranks [0, 1], found 7",
     "twice waited": "ConfigError: expected a handle that is waited for once",
     "no handle": "ConfigError: expected what an asynchronous operation has returned, found 5",
+    "average of logic": "HorovodInternalError: 'allreduce.logic' cannot be reduced: ",
+    "sparse": "ConfigError: expected an ordinary tensor for 'allreduce.sparse', found a torch.sparse_coo one",
+    "expanded": "ConfigError: expected a tensor whose elements each have their own memory",
+    "surrogate": "ConfigError: expected a name of whole characters for allreduce",
+    "group": "HorovodInternalError: expected the same group of 'allreduce.g.0' on all ranks",
     "after": "[2.0, 2.0, 2.0]",
-    "not there": "StaleError: expected hvd.init() to have been called",
+    "not there": "NotInitializedError: expected hvd.init() to have been called",
 }
 
 
@@ -260,7 +294,81 @@ def test_mistakes_are_the_same_error_on_all_ranks_and_nothing_hangs(procs):
     assert "rank 0, found that it could not send it" in second["object"]
 
 
+def _leaves(group: Group) -> list[str]:
+    with horovod(group):
+        if hvd.rank() == 1:
+            return []
+        calls = [
+            lambda: hvd.allreduce(torch.ones(1)),
+            lambda: hvd.allgather_async(torch.ones(1)),
+            lambda: hvd.broadcast_(torch.ones(1), 0),
+            lambda: hvd.alltoall(torch.ones(2)),
+            hvd.barrier,
+            hvd.join,
+            hvd.stop_timeline,
+            lambda: hvd.add_process_set([0]),
+        ]
+        return [said(call) for call in calls]
+
+
+def test_when_one_rank_has_shut_down_whatever_others_call_fails_as_operations_do(procs):
+    for words in procs(2, _leaves)[0]:
+        assert words.startswith("HorovodInternalError: ")
+        assert "rank 1 has shut down" in words
+
+
+def _starts_again(group: Group) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(2):
+        with horovod(group):
+            handle = hvd.allreduce_async(torch.ones(1), name=f"alone on {hvd.rank()}")
+            found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum, name="x").item())
+            hvd.barrier()
+        found.append(said(lambda handle=handle: hvd.synchronize(handle)).partition(":")[0])
+    return found
+
+
+def test_what_is_in_flight_at_shutdown_fails_and_there_may_be_another_session(procs):
+    expected = [2.0, "HorovodInternalError"] * 2
+    assert procs(2, _starts_again) == [expected, expected]
+
+
+def _environments(group: Group, path: str) -> list[Any]:
+    size = str((1 + group.rank) << 20)
+    timeline = {"TIMELINE": path} if group.rank == 0 else {}
+    with horovod(group, FUSION_THRESHOLD=size, CACHE_CAPACITY=size, **timeline):
+        found = hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        return [found, session.session().environment.fusion_threshold_bytes]
+
+
+def test_the_first_rank_says_how_all_work(procs, tmp_path):
+    path = tmp_path / "timeline.json"
+    assert procs(2, _environments, str(path)) == [[2.0, 1 << 20]] * 2
+    assert {event["pid"] for event in json.loads(path.read_bytes())["traceEvents"]} == {0, 1}
+
+
 # Process sets.
+
+
+def _come_and_go(group: Group) -> list[str]:
+    found = []
+    with horovod(group):
+        for _ in range(3):
+            pair = hvd.add_process_set([0, 1])
+            number = pair.process_set_id
+            assert number is not None
+            part = session.session().member(number).engine.group if pair.included() else None
+            if part is not None:
+                hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair)
+            hvd.remove_process_set(pair)
+            if part is not None:
+                found.append(said(part.barrier).partition(":")[0])
+            hvd.barrier()
+    return found
+
+
+def test_process_sets_that_are_gone_give_their_memory_back(procs):
+    assert procs(3, _come_and_go) == [["StaleError"] * 3, ["StaleError"] * 3, []]
 
 
 def _sets(group: Group) -> list[Any]:
@@ -306,6 +414,23 @@ def test_process_sets_come_and_go_and_work_beside_each_other(procs):
     assert zero[4:] == tail
     assert one == [before, [1, 2], (0, 2), *tail]
     assert two == [before, 4.0, 2, [1, 2], (1, 2), *tail]
+
+
+def _subgroup(group: Group) -> list[int]:
+    part = group.split(0 if group.rank else None)
+    if part is None:
+        return []
+    with horovod(part):
+        found = [hvd.rank(), hvd.join(), *hvd.add_process_set([1]).ranks]
+    part.close()
+    return found
+
+
+def test_ranks_are_those_of_the_group_that_it_was_started_with(procs):
+    _, one, two = procs(3, _subgroup)
+    assert one == [0, one[1], 1]
+    assert two == [1, one[1], 1]
+    assert one[1] in {0, 1}
 
 
 # Joining.
@@ -429,6 +554,69 @@ def test_training_equals_one_process_that_has_all_batches(procs, kind: str, pass
                 torch.testing.assert_close(a, b, **near)
 
 
+def _later(group: Group, kind: str) -> list[torch.Tensor]:
+    """Parameters are frozen and unfrozen, the step is called through others."""
+    with horovod(group):
+        net = Net()
+        if kind == "unfrozen":
+            net.first.weight.requires_grad_(False)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        calls: list[int] = []
+        inner.register_step_post_hook(lambda *_: calls.append(1))
+        before = (
+            torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5) if kind == "scheduler" else None
+        )
+        lists = [[net.first.weight, net.first.bias], [net.second.weight, net.unused]]
+        optimizer = hvd.DistributedOptimizer(
+            inner, net.named_parameters(), groups=None if kind == "closure" else lists
+        )
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        for step in range(4):
+            if step == 2:
+                net.first.weight.requires_grad_(kind != "frozen")
+
+            def closure(step=step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(net, hvd.rank(), step)
+                loss.backward()
+                return loss
+
+            if kind == "closure":
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            if before is not None:
+                before.step()
+        assert len(calls) == 4
+        return [param.detach().clone() for param in net.parameters()]
+
+
+def _expected_later(kind: str) -> list[torch.Tensor]:
+    net = Net()
+    if kind == "unfrozen":
+        net.first.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        if step == 2:
+            net.first.weight.requires_grad_(kind != "frozen")
+        optimizer.zero_grad()
+        for rank in range(2):
+            (loss_of(net, rank, step) / 2).backward()
+        optimizer.step()
+        if kind == "scheduler":
+            optimizer.param_groups[0]["lr"] *= 0.5
+    return [param.detach() for param in net.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "unfrozen", "closure", "scheduler"])
+def test_what_changes_around_the_optimizer_changes_no_result(procs, kind: str):
+    expected = _expected_later(kind)
+    for found in procs(2, _later, kind):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
 def _optimizer_faces(group: Group) -> dict[str, str]:
     with horovod(group):
         net, found = Net(), {}
@@ -454,9 +642,15 @@ def _optimizer_faces(group: Group) -> dict[str, str]:
         twice = [("a", p) for p in net.parameters()]
         found["twice"] = said(lambda: hvd.DistributedOptimizer(plain, twice))
         found["group"] = said(lambda: optimizer.add_param_group({"params": []}))
+        other = Net()
+        changes = hvd.DistributedOptimizer(
+            torch.optim.SGD(other.parameters(), lr=0.1), op=hvd.Adasum
+        )
+        found["group of changes"] = said(lambda: changes.add_param_group({"params": []}))
         found["lbfgs"] = said(
             lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(net.parameters()), 0)
         )
+        found["copy"] = said(lambda: copy.deepcopy(optimizer))
         names = {"a": torch.ones(1), f"b{hvd.rank()}": torch.ones(1)}
         found["parameters"] = said(lambda: hvd.broadcast_parameters(names, 0))
         return found
@@ -465,12 +659,14 @@ def _optimizer_faces(group: Group) -> dict[str, str]:
 def test_the_optimizer_says_what_is_wrong(procs):
     for rank, found in enumerate(procs(2, _optimizer_faces)):
         assert found["zero"].startswith("AssertionError: expected zero_grad() after step()")
-        assert "expected 1 backward before each step" in found["more"]
+        assert found["more"].startswith("AssertionError: expected 1 backward before each step")
         assert "skip_synchronize" in found["warned"]
         assert "found 4 of 5 without" in found["names"]
         assert "found 'a' more than once" in found["twice"]
         assert "add it before" in found["group"]
+        assert "add it before" in found["group of changes"]
         assert "found LBFGS" in found["lbfgs"]
+        assert found["copy"].startswith("ConfigError: expected state_dict() to be copied")
         assert f"rank {rank} has 'b{rank}'" in found["parameters"]
 
 
@@ -550,6 +746,33 @@ def test_sparse_gradients_are_averaged(procs, dense: bool):
     torch.optim.SGD(table.parameters(), lr=0.5).step()
     for sparse, (found,) in procs(2, _embedding, dense):
         assert sparse is not dense
+        torch.testing.assert_close(found, table.weight.detach())
+
+
+def _seldom(group: Group) -> list[torch.Tensor]:
+    with horovod(group):
+        weight = torch.arange(20.0).view(5, 4) / 20
+        table = nn.Embedding(5, 4, sparse=True, _weight=weight.clone())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.5), table.named_parameters()
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            if step == 0 or hvd.rank() == 0:
+                table(torch.tensor([hvd.rank(), 3])).square().sum().backward()
+            optimizer.step()
+        return [table.weight.detach().clone()]
+
+
+def test_a_rank_that_does_not_use_a_table_this_time_adds_nothing_to_its_gradient(procs):
+    table = nn.Embedding(5, 4, _weight=torch.arange(20.0).view(5, 4) / 20)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2 - step):
+            (table(torch.tensor([rank, 3])).square().sum() / 2).backward()
+        optimizer.step()
+    for (found,) in procs(2, _seldom):
         torch.testing.assert_close(found, table.weight.detach())
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from braid.fusion.reducible import refusal
 from braid.fusion.request import JOINABLE, Request, Response
 
 __all__ = ["Coordinator", "agree"]
@@ -24,6 +26,22 @@ __all__ = ["Coordinator", "agree"]
 SAME_SHAPE = frozenset({"all_reduce", "broadcast", "reduce_scatter"})
 NEEDS_ROWS = frozenset({"all_gather", "all_to_all", "reduce_scatter"})
 REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
+
+
+@dataclass(slots=True)
+class _Group:
+    """What ranks have submitted of an explicit group, and why it is refused, if ranks put different names into it."""
+
+    by_rank: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    sizes: dict[int, int] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        return set().union(*self.by_rank.values())
+
+    def has_all(self, rank: int) -> bool:
+        return rank in self.sizes and len(self.by_rank[rank]) >= self.sizes[rank]
 
 
 class Coordinator:
@@ -38,7 +56,7 @@ class Coordinator:
         self._table: dict[str, dict[int, Request]] = {}
         self._since_s: dict[str, float] = {}
         self._joined: dict[int, None] = {}  # in order
-        self._groups: dict[str, set[str]] = defaultdict(set)
+        self._groups: dict[str, _Group] = defaultdict(_Group)
 
     def add(self, rank: int, requests: Iterable[Request], now_s: float) -> None:
         """Note what a rank has submitted."""
@@ -46,7 +64,9 @@ class Coordinator:
             self._table.setdefault(request.name, {})[rank] = request
             self._since_s.setdefault(request.name, now_s)
             if request.group:
-                self._groups[request.group].add(request.name)
+                group = self._groups[request.group]
+                group.by_rank[rank].add(request.name)
+                group.sizes[rank] = request.group_size
 
     def join(self, rank: int) -> None:
         """Note that a rank submits nothing more until all have joined."""
@@ -73,22 +93,49 @@ class Coordinator:
             for name, found in self._table.items()
             if len(found) + sum(rank not in found for rank in self._joined) == size
         }
-        complete = []
-        for name in [name for name in self._table if name in full]:
-            whole = [r for r in self._table[name].values() if r.group]
-            if all(self._is_complete(r, full) for r in whole):
-                complete.append(name)
+        groups = {
+            name: {(r.group, r.group_size) for r in found.values()}
+            for name, found in self._table.items()
+        }
+        for name in [name for name in self._table if name in full and len(groups[name]) > 1]:
+            error = agree(name, self._table[name], self._ranks).error
+            for group, _ in groups[name]:
+                if group:
+                    known = self._groups[group]
+                    known.why = known.why or _because(group, name, error)
+        kinds = set().union(*groups.values())
+        complete = {(group, n) for group, n in kinds if self._is_complete(group, n, full)}
         responses = []
-        for name in complete:
-            responses.append(agree(name, self._table.pop(name), self._ranks))
-            del self._since_s[name]
+        for name, found in self._table.items():
+            torn = [g for g, _ in sorted(groups[name]) if g and self._groups[g].why]
+            why = self._groups[torn[0]].why if torn else ""
+            if why and (name in full or self._stays_away(name, groups[name])):
+                first = next(iter(found.values()))
+                error = _difference(found, self._ranks) or why
+                responses.append(Response(name, first, error=error))
+            elif name in full and groups[name] <= complete:
+                responses.append(agree(name, found, self._ranks))
         for response in responses:
-            self._groups.pop(response.request.group, None)
-        return responses
+            del self._table[response.name], self._since_s[response.name]
+        self._forget({group for r in responses for group, _ in groups[r.name] if group})
+        return _whole_or_not(responses)
 
-    def _is_complete(self, request: Request, full: set[str]) -> bool:
-        names = self._groups[request.group]
-        return len(names) >= request.group_size and names <= full
+    def _is_complete(self, group: str, size: int, full: set[str]) -> bool:
+        names = self._groups[group].names if group else set()
+        return len(names) >= size and names <= full
+
+    def _stays_away(self, name: str, groups: set[tuple[str, int]]) -> bool:
+        """Whether all ranks without this name have submitted the whole of a group of it, as they see it."""
+        away = set(range(len(self._ranks))).difference(self._table[name], self._joined)
+        return all(any(self._groups[group].has_all(rank) for group, _ in groups) for rank in away)
+
+    def _forget(self, groups: set[str]) -> None:
+        """Of groups that were carried out or refused; but not while a part of one that is refused is still to come."""
+        here = {r.group for found in self._table.values() for r in found.values()}
+        for group in groups:
+            known = self._groups[group]
+            if not known.why or (group not in here and all(map(known.has_all, known.by_rank))):
+                del self._groups[group]
 
     def waiting(self) -> dict[str, tuple[list[int], float]]:
         """What some ranks have submitted and others have not: who has, by position, and since when."""
@@ -104,6 +151,27 @@ class Coordinator:
 
     def __repr__(self) -> str:
         return f"Coordinator({len(self._table)} waiting, {len(self._joined)} of {len(self._ranks)} joined)"
+
+
+def _whole_or_not(responses: list[Response]) -> list[Response]:
+    """Refuse all of a group of which one is refused."""
+    refused = {
+        r.request.group: _because(r.request.group, r.name, r.error)
+        for r in reversed(responses)
+        if r.error and r.request.group
+    }
+    if not refused:
+        return responses
+    return [
+        r
+        if r.error or r.request.group not in refused
+        else Response(r.name, r.request, error=refused[r.request.group])
+        for r in responses
+    ]
+
+
+def _because(group: str, name: str, error: str) -> str:
+    return f"expected all of group {group!r} to be possible, found that {name!r} is not: {error}"
 
 
 def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Response:
@@ -175,6 +243,9 @@ def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
         return f"expected {first.name!r} to have a dim 0 for {first.kind}, found a scalar"
+    refused = refusal(first.op, first.dtype) if first.kind in REDUCTIONS else ""
+    if refused:
+        return f"{first.name!r} cannot be reduced: {refused}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
         return f"expected the root of {first.name!r} to be one of {size} ranks, found {first.root}"
     if first.kind == "all_to_all":

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from braid.fusion.request import Request
+from braid.fusion.request import Request, Response
 from braid.fusion.streams import follow, mark
 
-__all__ = ["Entry", "Handle", "Result", "Waiters"]
+__all__ = ["Entry", "Handle", "Result", "Waiters", "neutral"]
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
 
@@ -118,15 +118,64 @@ class Entry(NamedTuple):
         return not self.submitted_ns
 
     @classmethod
-    def stand_in(cls, request: Request, waiters: Waiters) -> Entry:
-        """Zeros, of a rank that has joined."""
-        if not request.dtype:
-            return cls(request, None, None, Handle(request.name, waiters), 0)
-        device = request.device.partition(":")[0]  # the number is another rank's
-        zeros = torch.zeros(request.shape, dtype=getattr(torch, request.dtype), device=device)
-        return cls(request, zeros, zeros, Handle(request.name, waiters), 0)
+    def of(
+        cls,
+        request: Request,
+        tensor: torch.Tensor | None,
+        out: torch.Tensor | None,
+        waiters: Waiters,
+        now_ns: int,
+    ) -> Entry:
+        """What a caller wants done."""
+        given = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
+        if out is tensor:
+            place = given
+        else:
+            place = out if out is None or not out.is_inference() else _plain(out)
+        return cls(request, given, place, Handle(request.name, waiters), now_ns, mark(tensor))
+
+    @classmethod
+    def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> Entry:
+        """What changes nothing, of a rank that has joined.
+
+        Args:
+            response: What is carried out; nothing is needed for what is refused.
+            waiters: Those of the engine.
+            device: Number of this rank's device: the request's is another rank's.
+        """
+        request = response.request
+        handle = Handle(request.name, waiters)
+        if response.error or not request.dtype:
+            return cls(request, None, None, handle, 0)
+        kind = request.device.partition(":")[0]
+        where = torch.device(kind) if kind == "cpu" else torch.device(kind, device)
+        dtype = getattr(torch, request.dtype)
+        same = torch.full(request.shape, neutral(request.op, dtype), dtype=dtype, device=where)
+        return cls(request, same, same, handle, 0)
 
 
 def _first(result: Result) -> torch.Tensor | None:
     found = result[0] if isinstance(result, tuple) else result
     return found if isinstance(found, torch.Tensor) else None
+
+
+def neutral(op: str, dtype: torch.dtype) -> float:
+    """What a reduction with it leaves as it is; Adasum does so with zeros."""
+    if op == "product":
+        return 1
+    if op not in {"min", "max"}:
+        return 0
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    bounds = torch.iinfo(dtype)
+    return bounds.max if op == "min" else bounds.min
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, for the engine's thread: outside of inference mode, tensors that were made in it refuse to be written to."""
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return empty.set_(tensor.untyped_storage(), *place)

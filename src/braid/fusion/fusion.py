@@ -26,7 +26,7 @@ from types import TracebackType
 import torch
 
 from braid.comm import Group
-from braid.errors import BraidError, CommError, ConfigError
+from braid.errors import CommError, ConfigError, PeerLostError
 from braid.fusion.activities import Activities
 from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
@@ -36,7 +36,7 @@ from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
-from braid.fusion.streams import follow, mark
+from braid.fusion.streams import follow
 from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion", "FusionOptions"]
@@ -110,16 +110,19 @@ class Fusion:
         self._on_stall = on_stall or (lambda _stall: None)
         self._state = FusionState(group.rank, group.ranks, self.options.state)
         self._entries: dict[str, Entry] = {}
+        self._agreed: list[Entry] = []  # being carried out
         self._lock = threading.Condition()
         self._waiters = Waiters(self._hurry)
         self._sleeps = False
         self._joining: Handle | None = None
+        self._joined_on = 0  # number of a device
         self._urgent = False
         self._pause_s = MIN_PAUSE_S
         self._cycle_time_s = self.options.cycle_time_s
         self.tuner = self._tuner()
         self._timeline: Timeline | None = None
-        self._path: Path | None = None
+        self._path: Path | None = None  # at the end
+        self._stop_path: Path | None = None
         self._ended = ""
         self._error: BaseException | None = None
         word = self._state.open(0.0)
@@ -155,8 +158,7 @@ class Fusion:
         """Several at once; see `submit`. All or none of them are taken."""
         now_ns = self._clock.now_ns()
         made = [
-            Entry(request, tensor, out, Handle(request.name, self._waiters), now_ns, mark(tensor))
-            for request, tensor, out in wanted
+            Entry.of(request, tensor, out, self._waiters, now_ns) for request, tensor, out in wanted
         ]
         with self._lock:
             self._check_running()
@@ -169,16 +171,28 @@ class Fusion:
                 self._lock.notify()
         return [entry.handle for entry in made]
 
-    def join(self) -> Handle:
-        """Stand in with zeros for what others submit, until all have joined; its result is the rank that joined last.
+    def join(self, device: int | None = None) -> Handle:
+        """Stand in for what others submit, until all have joined; its result is the rank that joined last.
+
+        What stands in changes nothing: zeros in sums and averages, ones in products, the least in maxima, the greatest in minima. Averages count all ranks.
+
+        Args:
+            device: Number of the device for what stands in for tensors on devices; this thread's current one when None.
 
         Raises:
+            ConfigError: This rank has joined, and waits for others that have not.
             CommError: The engine has ended.
         """
         handle = Handle("join", self._waiters)
+        if device is None:  # the engine's thread has a current device of its own
+            known = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            device = torch.cuda.current_device() if known else 0
         with self._lock:
             self._check_running()
-            self._joining = handle
+            if self._joining is not None:
+                msg = f"expected one join at a time, found another one on rank {self.group.context.rank}: wait for the first"
+                raise ConfigError(msg)
+            self._joining, self._joined_on = handle, device
             self._state.join()
             self._lock.notify()
         return handle
@@ -211,7 +225,7 @@ class Fusion:
     def _check_running(self) -> None:
         if self._ended:
             msg = f"expected an engine that runs, found that it has ended: {self._ended}"
-            raise CommError(msg) from self._error
+            raise _failure(msg, self._error) from self._error
 
     def _hurry(self) -> None:
         """Somebody waits: collect no longer."""
@@ -227,9 +241,10 @@ class Fusion:
             while not reason:
                 self._rest()
                 reason = self._cycle()
-            self._write_timeline()  # all ranks have come to this end
+            if self._path is not None:
+                self._write_timeline(self._path)  # all ranks have come to this end
         except BaseException as exc:  # noqa: BLE001 - whatever it is, those who wait must hear it
-            reason, error = str(exc), exc
+            reason, error = str(exc) or type(exc).__name__, exc
         self._end(reason, error)
 
     def _rest(self) -> None:
@@ -261,6 +276,7 @@ class Fusion:
         with self._lock:
             outcome = state.conclude(answer)
             agreed = [(batch, self._taken(batch)) for batch in outcome.batches]
+            self._agreed = [entry for _, entries in agreed for entry in entries]
         self.num_cycles += 1
         agreed_ns = self._clock.now_ns()
         if self._timeline is not None:
@@ -268,6 +284,7 @@ class Fusion:
         for batch, entries in agreed:
             self._pause_s = MIN_PAUSE_S
             self._carry_out(batch, entries, agreed_ns)
+        self._agreed = []
         for stall in outcome.stalls:
             self._on_stall(stall)
         self._tune(outcome)
@@ -287,29 +304,35 @@ class Fusion:
         return found
 
     def _taken(self, batch: Batch) -> list[Entry]:
-        """This rank's half of a batch; zeros where it has joined."""
+        """This rank's half of a batch; what changes nothing where it has joined."""
         return [
             self._entries.pop(response.name)
             if response.name in self._entries
-            else Entry.stand_in(response.request, self._waiters)
+            else Entry.stand_in(response, self._waiters, self._joined_on)
             for response in batch.responses
         ]
 
     def _carry_out(self, batch: Batch, entries: Sequence[Entry], agreed_ns: int) -> None:
         error = batch.responses[0].error
         if error:
-            for entry in entries:
-                entry.handle.fail(CommError(error))
-            self._waiters.wake()
+            self._refuse(entries, error)
             return
         if batch.request.kind == STOP_TIMELINE:
-            self._write_timeline()
+            self._path = None
+            self._write_timeline(self._stop_path)
             entries[0].handle.finish(None)
             self._waiters.wake()
             return
+        try:
+            way = self.operations.choose(batch)
+        except CommError as found:  # the same on all ranks
+            self._refuse(entries, str(found))
+            return
         timeline, self.activities.kept = self._timeline, None if self._timeline is None else []
-        follow([entry.point for entry in entries], [entry.tensor for entry in entries])
-        results = self.operations.choose(batch).carry_out(batch, entries)
+        points = [entry.point for entry in entries]
+        follow(points, [entry.tensor for entry in entries])
+        follow(points, [entry.out for entry in entries])
+        results = way.carry_out(batch, entries)
         for entry, result in zip(entries, results, strict=True):
             entry.handle.finish(result)
         self._waiters.wake()
@@ -323,6 +346,11 @@ class Fusion:
                     activities=self.activities.kept or (),
                     what=f"{entry.request.dtype}{list(entry.request.shape)}",
                 )
+
+    def _refuse(self, entries: Sequence[Entry], error: str) -> None:
+        for entry in entries:
+            entry.handle.fail(CommError(error))
+        self._waiters.wake()
 
     def _tuner(self) -> Autotuner | None:
         """The search, on the rank that answers."""
@@ -352,39 +380,39 @@ class Fusion:
         """Note what becomes of each tensor from now on."""
         self._timeline = Timeline(self.group.context.rank, mark_cycles=mark_cycles)
 
-    def stop_timeline(self, path: Path) -> Handle:
-        """Write the timelines of all ranks, which all call this; the file is on the first rank when the handle is done."""
-        self._path = path
+    def stop_timeline(self, path: Path | None) -> Handle:
+        """Write the timelines of all ranks, which all call this; the file is on the first rank when the handle is done.
+
+        Args:
+            path: On the first rank; nothing is written when None.
+        """
+        self._stop_path = path
         return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
 
     def write_at_end(self, path: Path) -> None:
-        """Write the timelines when the engine ends."""
+        """Write the timelines when the engine ends; all ranks call this."""
         self._path = path
 
-    def _write_timeline(self) -> None:
+    def _write_timeline(self, path: Path | None) -> None:
         """A collective of the engine's thread."""
         timeline, self._timeline = self._timeline, None
-        if self._path is None:
-            return
         parts = self.group.objects.gather(b"[]" if timeline is None else timeline.encode())
-        if parts is not None:
-            write_timeline(self._path, parts)
-        self._path = None
+        if parts is not None and path is not None:
+            write_timeline(path, parts)
 
     def _end(self, reason: str, error: BaseException | None) -> None:
         """Nothing goes on: tell everybody who waits."""
         if error is not None:
-            with contextlib.suppress(BraidError):
+            with contextlib.suppress(Exception):  # its memory may have been given back
                 self.group.abort(f"rank {self.group.context.rank}: {reason}")
         with self._lock:
             self._ended, self._error = reason, error
-            waiting = [entry.handle for entry in self._entries.values()]
+            waiting = [entry.handle for entry in (*self._agreed, *self._entries.values())]
             waiting += [self._joining] if self._joining is not None else []
             self._entries.clear()
-            self._joining = None
+            self._agreed, self._joining = [], None
         for handle in waiting:
-            msg = f"{handle.name!r} was not carried out: {reason}"
-            failed = CommError(msg)
+            failed = _failure(f"{handle.name!r} was not carried out: {reason}", error)
             failed.__cause__ = error
             handle.fail(failed)
         self._waiters.wake()
@@ -395,3 +423,10 @@ class Fusion:
     def __repr__(self) -> str:
         state = f"ended: {self._ended}" if self._ended else f"{self.num_cycles} cycles"
         return f"Fusion(rank {self.group.rank} of {self.group.size}, {state})"
+
+
+def _failure(msg: str, error: BaseException | None) -> CommError:
+    """What those hear who need an engine that has ended; who the lost rank is, if it was one."""
+    return (
+        PeerLostError(msg, rank=error.rank) if isinstance(error, PeerLostError) else CommError(msg)
+    )

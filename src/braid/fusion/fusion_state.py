@@ -163,6 +163,7 @@ class FusionState:
         self._changed = 0  # bits of positions that are not valid for this rank any more
         self._joined = False
         self._tell_joined = False
+        self._said_joined = False  # by the last word
         self._stopping = ""
         self._proposed: Settings | None = None
         self._threshold_bytes = self.options.threshold_bytes
@@ -194,17 +195,21 @@ class FusionState:
         self._unsent[request.name] = mine
         if found is Found.CHANGED:
             self._changed |= 1 << position
+        for member in self._cache.members(request.group):  # it has other members now
+            self._changed |= 1 << member
 
     def check(self, names: Sequence[str]) -> None:
         """Whether this rank may submit these; raises as `submit` does."""
         where = f"on rank {self._ranks[self._rank]}"
-        twice = [n for number, n in enumerate(names) if n in self._mine or n in names[:number]]
-        if twice:
-            msg = (
-                f"expected a new name for each operation in flight, found {twice[0]!r} once more {where}: wait for the first one, or give them "
-                "different names"
-            )
-            raise ConfigError(msg)
+        seen: set[str] = set()
+        for name in names:
+            if name in self._mine or name in seen:
+                msg = (
+                    f"expected a new name for each operation in flight, found {name!r} once more {where}: wait for the first one, or give them "
+                    "different names"
+                )
+                raise ConfigError(msg)
+            seen.add(name)
         if self._joined and names:
             msg = f"expected nothing from a rank that has joined, found {names[0]!r} {where}"
             raise ConfigError(msg)
@@ -238,6 +243,9 @@ class FusionState:
     def open(self, now_s: float) -> bytes:
         """This rank's word; bytes of whole 64-bit numbers."""
         self._doubt_stalled(now_s)
+        self._said_joined = self._joined
+        if self._tell_joined:  # bits cannot say what a rank has and all others stand in for
+            self._changed |= self._hits
         quiet = not (self._unsent or self._tell_joined or self._stopping or self._changed)
         if self._coordinator is not None and quiet:
             quiet = self._proposed is None and not self._inspector.is_due(
@@ -269,7 +277,8 @@ class FusionState:
         for mine in new:
             mine.sent = True
         self._unsent.clear()
-        joined, self._tell_joined = self._tell_joined, False
+        joined = self._tell_joined and self._said_joined  # after what it had submitted before
+        self._tell_joined = self._tell_joined and not joined
         ages = [now_s - mine.since_s for mine in new]
         return msgspec.msgpack.encode(
             _List([mine.request for mine in new], ages, joined, self._stopping)
@@ -398,7 +407,8 @@ class FusionState:
 
     def _doubt_stalled(self, now_s: float) -> None:
         """What has waited long in the cache is negotiated anew: only then rank 0 knows who has it."""
-        limit = self.options.stall_check_s
+        limits = {self.options.stall_check_s, self.options.stall_shutdown_s} - {0}
+        limit = min(limits, default=0)
         if not limit or not self._hits:
             return
         for mine in self._mine.values():

@@ -19,7 +19,7 @@ from braid.comm import Group
 from braid.errors import CommError
 from braid.fusion.activities import Activities
 from braid.fusion.batching import Batch
-from braid.fusion.entry import Entry, Result
+from braid.fusion.entry import Entry, Result, neutral
 from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.request import Request
 
@@ -86,33 +86,45 @@ class Operations:
         return f"Operations({', '.join(way.name for way in self._ways)})"
 
 
-class BufferedAllReduce:
-    """Several tensors in one message, through a buffer.
+class _Way:
+    """What all of them have.
 
     Args:
         group: Ranks.
-        buffer: Where they are laid behind each other.
         activities: Where copies and transfer are noted.
+    """
+
+    def __init__(self, group: Group, activities: Activities) -> None:
+        self._group = group
+        self._activities = activities
+
+
+class _AllReducing(_Way):
+    """What ways of all_reduce have besides.
+
+    Args:
+        group: Ranks.
+        activities: Where copies and transfer are noted.
+        buffer: Where tensors are laid behind each other.
         algorithm: See `Group.all_reduce`.
     """
+
+    def __init__(
+        self, group: Group, activities: Activities, buffer: FusionBuffer, algorithm: str | None
+    ) -> None:
+        super().__init__(group, activities)
+        self._buffer = buffer
+        self._algorithm = algorithm
+
+
+class BufferedAllReduce(_AllReducing):
+    """Several tensors in one message, through a buffer."""
 
     name = "all_reduce through the fusion buffer"
     kind = "all_reduce"
 
-    def __init__(
-        self,
-        group: Group,
-        buffer: FusionBuffer,
-        activities: Activities,
-        algorithm: str | None = None,
-    ) -> None:
-        self._group = group
-        self._buffer = buffer
-        self._activities = activities
-        self._algorithm = algorithm
-
     def suits(self, batch: Batch) -> bool:
-        """Several, or one that lies in pieces or is small: then a copy costs less than anything else."""
+        """Several at once."""
         return batch.request.op in REDUCTIONS and len(batch.responses) > 1
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
@@ -131,23 +143,11 @@ class BufferedAllReduce:
         return list(outs)
 
 
-class PlacedAllReduce:
+class PlacedAllReduce(_AllReducing):
     """Tensors that lie side by side already, in runs as long as possible, without copies."""
 
     name = "all_reduce in place, side by side"
     kind = "all_reduce"
-
-    def __init__(
-        self,
-        group: Group,
-        buffer: FusionBuffer,
-        activities: Activities,
-        algorithm: str | None = None,
-    ) -> None:
-        self._group = group
-        self._buffer = buffer
-        self._activities = activities
-        self._algorithm = algorithm
 
     def suits(self, batch: Batch) -> bool:
         """What has a place, the same on all ranks."""
@@ -169,20 +169,15 @@ class PlacedAllReduce:
     def _flat(self, first: Entry, numel: int) -> torch.Tensor:
         x = _given(first)
         if first.is_stand_in:
-            return self._buffer.room(numel, x).zero_()
+            return self._buffer.room(numel, x).fill_(neutral(first.request.op, x.dtype))
         return x.as_strided((numel,), (1,), x.storage_offset())
 
 
-class AllReduce:
+class AllReduce(_AllReducing):
     """One tensor, where it lies."""
 
     name = "all_reduce in place"
     kind = "all_reduce"
-
-    def __init__(self, group: Group, activities: Activities, algorithm: str | None = None) -> None:
-        self._group = group
-        self._activities = activities
-        self._algorithm = algorithm
 
     def suits(self, batch: Batch) -> bool:
         """Everything but several at once."""
@@ -201,15 +196,11 @@ class AllReduce:
         return [out]
 
 
-class Broadcast:
+class Broadcast(_Way):
     """From one rank to all."""
 
     name = "broadcast"
     kind = "broadcast"
-
-    def __init__(self, group: Group, activities: Activities) -> None:
-        self._group = group
-        self._activities = activities
 
     def suits(self, batch: Batch) -> bool:
         """All."""
@@ -230,15 +221,11 @@ class Broadcast:
         return [out]
 
 
-class AllGather:
+class AllGather(_Way):
     """Rows of all ranks, behind each other; each may have another number of them."""
 
     name = "all_gather"
     kind = "all_gather"
-
-    def __init__(self, group: Group, activities: Activities) -> None:
-        self._group = group
-        self._activities = activities
 
     def suits(self, batch: Batch) -> bool:
         """All."""
@@ -256,15 +243,11 @@ class AllGather:
         return [out]
 
 
-class AllToAll:
+class AllToAll(_Way):
     """Rows for each rank, from each rank."""
 
     name = "all_to_all"
     kind = "all_to_all"
-
-    def __init__(self, group: Group, activities: Activities) -> None:
-        self._group = group
-        self._activities = activities
 
     def suits(self, batch: Batch) -> bool:
         """All."""
@@ -287,15 +270,11 @@ class AllToAll:
         return [(out, torch.tensor(received, dtype=torch.int32))]
 
 
-class ReduceScatter:
+class ReduceScatter(_Way):
     """The rows of the reduction, shared out: the first ranks get one more where they do not divide."""
 
     name = "reduce_scatter"
     kind = "reduce_scatter"
-
-    def __init__(self, group: Group, activities: Activities) -> None:
-        self._group = group
-        self._activities = activities
 
     def suits(self, batch: Batch) -> bool:
         """All that can be reduced."""
@@ -358,9 +337,9 @@ def default_operations(
     """
     return Operations(
         [
-            PlacedAllReduce(group, buffer, activities, algorithm),
-            BufferedAllReduce(group, buffer, activities, algorithm),
-            AllReduce(group, activities, algorithm),
+            PlacedAllReduce(group, activities, buffer, algorithm),
+            BufferedAllReduce(group, activities, buffer, algorithm),
+            AllReduce(group, activities, buffer, algorithm),
             Broadcast(group, activities),
             AllGather(group, activities),
             AllToAll(group, activities),

@@ -11,7 +11,7 @@ __all__ = ["BATCHED", "JOINABLE", "Request", "Response"]
 BATCHED = frozenset({"all_reduce"})  # kinds that share a message with others of their kind
 JOINABLE = frozenset(
     {"all_reduce", "barrier"}
-)  # kinds in which a rank that has joined can stand in with zeros
+)  # kinds that can go on without a rank that has joined
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):

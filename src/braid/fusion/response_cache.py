@@ -83,8 +83,9 @@ class ResponseCache:
         for members in together.values():
             if len(members) > self.capacity or any(response.error for response, _ in members):
                 continue
+            group = members[0][0].request.group
             known = [self._positions[r.name] for r, _ in members if r.name in self._positions]
-            gone += self.erase(known)
+            gone += self.erase([*known, *self.members(group)])  # a group may have changed
             while len(self._free) < len(members):
                 gone += self.erase([min(self._used, key=lambda p: (self._used[p], p))])
             places = {self._free.pop(): member for member in members}
@@ -93,7 +94,6 @@ class ResponseCache:
                 self._positions[response.name] = position
                 self.bits |= 1 << position
             self.use(places)
-            group = members[0][0].request.group
             if group:
                 self._members[group] = set(places)
         return gone

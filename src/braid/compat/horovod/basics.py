@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from braid.comm import Group
+from braid.compat.horovod.failure import translated
 from braid.compat.horovod.process_sets import ProcessSet, add_process_set, check_sets
 from braid.compat.horovod.session import session, start, started, stop
 from braid.errors import ConfigError
@@ -130,11 +131,15 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Write the timelines of all ranks into one file on rank 0; all ranks call this."""
+    """Write the timelines of all ranks into one file on rank 0; all ranks call this.
+
+    Raises:
+        HorovodInternalError: Another rank has shut down.
+    """
     found = session()
     path = found.timeline or found.environment.timeline
-    if path:
-        found.whole.engine.stop_timeline(Path(path)).wait()
+    with translated():
+        found.whole.engine.stop_timeline(Path(path) if path else None).wait()
 
 
 def mpi_threads_supported() -> bool:

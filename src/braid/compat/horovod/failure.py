@@ -1,9 +1,31 @@
-"""What Horovod's functions raise when an operation fails."""
+"""What Horovod's functions raise: scripts catch its types, so what comes from below is translated here."""
 
 from __future__ import annotations
 
-__all__ = ["HorovodInternalError"]
+import contextlib
+from collections.abc import Iterator
+
+from braid.errors import CommError, StaleError
+
+__all__ = ["HorovodInternalError", "NotInitializedError", "translated"]
 
 
 class HorovodInternalError(RuntimeError):
     """An operation was refused on all ranks, or could not be carried out."""
+
+
+class NotInitializedError(StaleError, ValueError):
+    """There is no session; Horovod's is a ValueError."""
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """What fails inside fails as Horovod's operations do.
+
+    Raises:
+        HorovodInternalError: In place of CommError, which is its cause.
+    """
+    try:
+        yield
+    except CommError as error:
+        raise HorovodInternalError(str(error)) from error

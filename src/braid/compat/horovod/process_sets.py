@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from braid.compat.horovod.failure import HorovodInternalError
+from braid.compat.horovod.failure import translated
 from braid.compat.horovod.session import GLOBAL, Member, session, started
-from braid.errors import CommError, ConfigError
+from braid.errors import ConfigError
 
 __all__ = [
     "ProcessSet",
@@ -103,10 +103,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _check_new(found, session().group.size)
-    try:
+    with translated():
         member = session().add(found.ranks)
-    except CommError as error:
-        raise HorovodInternalError(str(error)) from error
     found.process_set_id = member.number
     return found
 

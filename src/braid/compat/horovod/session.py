@@ -6,6 +6,7 @@ Horovod's functions take no group: they mean the process that they run in. So so
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import os
 import sys
@@ -19,7 +20,8 @@ from braid import context
 from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
 from braid.compat.horovod.environment import Environment, write_search
-from braid.errors import ConfigError, StaleError
+from braid.compat.horovod.failure import NotInitializedError
+from braid.errors import ConfigError
 from braid.fusion import Autotuner, Fusion, Request, Stall
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result
@@ -64,7 +66,17 @@ class Member:
         return self._engine
 
     def name(self, kind: str, given: str | None) -> str:
-        """A name for an operation: ranks that give none must start them in one order."""
+        """A name for an operation: ranks that give none must start them in one order.
+
+        Raises:
+            ConfigError: It cannot be written as UTF-8, and so not be sent.
+        """
+        if given and not given.isascii():
+            try:
+                given.encode()
+            except UnicodeEncodeError as error:
+                msg = f"expected a name of whole characters for {kind}, found {given!r}: {error}"
+                raise ConfigError(msg) from error
         return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
 
 
@@ -73,12 +85,14 @@ class Session:
 
     Args:
         group: Of all ranks.
-        environment: What HOROVOD_* says.
+        environment: What HOROVOD_* says; that of the first rank holds for all, as ranks must work alike.
     """
 
     def __init__(self, group: Group, environment: Environment) -> None:
         self.group = group
-        self.environment = environment
+        self.environment = environment = Environment(
+            **group.objects.broadcast(dataclasses.asdict(environment))
+        )
         self.job = JobEnvironment.from_os()
         self.timeline = ""
         mine = (self.job.local_rank, self.job.node_rank)
@@ -92,11 +106,9 @@ class Session:
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
-        self._groups: list[Group] = []
         direct = group.split(0)
         assert direct is not None  # this rank is one of all
         self.direct = direct  # for what is not negotiated
-        self._groups.append(direct)
         whole = self._add(group, range(group.size))
         whole.engine.operations.prefer(_NewSet(self))
         if environment.timeline:
@@ -131,21 +143,23 @@ class Session:
         """
         text = ",".join(map(str, ranks))
         engine = self.whole.engine
-        engine.submit(Request(NEW_SET, NEW_SET, text=text), None).wait()
-        return self._members[max(self._members)]
+        number = engine.submit(Request(NEW_SET, NEW_SET, text=text), None).wait()
+        assert isinstance(number, int)
+        return self._members[number]
 
     def remove(self, number: int) -> None:
         """Take a process set away; all ranks call this."""
         member = self._members.pop(number)
         if member.included:
             member.engine.close(f"process set {number} has been removed")
+            member.engine.group.close()
 
     def close(self) -> None:
         """End all engines."""
-        for member in reversed(list(self._members.values())):
-            if member.included:
-                member.engine.close()
-        for group in reversed(self._groups):
+        engines = [each.engine for each in reversed(self._members.values()) if each.included]
+        for engine in engines:
+            engine.close()
+        for group in (*(engine.group for engine in engines), self.direct):
             group.close()
         self._members.clear()
 
@@ -154,7 +168,7 @@ class Session:
         number = self._next_number
         self._next_number += 1
         engine = None
-        part = self._part(parent, ranks)
+        part = parent.split(0 if parent.rank in ranks else None)
         if part is not None:
             engine = Fusion(
                 part,
@@ -166,12 +180,6 @@ class Session:
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
         return self._members[number]
-
-    def _part(self, parent: Group, ranks: Sequence[int]) -> Group | None:
-        part = parent.split(0 if parent.rank in ranks else None)
-        if part is not None:
-            self._groups.append(part)
-        return part
 
     def _on_tuned(self, tuner: Autotuner) -> None:
         best = tuner.best
@@ -205,8 +213,8 @@ class _NewSet:
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - they bring no tensors
         """Divide the engine's group."""
         ranks = [int(rank) for rank in batch.request.text.split(",")]
-        self._session._add(self._session.whole.engine.group, ranks)  # noqa: SLF001 - its continuation
-        return [None]
+        member = self._session._add(self._session.whole.engine.group, ranks)  # noqa: SLF001 - its continuation
+        return [member.number]
 
 
 class _Holder:
@@ -221,11 +229,11 @@ def session() -> Session:
     """The session.
 
     Raises:
-        StaleError: There is none.
+        NotInitializedError: There is none.
     """
     if _HOLDER.session is None:
         msg = "expected hvd.init() to have been called, found no session: call it once at the start of the program"
-        raise StaleError(msg)
+        raise NotInitializedError(msg)
     return _HOLDER.session
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from braid.compat.horovod.failure import HorovodInternalError
-from braid.errors import CommError, ConfigError
+from braid.compat.horovod.failure import HorovodInternalError, translated
+from braid.errors import ConfigError
 from braid.fusion import Handle, Result
 
 __all__ = ["HorovodInternalError", "Pending", "poll", "synchronize"]
@@ -51,9 +51,8 @@ class Pending:
             raise ConfigError(msg)
         self._taken = True
         try:
-            results = [part.wait() for part in self.parts]
-        except CommError as error:
-            raise HorovodInternalError(str(error)) from error
+            with translated():
+                results = [part.wait() for part in self.parts]
         finally:
             self._held = None
         return self._finish(results)

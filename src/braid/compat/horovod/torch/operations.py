@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from braid.compat.horovod.failure import translated
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.session import Member
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
 from braid.errors import ConfigError
-from braid.fusion import Request, Result
+from braid.fusion import Handle, Request, Result
 
 __all__ = [
     "allgather_async",
@@ -37,10 +39,19 @@ __all__ = [
 ]
 
 Tensors = Sequence[torch.Tensor]
+Wanted = tuple[Request, torch.Tensor | None, torch.Tensor | None]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
-    """What the ranks hear of a tensor."""
+    """What the ranks hear of a tensor.
+
+    Raises:
+        ConfigError: It does not lie in memory as ordinary tensors do.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        msg = f"expected an ordinary tensor for {name!r}, found a {what} one: use sparse_allreduce_async, or convert it (to_dense, dequantize)"
+        raise ConfigError(msg)
     return Request(
         name,
         kind,
@@ -67,7 +78,7 @@ def allreduce_async(
         tensor: The same shape and dtype on all ranks.
         average: The older way of saying `op`.
         name: See the module.
-        op: Average when None. Averages of integers are cut off.
+        op: Average when None. Averages of integers are cut off, and the sums behind them wrap around in their dtype.
         prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats in 32 bits.
         postscale_factor: After it, likewise.
         process_set: Ranks that take part.
@@ -271,7 +282,7 @@ def alltoall_async(
         given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
         shares = tuple(int(share) for share in given)
     wanted = request(member.name("alltoall", name), "all_to_all", tensor, splits=shares)
-    handle = member.engine.submit(wanted, tensor.detach())
+    (handle,) = _submit(member, [(wanted, tensor.detach(), None)])
 
     def finish(results: list[Result]) -> Any:
         (found,) = results
@@ -309,20 +320,27 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks have come here."""
     member = process_set.member
     name = member.name("barrier", None)
-    handle = member.engine.submit(Request(name, "barrier"), None)
+    (handle,) = _submit(member, [(Request(name, "barrier"), None, None)])
     Pending([handle], lambda _: None).take()
 
 
 def join(device: int = -1) -> int:
-    """Stand in with zeros for what other ranks reduce, until all have come here; the rank that came last.
+    """Stand in for what other ranks reduce, until all have come here; the rank that came last.
+
+    What stands in changes nothing: zeros in sums and averages, which count all ranks; in others what is neutral to them.
 
     Args:
-        device: Not needed: zeros are made where the others' tensors are.
+        device: Number of the GPU for what stands in, where the others' tensors are on GPUs; the current one when negative.
+
+    Raises:
+        ConfigError: This rank has joined, and waits for others in another thread.
+        HorovodInternalError: Another rank has failed or shut down.
     """
-    del device
-    handle = global_process_set.member.engine.join()
+    engine = global_process_set.member.engine
+    with translated():
+        handle = engine.join(device if device >= 0 else None)
     found: int = Pending([handle], lambda results: results[0]).take()
-    return found
+    return engine.group.ranks.index(found)
 
 
 def _reducing(op: ReduceOp | None, tensor: torch.Tensor) -> str:
@@ -357,8 +375,8 @@ def _reduce(
             postscale=float(factors[1]),
             **group,
         )
-        wanted.append((asked, tensor.detach(), out.detach()))
-    handles = member.engine.submit_all(wanted)
+        wanted.append((asked, *_places(tensor, out)))
+    handles = _submit(member, wanted)
     results = list(outs)
     return Pending(handles, lambda _: results if grouped else results[0], (tensors, outs))
 
@@ -384,7 +402,7 @@ def _each(
         )
         for number, tensor in enumerate(tensors)
     ]
-    handles = member.engine.submit_all(wanted)
+    handles = _submit(member, wanted)
     return Pending(handles, lambda found: found if grouped else found[0], tensors)
 
 
@@ -401,8 +419,34 @@ def _broadcast(
         raise ConfigError(msg)
     root = member.ranks.index(root_rank)
     wanted = request(member.name("broadcast", name), "broadcast", tensor, root=root)
-    handle = member.engine.submit(wanted, tensor.detach(), out.detach())
+    (handle,) = _submit(member, [(wanted, *_places(tensor, out))])
     return Pending([handle], lambda _: out, (tensor, out))
+
+
+def _submit(member: Member, wanted: Sequence[Wanted]) -> list[Handle]:
+    with translated():
+        return member.engine.submit_all(wanted)
+
+
+def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What goes in and where the result goes: one object if that is one place, which saves a copy.
+
+    Raises:
+        ConfigError: Elements of the result would share memory.
+    """
+    given = tensor.detach()
+    if out is not tensor:
+        return given, out.detach()
+    shared = not out.is_contiguous() and any(
+        stride == 0 and n > 1 for stride, n in zip(out.stride(), out.shape, strict=True)
+    )
+    if shared:
+        msg = (
+            f"expected a tensor whose elements each have their own memory for an operation in place, found shape {list(out.shape)} with strides "
+            f"{out.stride()}: pass x.clone()"
+        )
+        raise ConfigError(msg)
+    return given, given
 
 
 def _group(base: str, tensors: Tensors, *, grouped: bool) -> dict[str, Any]:

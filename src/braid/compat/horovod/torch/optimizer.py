@@ -9,6 +9,7 @@ The optimizer that is handed in is changed in place, so that schedulers and scal
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,12 +72,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups and groups is None:
         groups = num_groups
     names = named_of(optimizer, named_parameters)
-    kind = type(optimizer)
     if op == Adasum:
         steps = AdasumSteps(names, compression, backward_passes_per_step, process_set)
-        optimizer.__class__ = type(kind.__name__, (_AdasumFace, kind), {})
-        optimizer.__dict__["_steps"] = steps
-        return optimizer
+        return _changed(optimizer, _AdasumFace, _steps=steps)
     reduction = _Reduction(
         names,
         compression=compression,
@@ -87,8 +85,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set=process_set,
     )
     reduction.set_passes(backward_passes_per_step)
-    optimizer.__class__ = type(kind.__name__, (_Face, kind), {})
-    optimizer.__dict__["_reduction"] = reduction
+    return _changed(optimizer, _Face, _reduction=reduction)
+
+
+def _changed(optimizer: torch.optim.Optimizer, face: type[_Wrapped], **fields: Any) -> Any:
+    """The optimizer with another face."""
+    kind = type(optimizer)
+    inner = optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = type(kind.__name__, (face, kind), {})
+    optimizer.__dict__.update(fields)
+    if inner is not None:
+        optimizer.__dict__.update(_inner=inner, step=_kept(optimizer, inner))
     return optimizer
 
 
@@ -115,6 +122,7 @@ class _Reduction:
         self._groups = {param: tuple(group) for group in groups for param in group}
         self._passes = 1
         self._left: dict[nn.Parameter, int] = {}
+        self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # of parameters with sparse gradients
         self._ready: set[nn.Parameter] = set()
         self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
         self.synchronized = False
@@ -146,7 +154,7 @@ class _Reduction:
                 f"expected {self._passes} backward before each step, found one more for {self._names[param]!r}: raise backward_passes_per_step, "
                 "or call step() or synchronize() between"
             )
-            raise ConfigError(msg)
+            raise AssertionError(msg)
         self._left[param] -= 1
         if self._left[param] == 0:
             self._is_ready(param)
@@ -157,9 +165,10 @@ class _Reduction:
             self._submit(param)
             return
         self._ready.add(param)
-        if all(member in self._ready for member in group):
+        trained = [member for member in group if member.requires_grad]  # others are frozen now
+        if all(member in self._ready for member in trained):
             self._ready.difference_update(group)
-            self._submit_group(group)
+            self._submit_group(trained, f"gradients.{self._names[group[0]]}")
 
     def _submit(self, param: nn.Parameter) -> None:
         grad = self._gradient(param)
@@ -179,10 +188,10 @@ class _Reduction:
         if params:
             self._send(params)
 
-    def _submit_group(self, group: Sequence[nn.Parameter]) -> None:
+    def _submit_group(self, group: Sequence[nn.Parameter], name: str) -> None:
         for param in group:
             self._gradient(param)
-        self._send(group, f"gradients.{self._names[group[0]]}")
+        self._send(group, name)
 
     def _send(self, params: Sequence[nn.Parameter], group: str = "") -> None:
         tensors, contexts, places = self._packed(params)
@@ -199,7 +208,8 @@ class _Reduction:
     ) -> Request:
         """What ranks hear of a gradient: the same in every step."""
         known = self._requests.get(param)
-        if known is None or known.place != place:
+        group_size = size if group else 0
+        if known is None or (known.place, known.group_size) != (place, group_size):
             known = self._requests[param] = request(
                 f"gradient.{self._names[param]}",
                 "all_reduce",
@@ -209,7 +219,7 @@ class _Reduction:
                 postscale=self._factors[1],
                 place=place,
                 group=group,
-                group_size=size if group else 0,
+                group_size=group_size,
             )
         return known
 
@@ -226,7 +236,10 @@ class _Reduction:
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
         if grad is None:  # others may have one
-            grad = param.grad = torch.zeros_like(param)
+            nothing = self._nothing.get(param)
+            grad = param.grad = torch.zeros_like(param if nothing is None else nothing)
+        elif grad.is_sparse and param not in self._nothing:
+            self._nothing[param] = torch.zeros_like(grad)
         if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
             grad = param.grad = grad.to_dense()
         return grad
@@ -241,14 +254,14 @@ class _Reduction:
         """Wait for all gradients; `.grad` then holds the results."""
         if not self._set.included():
             return
-        collected = set(self._collected)
-        for param in self._names:
-            known = param in self.under_way or param in self._ready or param in collected
-            if param.requires_grad and not known:
-                self._is_ready(param)
-        self._flush()
         results: dict[int, Any] = {}
         try:
+            collected = set(self._collected)
+            for param in self._names:
+                known = param in self.under_way or param in self._ready or param in collected
+                if param.requires_grad and not known:
+                    self._is_ready(param)
+            self._flush()
             for param, (handle, number, ctx) in self.under_way.items():
                 if id(handle) not in results:
                     results[id(handle)] = synchronize(handle)
@@ -269,6 +282,18 @@ class _Reduction:
             self._left = dict.fromkeys(self._names, self._passes)
         self.synchronized = True
 
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure behind which gradients are those of all ranks."""
+        if not self.synchronizes:
+            return closure
+
+        def reduced() -> Any:
+            loss = closure()
+            self.finish()
+            return loss
+
+        return reduced
+
 
 def _grad(param: nn.Parameter) -> torch.Tensor:
     assert param.grad is not None  # the caller has seen to it
@@ -287,15 +312,54 @@ def _hook_of(reduction: _Reduction) -> Callable[[nn.Parameter], None]:
     return on_gradient
 
 
-class _Face:
+def _kept(optimizer: torch.optim.Optimizer, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """A step for an optimizer of which somebody, such as a scheduler that counts, has replaced the step before."""
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(inner)  # with the mark by which schedulers know theirs
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None  # it is an attribute of it
+        return type(found).step(found, *args, **kwargs)
+
+    return step
+
+
+class _Wrapped:
+    """What the faces have in common."""
+
+    _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: what is under way belongs to this process.
+
+        Raises:
+            ConfigError: Always.
+        """
+        msg = "expected state_dict() to be copied or saved, found a DistributedOptimizer itself: wrap a new optimizer, and load the state into it"
+        raise ConfigError(msg)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: parameters that come later would not be reduced.
+
+        Raises:
+            ConfigError: Always.
+        """
+        del param_group
+        msg = "expected all parameters when DistributedOptimizer was made, found a group that is added later: add it before"
+        raise ConfigError(msg)
+
+
+class _Face(_Wrapped):
     """What is added to the class of an optimizer."""
 
     _reduction: _Reduction
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Wait for gradients, then the optimizer's own step."""
+        """Wait for gradients, then the optimizer's own step; those of a closure are waited for each time that it is called."""
         reduction = self._reduction
-        if reduction.synchronizes:
+        step = self._inner or super().step  # type: ignore[misc]  # of the optimizer
+        if reduction.synchronizes and (closure is None or reduction.begun):
             if reduction.synchronized and not reduction.warned:
                 reduction.warned = True
                 warnings.warn(
@@ -304,8 +368,11 @@ class _Face:
                     stacklevel=2,
                 )
             reduction.finish()
+        found = step() if closure is None else step(reduction.around(closure))
         reduction.synchronized = False
-        return super().step() if closure is None else super().step(closure)  # type: ignore[misc]  # of the optimizer
+        return found
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's mark: the optimizer's own step calls the hooks
 
     def synchronize(self) -> None:
         """Wait for gradients, to clip them for example; then `step` inside of `skip_synchronize()`."""
@@ -338,14 +405,8 @@ class _Face:
             raise AssertionError(msg)
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters that come later would not be reduced."""
-        del param_group
-        msg = "expected all parameters when DistributedOptimizer was made, found a group that is added later: add it before"
-        raise ConfigError(msg)
 
-
-class _AdasumFace:
+class _AdasumFace(_Wrapped):
     """What is added to the class of an optimizer with op=Adasum."""
 
     _steps: AdasumSteps
@@ -353,8 +414,10 @@ class _AdasumFace:
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """The optimizer's own step, of which the changes are combined over the ranks."""
         loss = None if closure is None else closure()
-        self._steps.take(super().step)  # type: ignore[misc]  # of the optimizer
+        self._steps.take(self._inner or super().step)  # type: ignore[misc]  # of the optimizer
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # see above
 
     def synchronize(self) -> None:
         """Nothing to wait for: what `step` changes is combined inside of it."""
