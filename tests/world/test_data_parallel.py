@@ -224,6 +224,61 @@ def test_buffers_are_those_of_rank_0_after_each_averaging(world):
     assert world(2, _buffers) == [[0.0, 3.0, 3.0], [0.0, 3.0, 3.0]]
 
 
+def _buffers_of_few(group: Group) -> tuple[list[float], float]:
+    model, found = Running(), []
+    wrapped = DistributedDataParallel(model, process_group=group)
+    with wrapped.join():
+        for step in range((2, 4, 3)[group.rank]):
+            wrapped.zero_grad()
+            wrapped(torch.full((2, 3), 10.0 * step + group.rank)).backward()
+            found.append(model.mean[0].item())
+    return found, model.mean[0].item()
+
+
+def test_buffers_are_those_of_the_first_rank_that_still_works(world):
+    means = [0.0, 10.0, 21.0, 31.0]  # of rank 0, and of rank 1 when that has no more
+    assert world(3, _buffers_of_few) == [(means[:n], 31.0) for n in (2, 4, 3)]
+
+
+def _buffers_and_a_break(group: Group) -> list[float]:
+    model = Running()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for step in range(5):
+        x = torch.full((2, 3), 10.0 * step + group.rank)
+        breaks = group.rank == 1 and step == 2
+
+        def leave(_grad: torch.Tensor) -> None:
+            raise ArithmeticError
+
+        handle = model.weight.register_hook(leave) if breaks else None
+        wrapped.zero_grad()
+        with contextlib.suppress(ArithmeticError, CommError):
+            wrapped(x).backward()
+        if handle is not None:
+            handle.remove()
+    return [*model.mean.tolist(), model.steps.item()]
+
+
+def test_buffers_are_equal_again_after_a_rank_has_left_a_backward(world):
+    first, second = world(2, _buffers_and_a_break)
+    assert first == second
+    assert first[:3] == [40.0] * 3
+
+
+def _eval_in_between(group: Group) -> list[float]:
+    model = Running()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for step, training in enumerate([True, True, False, False, True, True]):
+        wrapped.train(training)
+        wrapped.zero_grad()
+        wrapped(torch.full((2, 3), 10.0 * step + group.rank)).backward()
+    return model.mean.tolist()
+
+
+def test_buffers_are_followed_through_steps_in_which_they_do_not_count(world):
+    assert world(2, _eval_in_between) == [[50.0] * 3] * 2
+
+
 def test_accumulate_leaves_unused_parameters_alone():
     model = Branching()
     plain = copy.deepcopy(model)

@@ -1,18 +1,35 @@
-"""A module's buffers, such as running means, kept equal on all ranks: one broadcast per dtype and device."""
+"""A module's buffers, such as running means, kept equal on all ranks: one broadcast per device, whatever their dtypes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from braid.comm import Group
-from braid.params import FlatBuffer, allocator
+from braid.comm import Group, Request, Work
+from braid.params import allocator
 
 __all__ = ["ModuleBuffers"]
 
-_Kind = tuple[torch.dtype, str, tuple[torch.Size, ...]]
+ALIGNMENT = 64  # bytes
+
+_Kind = tuple[str, tuple[tuple[torch.dtype, torch.Size], ...]]
+
+
+class _Packed(NamedTuple):
+    """Room for all of them.
+
+    Attributes:
+        memory: Bytes.
+        views: One for each, in it.
+        requests: By root.
+    """
+
+    memory: torch.Tensor
+    views: list[torch.Tensor]
+    requests: dict[int, Request]
 
 
 class ModuleBuffers:
@@ -28,7 +45,7 @@ class ModuleBuffers:
         self._group = group
         self._module = module
         self._ignored = frozenset(ignored)
-        self._flat: dict[_Kind, FlatBuffer] = {}
+        self._known: dict[_Kind, _Packed] = {}
 
     def any(self) -> bool:
         """Whether there are any."""
@@ -41,28 +58,45 @@ class ModuleBuffers:
 
     def broadcast(self, root: int = 0) -> None:
         """Copy the values of the group rank `root` to all; a collective."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in self.tensors():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for (dtype, device), members in kinds.items():
-            flat = self._flat_of(dtype, device, members)
-            if self._group.rank == root:
-                for view, buffer in zip(flat.views, members, strict=True):
-                    view.copy_(buffer)
-            self._group.broadcast(flat.tensor, root)
-            if self._group.rank != root:
-                for view, buffer in zip(flat.views, members, strict=True):
-                    buffer.data.copy_(
-                        view
-                    )  # a graph that has seen the old values may still be differentiated
+        for work in self.start(root):
+            work.wait()
+        self.receive(root)
 
-    def _flat_of(
-        self, dtype: torch.dtype, device: torch.device, members: list[torch.Tensor]
-    ) -> FlatBuffer:
-        shapes = tuple(member.shape for member in members)
-        key = dtype, str(device), shapes
-        flat = self._flat.get(key)
-        if flat is None:
-            allocate = allocator(self._group, str(device))
-            flat = self._flat[key] = FlatBuffer(shapes, dtype, allocate)
-        return flat
+    def start(self, root: int = 0) -> list[Work]:
+        """Send the values of `root`, beside something else; a collective. `receive` puts them in their places when these are done."""
+        works = []
+        for packed, members in self._by_device():
+            if self._group.rank == root:
+                torch._foreach_copy_(packed.views, members)
+            request = packed.requests.get(root)
+            if request is None:
+                request = self._group.persistent("broadcast", packed.memory, root=root)
+                packed.requests[root] = request
+            works.append(request.start(lazily=True))
+        return works
+
+    def receive(self, root: int) -> None:
+        """Let buffers have what `root` has sent."""
+        if self._group.rank != root:
+            for packed, members in self._by_device():
+                torch._foreach_copy_(members, packed.views)
+
+    def _by_device(self) -> list[tuple[_Packed, list[torch.Tensor]]]:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for (
+            buffer
+        ) in self.tensors():  # .data: graphs that have seen old values may still be differentiated
+            by_device.setdefault(buffer.device, []).append(buffer.data)
+        return [(self._packed(device, members), members) for device, members in by_device.items()]
+
+    def _packed(self, device: torch.device, members: list[torch.Tensor]) -> _Packed:
+        key = str(device), tuple((member.dtype, member.shape) for member in members)
+        packed = self._known.get(key)
+        if packed is None:
+            sizes = [member.numel() * member.element_size() for member in members]
+            rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+            memory = allocator(self._group, str(device))((sum(rooms),), torch.uint8)
+            parts = zip(torch.split(memory, rooms), sizes, members, strict=True)
+            views = [part[:size].view(own.dtype).view(own.shape) for part, size, own in parts]
+            packed = self._known[key] = _Packed(memory, views, {})
+        return packed

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from braid.comm import Group
+from braid.comm import Group, Work
 from braid.errors import CommError, ConfigError, MismatchError
 from braid.params.autograd_grad import refuse_grad
 from braid.params.bucket_state import Bucket
@@ -54,6 +54,8 @@ class GradientReducer:
 
     Attributes:
         synchronize: False while gradients stay local and accumulate; looked at when backward begins.
+        on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
+            exception; what it starts goes beside that.
         on_outcome: Called after each reduction, before gradients are used.
         on_bucket: Called with the parameters of each bucket that is there, while others are on their way; not where some gradient is
             not finite.
@@ -81,6 +83,7 @@ class GradientReducer:
         self._place_hooks()
         self.synchronize = True
         self.buffers_used = False
+        self.on_exchange: Callable[[], Sequence[Work]] | None = None
         self.on_outcome: Callable[[Outcome], None] | None = None
         self.on_bucket: Callable[[list[ParamRecord]], None] | None = None
 
@@ -390,7 +393,10 @@ class GradientReducer:
             buffers=self.buffers_used and standing is not Standing.JOINED,
         )
         self._status.copy_(torch.tensor(own, dtype=torch.float64))
+        beside = () if self.on_exchange is None else self.on_exchange()
         self._status_request.start().wait()
+        for work in beside:
+            work.wait()
         status = self._layout.decode(self._status.tolist())
         self._check_trained(status)
         return status
