@@ -44,7 +44,13 @@ def _epochs(command: list[str], folder: Path) -> list[tuple[float, float]]:
 def test_both_ways_of_starting_it_train_the_same(tmp_path):
     script = str(EXAMPLE / "after.py")
     by_braid = _epochs(["braid", "run", "-n", "2", script], tmp_path / "braid")
-    start = ["braid.compat.horovod.run", "-np", "2", "python", script]
+    start = [
+        "braid.compat.horovod.run",
+        "-np",
+        "2",
+        sys.executable,
+        script,
+    ]  # `python` may be another one
     by_horovodrun = _epochs(start, tmp_path / "horovodrun")
     assert by_braid == by_horovodrun
     assert len(by_braid) == 5
