@@ -19,7 +19,8 @@ from braid.compat.horovod import session
 from braid.compat.horovod.environment import Environment
 from braid.errors import BraidError
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*FLOATS, torch.int32, torch.int64]
 DTYPES += [torch.uint8, torch.int8]
 
 
@@ -118,48 +119,52 @@ def test_every_operation_is_right_in_every_dtype_and_one_to_four_dims(procs, siz
 def _gradients(group: Group) -> list[str]:
     checks = Checks()
     with horovod(group):
-        size, rank = hvd.size(), hvd.rank()
-        for num_dims in range(1, 5):
-            shape = (4, 3, 2, 2)[:num_dims]
-
-            def through(
-                call: Callable[[torch.Tensor], torch.Tensor], rows: int = 4, shape=shape
-            ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-                """The gradient of x, when that of the result is each rank's number."""
-                x = torch.ones((rows, *shape[1:]), dtype=torch.float64, requires_grad=True)
-                y = call(x)
-                y.backward(torch.full_like(y, float(rank + 1)))
-                assert x.grad is not None
-                return x.grad, [x, y]
-
-            mean = (size + 1) / 2
-            full = torch.ones(shape, dtype=torch.float64)
-            grad, _ = through(lambda x: hvd.allreduce(x, op=hvd.Sum))
-            checks.same("sum", grad, full * mean * size)
-            grad, _ = through(lambda x: hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0))
-            checks.same("average", grad, full * mean * 6)
-            grad, _ = through(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1])
-            checks.same("grouped", grad, full * mean * size * 2)
-            grad, _ = through(lambda x: hvd.broadcast(x, size - 1))
-            checks.same("broadcast", grad, full * mean * (rank == size - 1))
-            grad, _ = through(hvd.allgather, rank + 1)
-            checks.same("allgather", grad, torch.ones_like(grad) * mean)
-            grad, _ = through(lambda x: hvd.grouped_allgather([x, 3 * x])[1], rank + 1)
-            checks.same("grouped allgather", grad, torch.ones_like(grad) * mean * 3)
-            grad, _ = through(hvd.alltoall, size)
-            expected = torch.arange(1.0, size + 1, dtype=torch.float64)
-            expected = expected.view(size, *[1] * (num_dims - 1)).expand_as(grad)
-            checks.same("alltoall", grad, expected)
-            rows = [4 // size + (r < 4 % size) for r in range(size)]
-            owners = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(rows))
-            owners = owners.double().view(4, *[1] * (num_dims - 1)).expand(shape)
-            grad, _ = through(lambda x: hvd.reducescatter(x, op=hvd.Sum))
-            checks.same("reducescatter", grad, owners * size)
-            grad, _ = through(hvd.reducescatter)
-            checks.same("average reducescatter", grad, owners)
+        for dtype in FLOATS:
+            for num_dims in range(1, 5):
+                _gradients_of(checks, dtype, (4, 3, 2, 2)[:num_dims])
         x = torch.ones(2, requires_grad=True)
         assert "no gradient here" in said(lambda: hvd.allreduce(x, op=hvd.Max).sum().backward())
     return checks.wrong
+
+
+def _gradients_of(checks: Checks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    size, rank, num_dims = hvd.size(), hvd.rank(), len(shape)
+
+    def through(
+        call: Callable[[torch.Tensor], torch.Tensor], rows: int = 4, shape=shape
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The gradient of x, when that of the result is each rank's number."""
+        x = torch.ones((rows, *shape[1:]), dtype=dtype, requires_grad=True)
+        y = call(x)
+        y.backward(torch.full_like(y, float(rank + 1)))
+        assert x.grad is not None
+        return x.grad, [x, y]
+
+    mean = (size + 1) / 2
+    full = torch.ones(shape, dtype=dtype)
+    grad, _ = through(lambda x: hvd.allreduce(x, op=hvd.Sum))
+    checks.same("sum", grad, full * mean * size)
+    grad, _ = through(lambda x: hvd.allreduce(x, prescale_factor=2.0, postscale_factor=3.0))
+    checks.same("average", grad, full * mean * 6)
+    grad, _ = through(lambda x: hvd.grouped_allreduce([x, 2 * x], op=hvd.Sum)[1])
+    checks.same("grouped", grad, full * mean * size * 2)
+    grad, _ = through(lambda x: hvd.broadcast(x, size - 1))
+    checks.same("broadcast", grad, full * mean * (rank == size - 1))
+    grad, _ = through(hvd.allgather, rank + 1)
+    checks.same("allgather", grad, torch.ones_like(grad) * mean)
+    grad, _ = through(lambda x: hvd.grouped_allgather([x, 3 * x])[1], rank + 1)
+    checks.same("grouped allgather", grad, torch.ones_like(grad) * mean * 3)
+    grad, _ = through(hvd.alltoall, size)
+    expected = torch.arange(1.0, size + 1, dtype=dtype)
+    expected = expected.view(size, *[1] * (num_dims - 1)).expand_as(grad)
+    checks.same("alltoall", grad, expected)
+    rows = [4 // size + (r < 4 % size) for r in range(size)]
+    owners = torch.repeat_interleave(torch.arange(1.0, size + 1), torch.tensor(rows))
+    owners = owners.to(dtype).view(4, *[1] * (num_dims - 1)).expand(shape)
+    grad, _ = through(lambda x: hvd.reducescatter(x, op=hvd.Sum))
+    checks.same("reducescatter", grad, owners * size)
+    grad, _ = through(hvd.reducescatter)
+    checks.same("average reducescatter", grad, owners)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -395,6 +400,7 @@ def _sets(group: Group) -> list[Any]:
         found.append("which is number 1" in again)
         found.append(said(lambda: hvd.ProcessSet([1, 1])).partition(",")[0])
         found.append(said(lambda: hvd.add_process_set([rank])).partition(",")[0])
+        found.append(said(lambda: hvd.add_process_set([0, 3])))
         found.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
         return found
 
@@ -407,6 +413,7 @@ def test_process_sets_come_and_go_and_work_beside_each_other(procs):
         True,
         "ConfigError: expected different ranks of at least 0 for a process set",
         "HorovodInternalError: expected the same text of 'new process set' on all ranks",
+        "ConfigError: expected ranks below 3 for a process set, found [3]",
         3.0,
     ]
     assert zero[:3] == [before, 4.0, 2]
