@@ -161,8 +161,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
-        self._buffers_change = False
-        self._sent_by = -1  # rank whose buffers went beside the last status
         self._reaction = reaction_of(nonfinite, [record.param for record in table])
         self._precision = precision_of(mixed_precision, module)
         wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
@@ -406,15 +404,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         def on_exchange() -> Sequence[Work]:
             wrapper = reference()
-            return () if wrapper is None else wrapper._send_buffers()  # noqa: SLF001 - its continuation
+            return (
+                () if wrapper is None else wrapper._buffers_of_all.send_early(wrapper._workers[0])
+            )  # noqa: SLF001 - its continuation
 
         self._reducer.on_outcome = on_outcome
         self._reducer.on_exchange = on_exchange if self._has_buffers else None
-
-    def _send_buffers(self) -> Sequence[Work]:
-        """Where buffers changed in the last step they will have changed in this one: they go beside the status, not after it."""
-        self._sent_by = self._workers[0] if self._buffers_change else -1
-        return self._buffers_of_all.start(self._sent_by) if self._buffers_change else ()
 
     def _after(self, outcome: Outcome) -> None:
         """Gradients have been averaged."""
@@ -425,14 +420,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             if standing is not Standing.JOINED
         ]
         self._say_unused(outcome)
-        self._buffers_change = bool(status.buffers)
-        if status.buffers:
-            root = self._workers[0]
-            with torch.no_grad():
-                if self._sent_by == root:
-                    self._buffers_of_all.receive(root)
-                else:
-                    self._buffers_of_all.broadcast(root)
+        with torch.no_grad():
+            self._buffers_of_all.settle(self._workers[0], change=bool(status.buffers))
         self._reducer.buffers_used = False
         all_work = len(self._workers) == len(
             status.standings

@@ -46,6 +46,8 @@ class ModuleBuffers:
         self._module = module
         self._ignored = frozenset(ignored)
         self._known: dict[_Kind, _Packed] = {}
+        self._change = False
+        self._sent_by = -1  # rank whose values went beside the last status
 
     def any(self) -> bool:
         """Whether there are any."""
@@ -61,6 +63,25 @@ class ModuleBuffers:
         for work in self.start(root):
             work.wait()
         self.receive(root)
+
+    def send_early(self, root: int) -> list[Work]:
+        """Beside the status of a step: where buffers changed in the last one, they will have changed in this one. A collective.
+
+        Args:
+            root: Rank that has the values, as far as is known before the status.
+        """
+        self._sent_by = root if self._change else -1
+        return self.start(root) if self._change else []
+
+    def settle(self, root: int, *, change: bool) -> None:
+        """After the status: let all have what `root` has, if buffers have changed; a collective."""
+        self._change = change
+        if not change:
+            return
+        if self._sent_by == root:
+            self.receive(root)
+        else:  # nothing has been sent, or by a rank that has joined
+            self.broadcast(root)
 
     def start(self, root: int = 0) -> list[Work]:
         """Send the values of `root`, beside something else; a collective. `receive` puts them in their places when these are done."""
