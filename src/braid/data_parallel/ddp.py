@@ -406,7 +406,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             wrapper = reference()
             return (
                 () if wrapper is None else wrapper._buffers_of_all.send_early(wrapper._workers[0])
-            )  # noqa: SLF001 - its continuation
+            )
 
         self._reducer.on_outcome = on_outcome
         self._reducer.on_exchange = on_exchange if self._has_buffers else None
