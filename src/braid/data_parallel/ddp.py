@@ -404,12 +404,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         def on_exchange() -> Sequence[Work]:
             wrapper = reference()
-            return (
-                () if wrapper is None else wrapper._buffers_of_all.send_early(wrapper._workers[0])
-            )
+            return () if wrapper is None else wrapper._send_buffers()  # noqa: SLF001 - its continuation
 
         self._reducer.on_outcome = on_outcome
         self._reducer.on_exchange = on_exchange if self._has_buffers else None
+
+    def _send_buffers(self) -> Sequence[Work]:
+        return self._buffers_of_all.send_early(self._workers[0])
 
     def _after(self, outcome: Outcome) -> None:
         """Gradients have been averaged."""
