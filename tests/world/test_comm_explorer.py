@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -87,6 +89,36 @@ NAMES = (
 def test_no_interleaving_deadlocks_or_races(name, way, size):
     found = explore(record(size, lambda port: _collective(name, port, way)))
     assert (found.deadlocks, found.races) == ([], [])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_whoever_sums_which_block_nothing_deadlocks_or_races(size, seed):
+    some = random.Random(seed).choices(range(size), k=8)
+    deal = {0: [0] * 8, 1: [size - 1] * 8}.get(seed, some)
+
+    def several(port: Port):
+        for _ in range(2):
+            yield from _collective("all_reduce", port, "registered")
+
+    found = explore(record(size, several, deal=deal.__getitem__))
+    assert (found.deadlocks, found.races) == ([], [])
+
+
+def test_a_block_that_two_members_sum_is_found():
+    class Everyones:  # belongs to whoever asks
+        def __call__(self, _block: int) -> Everyones:
+            return self
+
+        def __eq__(self, _rank: object) -> bool:
+            return True
+
+        __hash__ = None
+
+    def careless(port: Port):
+        return _collective("all_reduce", port, "registered")
+
+    assert explore(record(2, careless, deal=Everyones())).races
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -178,6 +178,31 @@ def test_threads_may_be_the_first_on_a_line_at_the_same_moment():
         sys.setswitchinterval(interval)
 
 
+def _summed_by_others(group: Group, together: threading.Barrier) -> list[list[float]]:
+    """The last rank only says where its tensor lies, and looks into it when the others have done what there is to do."""
+    x = group.empty((NUMEL,))
+    request = group.persistent("all_reduce", x)
+    found = []
+    for _ in range(2):
+        x.fill_(float(group.rank + 1))
+        work = request.start(lazily=True)
+        together.wait(10)
+        if group.rank < group.size - 1:
+            assert not work.done()  # it is, but for the last rank's word that it knows
+        together.wait(10)
+        found.append(x.unique().tolist())
+        together.wait(10)
+        work.wait()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_whoever_is_early_sums_what_a_late_rank_has_only_offered(size):
+    total = float(size * (size + 1) // 2)
+    found = run_threads(size, _summed_by_others, threading.Barrier(size))
+    assert found == [[[total], [total]]] * size
+
+
 def _blocks_in_a_callback(group: Group, way: str) -> str:
     """Rank 0 calls, in the thread that carries out its background work, what the other rank waits for."""
     other, x, y = group.split(0), torch.ones(NUMEL), torch.ones(NUMEL)

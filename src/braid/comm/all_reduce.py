@@ -7,12 +7,15 @@ Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, 
     pulled       rank r sums slice r of everybody, which the kernel copies out of the others' private memory,
                  then fetches the other slices from their owners             3a        + (2 (n-1)/n + 1) l b
     registered   tensors already lie in the arena: no copy in, no copy out
-                 rank r sums slice r of everybody, block by block, and writes each block into every rank's
+                 whoever has time sums the next block of everybody, and writes it into every rank's
                  tensor while it is hot                                   2a        + 2 l b
 
-    registered, two ranks         rank 0's tensor   [ slice 0 | slice 1 ]
-                                  rank 1's tensor   [ slice 0 | slice 1 ]
-                                                      ^ rank 0   ^ rank 1 sums and stores both
+    registered, two ranks         rank 0's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                                  rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                                                      ^ rank 0  ^ rank 1 sums and stores both
+
+Blocks are not dealt out beforehand (`claims`): of ranks that come at different times, or share their core with others, the one
+that has come and is running does the work meanwhile. Who has summed a block cannot be told from the numbers.
 
 Which one: `direct` has the fewest synchronisations and is best for little data or two ranks; `two_phase` lets each rank
 add only 1/n of the data; `pulled` saves the copies into the slots, which are the most expensive ones as soon as the data
@@ -36,7 +39,15 @@ from braid.comm.staging import CHUNK_BYTES, pieces
 from braid.errors import ConfigError
 from braid.transport import Steps
 
-__all__ = ["ALGORITHMS", "all_reduce", "direct", "pulled", "registered", "two_phase"]
+__all__ = [
+    "ALGORITHMS",
+    "all_reduce",
+    "direct",
+    "offers_first",
+    "pulled",
+    "registered",
+    "two_phase",
+]
 
 SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
 BLOCK_BYTES = 256 << 10  # of a sum that is stored while it is in the second-level cache
@@ -65,16 +76,20 @@ def all_reduce(
         forced: Use `algorithm` even if all tensors turn out to be registered.
     """
     private = algorithm == "pulled"
-    offered = algorithm in {"pulled", "registered"}
-    large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
-    if offered or (large and not forced):
+    if offers_first(ch, x, algorithm, forced=forced):
         ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        yield from ch.exchange(pausing=True)
         if algorithm == "registered":
             _require_offers(ch)
         if not (forced and private) and x.numel() and all_registered(ch):
             algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
+
+
+def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
+    """Whether the first step only says where the tensor lies, so that it can be taken at any time."""
+    large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
+    return algorithm in {"pulled", "registered"} or (large and not forced)
 
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
@@ -115,13 +130,11 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
     """Sum in the tensors themselves; the offers have just been exchanged, and all members made one."""
     numel, dtype = x.numel(), x.dtype
     tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
-    low, high = numel * ch.rank // ch.size, numel * (ch.rank + 1) // ch.size
-    step = max(1, BLOCK_BYTES // x.element_size())
-    scratch = ch.own.scratch(min(step, high - low), dtype) if ch.size > 2 else None
-    for start in range(low, high, step):
-        end = min(start + step, high)
-        blocks = [t[start:end] for t in tensors]
-        out = blocks[ch.rank] if scratch is None else scratch[: end - start]
+    step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
+    scratch = ch.own.scratch(step, dtype) if ch.size > 2 else None
+    for number in ch.claims.take(-(-numel // step)):
+        blocks = [t[number * step : (number + 1) * step] for t in tensors]
+        out = blocks[ch.rank] if scratch is None else scratch[: blocks[0].numel()]
         combine(blocks, out, op, scale)
         for block in blocks:
             if block is not out:

@@ -5,8 +5,11 @@ one line and waits for the others' lines; nothing else is ever exchanged, and th
 and registration at once:
 
     word   0         1        2 3 4                    5 6 7
-           counter   unused   even step:               odd step:
+           counter   claims   even step:               odd step:
                               digest  block  site      digest  block  site
+
+All words have one writer, the owner of the line, but for `claims` on the line of member 0: there members that share memory count who
+does what (`claims`).
 
 `digest` stands for the text of the operation, `block` for the place in the owner's arena where this step's data
 lies (staging slot or registered tensor, peers do not care which), `site` for the line of the program that asked.
@@ -22,11 +25,13 @@ lie is the business of `port`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from braid.comm.claims import Claims
 from braid.comm.staging import Staging
 from braid.errors import StaleError
 from braid.transport import Steps, Wait
@@ -37,6 +42,7 @@ if TYPE_CHECKING:  # a port makes its channels
 __all__ = ["LINE_WORDS", "Aim", "Channel", "Disagreement", "Entry"]
 
 LINE_WORDS = 8
+CLAIMS = 1  # word of a line
 
 
 class Disagreement(Exception):
@@ -104,6 +110,7 @@ class Channel:
     __slots__ = (
         "_arena",
         "_audience",
+        "_claims",
         "_lines",
         "_own_line",
         "_place",
@@ -145,6 +152,17 @@ class Channel:
         self._lines: list[memoryview | None] = [None] * port.size
         self._lines[port.rank] = self._own_line
         self._audience = port.transport.audience(readers)
+        self._claims: Claims | None = None
+
+    @property
+    def claims(self) -> Claims:
+        """Shares out work among all members, which share memory; after the first step that all have taken."""
+        if self._claims is None:
+            line = self._lines[0] or self._find(0)
+            assert line is not None, "member 0 has taken a step"
+            start = ctypes.addressof(ctypes.c_char.from_buffer(line))
+            self._claims = Claims(start + CLAIMS * line.itemsize, self.size)
+        return self._claims
 
     def counter(self, peer: int) -> int:
         """Last step that `peer` has published."""
@@ -191,11 +209,14 @@ class Channel:
         own.parity = 1 - parity
         return value
 
-    def exchange(self, meanwhile: Callable[[], object] | None = None) -> Steps:
+    def exchange(
+        self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
+    ) -> Steps:
         """Publish the next step, wait for everyone's, compare what was asked for.
 
         Args:
             meanwhile: Called between publishing and waiting, for work that concerns this rank only.
+            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go on at once.
 
         Raises:
             Disagreement: Some member asked for something else.
@@ -203,6 +224,8 @@ class Channel:
         value = self.post()
         if meanwhile is not None:
             meanwhile()
+        if pausing:
+            yield Wait(self.rank, self.index, value)  # which has come
         at = 2 + 3 * (value & 1)
         lines = self._lines
         digest = self.digest

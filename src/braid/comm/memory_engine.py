@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from braid.comm import message, move, reduce_scatter, relays
-from braid.comm.all_reduce import all_reduce
+from braid.comm.all_reduce import all_reduce, offers_first
 from braid.comm.channel import Channel
 from braid.comm.engine import Call, Capabilities, Statistics
 from braid.comm.formats import by_name
@@ -198,7 +198,10 @@ class MemoryEngine:
         return works
 
     def begin(self, call: Call, number: int, scale: float | None, *, lazily: bool = False) -> Work:
-        """Publish this rank's part of a persistent request and take the steps that are possible now; `lazily` neither."""
+        """Publish this rank's part of a persistent request and take the steps that are possible now; `lazily` only the former.
+
+        Where publishing means no more than to say where a tensor lies: then the others need not wait until this rank takes steps.
+        """
         channel = self.port.channel(self.port.request_index(number))
         if scale is not None:  # ranks must agree on it, too
             text = f"{call.text} scaled by {scale!r}"
@@ -208,7 +211,7 @@ class MemoryEngine:
         operation = self._operation(call, channel, scale, kept)
         operation.on_done(lambda: self._count(call, operation))
         self.progress.enlist(operation)
-        return self._work(operation, None, lazily=lazily)
+        return self._work(operation, None, lazily=lazily, opening=self._opens(call, channel))
 
     def residual(self, call: Call, number: int) -> torch.Tensor | None:
         """What a wire format has left out of request `number` on this rank."""
@@ -293,14 +296,29 @@ class MemoryEngine:
         )
 
     def _work(
-        self, operation: Operation, ended: threading.Event | None, *, lazily: bool = False
+        self,
+        operation: Operation,
+        ended: threading.Event | None,
+        *,
+        lazily: bool = False,
+        opening: bool = False,
     ) -> Work:
         """Of one that has been submitted, or, without `ended`, enlisted."""
         look = self.progress.look
         if ended is not None:
             return Work(operation, partial(self.progress.join, ended), look)
-        self._timed(partial(self.progress.start, lazily=lazily), operation)
+        self._timed(partial(self.progress.start, lazily=lazily, opening=opening), operation)
         return Work(operation, partial(self._timed, self.progress.run), look)
+
+    def _opens(self, call: Call, channel: Channel) -> bool:
+        """Whether the first step of a call only says where its tensor lies."""
+        if call.kind != "all_reduce" or call.copies is not None or call.algorithm in PROGRAMS:
+            return False
+        algorithm = call.algorithm or self.selection.choose(call.kind, call.nbytes)
+        if algorithm == "hierarchical" or (call.wire and not self.shares):
+            return False
+        forced = call.algorithm is not None
+        return offers_first(channel, call.outs[0], algorithm, forced=forced)
 
     def _operation(
         self,

@@ -57,13 +57,16 @@ class Progress:
         self.refuse_fork()
         self._started.append(operation)
 
-    def start(self, operation: Operation, *, lazily: bool = False) -> None:
+    def start(self, operation: Operation, *, lazily: bool = False, opening: bool = False) -> None:
         """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits.
 
         Args:
             operation: Enlisted.
-            lazily: Leave all of them to whoever waits or asks, or to the thread if background work stands behind it.
+            lazily: Leave all of them to whoever waits or asks, or to the thread if background work stands behind it ...
+            opening: ... but for the first, for an operation that is the first on its channel.
         """
+        if opening:
+            operation.advance(opening=True)
         if not lazily:
             self.advance_started()
             if not self._behind(operation):

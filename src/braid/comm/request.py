@@ -50,7 +50,8 @@ class Request:
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all members.
-            lazily: Take no steps before somebody in this process waits or asks; see `Group.coalesce`.
+            lazily: Take no steps before somebody in this process waits or asks; see `Group.coalesce`. Where the tensor lies in memory that
+                all members share, it is offered at once, so that whoever comes early can do the work.
 
         Raises:
             StaleError: The last start has not ended.

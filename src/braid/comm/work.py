@@ -113,23 +113,24 @@ class Operation:
         self._span: Span | None = None
         self._deadline_ns = port.transport.clock.now_ns() + round(timeout_s * 1e9)
 
-    def advance(self, *, in_turn: bool = False) -> bool:
+    def advance(self, *, in_turn: bool = False, opening: bool = False) -> bool:
         """Go on as far as possible without waiting; True when it has ended, well or badly.
 
         Args:
             in_turn: Let another thread that is at it finish first, instead of leaving the steps to it. Whoever waits does:
                 a loop that looked again and again would keep the interpreter from the thread that it looks for.
+            opening: Go as far as its first wait only, whether or not that is over.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what the steps make and keep is used outside, too
-                return self.advance(in_turn=in_turn)
+                return self.advance(in_turn=in_turn, opening=opening)
         if self.done or not self._lock.acquire(blocking=in_turn):
             return self.done  # another thread is at it
         self._taken = True
         try:
             if self._span is None:
                 self._begin()
-            while self._wait is None or self.port.reached(self._wait):
+            while self._wait is None or (not opening and self.port.reached(self._wait)):
                 self._wait = next(self._steps)
         except StopIteration:
             self._finish()

@@ -16,19 +16,22 @@ some state has unfinished ranks and none can move; there is a *race* (which incl
 state two ranks are both about to access the same bytes and one of them writes. Since counters only grow, the absence of
 races means that every interleaving computes what the recorded one did.
 
+Who does which block of a work that is claimed does depend on timing: there the caller deals them out, and explores one deal after the other.
+
 Source: the recording is the dynamic part of Flanagan and Godefroid, "Dynamic Partial-Order Reduction" (2005); with two or
 three ranks nothing has to be reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from braid.comm.channel import Aim, Channel
+from braid.comm.claims import Claims
 from braid.comm.port import Port
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
@@ -99,12 +102,15 @@ class Exploration(NamedTuple):
     races: list[tuple[tuple[int, int], Span, tuple[int, ...]]]
 
 
-def record(size: int, make_steps: Callable[[Port], Steps]) -> list[list[Action]]:
+def record(
+    size: int, make_steps: Callable[[Port], Steps], *, deal: Callable[[int], int] | None = None
+) -> list[list[Action]]:
     """Run a collective on `size` ranks in this thread and write down what each rank does.
 
     Args:
         size: Number of ranks.
         make_steps: Called once per rank with its port; several collectives may be chained with `yield from`.
+        deal: Which member does a block that any may claim; in turns when None.
 
     Returns:
         The actions of each rank, in its order.
@@ -117,7 +123,8 @@ def record(size: int, make_steps: Callable[[Port], Steps]) -> list[list[Action]]
         ranks = tuple(range(size))
         actions: list[list[Action]] = [[] for _ in ranks]
         ports = [
-            _RecordingPort(t, ranks, r, pages, actions[r]) for r, t in enumerate(fabric.transports)
+            _RecordingPort(t, ranks, r, pages, actions[r], deal or (lambda block: block % size))
+            for r, t in enumerate(fabric.transports)
         ]
         steps = [make_steps(port) for port in ports]
         _run_in_turns(ports, steps, actions)
@@ -212,6 +219,20 @@ def _run_in_turns(
             raise AssertionError(msg)
 
 
+class _DealtClaims(Claims):
+    """Blocks that go to whom they are dealt, whoever comes first."""
+
+    __slots__ = ("_deal", "_rank")
+
+    def __init__(self, port: _RecordingPort) -> None:
+        super().__init__(0, port.size)
+        self._deal = port.deal
+        self._rank = port.rank
+
+    def take(self, count: int) -> Iterator[int]:
+        return (number for number in range(count) if self._deal(number) == self._rank)
+
+
 class _RecordingChannel(Channel):
     """A channel that writes down what it publishes and what it has waited for."""
 
@@ -221,14 +242,17 @@ class _RecordingChannel(Channel):
         super().__init__(port, index)
         assert isinstance(port, _RecordingPort)
         self.actions = port.actions
+        self._claims = _DealtClaims(port)
 
     def post(self, aim: Aim | None = None) -> int:
         value = super().post(aim)
         self.actions.append(Post(self.index, value))
         return value
 
-    def exchange(self, meanwhile: Callable[[], object] | None = None) -> Steps:
-        yield from super().exchange(meanwhile)
+    def exchange(
+        self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
+    ) -> Steps:
+        yield from super().exchange(meanwhile, pausing=pausing)
         self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.others)
 
     def await_step(self, peer: int, value: int) -> Steps:
@@ -245,15 +269,17 @@ class _RecordingChannel(Channel):
 class _RecordingPort(Port):
     channel_type = _RecordingChannel
 
-    def __init__(  # what a port is made of, and the list to write to
+    def __init__(  # what a port is made of, the list to write to, and who does what
         self,
         transport: MemoryTransport,
         ranks: tuple[int, ...],
         group_rank: int,
         pages: list[int],
         actions: list[Action],
+        deal: Callable[[int], int],
     ) -> None:
         self.actions = actions
+        self.deal = deal
         super().__init__(transport, ranks, group_rank, pages)
 
 

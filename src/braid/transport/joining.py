@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from braid.clock import Clock
 from braid.store import Store
+from braid.transport.atomic import is_atomic_between_processes
 from braid.transport.base import MemoryTransport
 from braid.transport.calling import Network, call_all
 from braid.transport.health import Health
@@ -67,7 +68,7 @@ def connect(
         RendezvousError: Some ranks did not come (they are named), one came twice, has another secret or cannot be reached.
     """
     meeting = Meeting(rank, world_size, store, clock=clock, health=health, timeout_s=timeout_s)
-    apart = portable or not has_ordered_stores()
+    apart = portable or not (has_ordered_stores() and is_atomic_between_processes())
     hosts = meeting.hosts(PORTABLE if apart else SHARED_MEMORY, host or host_name())
     network = Network() if network is None or len(set(hosts)) == 1 else network
     if apart:  # every rank is on its own

@@ -14,9 +14,10 @@ The first such file is the rank's *root*; everything else is found from it:
            | words (4 KiB)      | extents: (fd, bytes) by id   | names: texts of operations, sites   |
            +--------------------+------------------------------+-------------------------------------+
 
-All words have one writer, the owner. 64-bit aligned stores are atomic, and x86 keeps the order of stores, so a peer
-that sees a word sees what was written before it. Where that does not hold (`has_ordered_stores`), and where a rank may not
-open another's memory, ranks keep copies of what they have been sent instead: see `hosts`.
+Words have one writer, the owner, but for counters that one instruction changes (`atomic`). 64-bit aligned stores are atomic,
+and x86 keeps the order of stores, so a peer that sees a word sees what was written before it. Where that does not hold
+(`has_ordered_stores`), and where a rank may not open another's memory, ranks keep copies of what they have been sent
+instead: see `hosts`.
 """
 
 from __future__ import annotations
