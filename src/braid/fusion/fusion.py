@@ -31,7 +31,7 @@ from braid.fusion.activities import Activities
 from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Handle, Waiters
-from braid.fusion.fusion_buffer import FusionBuffer
+from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
@@ -114,6 +114,7 @@ class Fusion:
         self._lock = threading.Condition()
         self._waiters = Waiters(self._hurry)
         self._sleeps = False
+        self._num_places = 0
         self._joining: Handle | None = None
         self._joined_on = 0  # number of a device
         self._urgent = False
@@ -170,6 +171,13 @@ class Fusion:
             if self._sleeps:
                 self._lock.notify()
         return [entry.handle for entry in made]
+
+    def reserve(self, numel: int) -> int:
+        """First of the places (`Request.place`) of a flat tensor with so many elements. No other one has these, or the next ones."""
+        with self._lock:
+            first = self._num_places
+            self._num_places += numel + ALIGNMENT
+        return first
 
     def join(self, device: int | None = None) -> Handle:
         """Stand in for what others submit, until all have joined; its result is the rank that joined last.
