@@ -328,3 +328,15 @@ def _threads(group: Group) -> list[Any]:
 
 def test_a_group_that_two_threads_complete_is_sent_once(procs):
     assert procs(2, _threads) == [[["nothing happened"] * 2, [[3.0], [3.0]]]] * 2
+
+
+def _one_device(group: Group) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: group.rank == 0)
+        patch.setattr("os.sched_getaffinity", lambda _: {0})
+        with horovod(group):
+            return session.session().free_cores
+
+
+def test_ranks_without_a_device_work_beside_others_that_have_one(procs):
+    assert procs(2, _one_device) == [False, False]

@@ -101,8 +101,8 @@ class Session:
         self.cross = alike.index(mine[1]), len(alike)
         self.spans_hosts = len({node for _, node in places}) > 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        alone = self.job.local_world_size < (cores or 1)
-        self.free_cores = torch.cuda.is_available() or min(group.objects.all_gather(alone))
+        free = torch.cuda.is_available() or self.job.local_world_size < (cores or 1)
+        self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
