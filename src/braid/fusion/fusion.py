@@ -374,7 +374,8 @@ class Fusion:
             self._cycle_time_s = outcome.cycle_time_s
         if self.tuner is not None and outcome.batches:
             nbytes = sum(batch.nbytes for batch in outcome.batches)
-            settings = self.tuner.note(nbytes, self._now_s())
+            names = [response.name for batch in outcome.batches for response in batch.responses]
+            settings = self.tuner.note(names, nbytes, self._now_s())
             if settings is not None:
                 with self._lock:
                     self._state.propose(settings)

@@ -148,7 +148,7 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 
     Args:
         path: Of the file.
-        tuner: That is through.
+        tuner: Of the search; not all samples if it is not through.
     """
     rows = [(*settings, score) for settings, score in tuner.samples]
     lines = ["threshold_bytes,cycle_time_ms,bytes_per_s"]

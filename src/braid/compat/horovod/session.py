@@ -12,6 +12,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -151,17 +152,24 @@ class Session:
         """Take a process set away; all ranks call this."""
         member = self._members.pop(number)
         if member.included:
-            member.engine.close(f"process set {number} has been removed")
+            self._end(member, f"process set {number} has been removed")
             member.engine.group.close()
 
     def close(self) -> None:
         """End all engines."""
-        engines = [each.engine for each in reversed(self._members.values()) if each.included]
-        for engine in engines:
-            engine.close()
-        for group in (*(engine.group for engine in engines), self.direct):
+        members = [each for each in reversed(self._members.values()) if each.included]
+        for member in members:
+            self._end(member)
+        for group in (*(member.engine.group for member in members), self.direct):
             group.close()
         self._members.clear()
+
+    def _end(self, member: Member, reason: str = "") -> None:
+        """End an engine; a search that is not through keeps what it has found."""
+        member.engine.close(reason)
+        tuner = member.engine.tuner
+        if tuner is not None and tuner.samples:
+            self._write_search(member.number, tuner)
 
     def _add(self, parent: Group, ranks: Sequence[int]) -> Member:
         """A set of ranks of `parent`, whose members all come here."""
@@ -174,22 +182,37 @@ class Session:
                 part,
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
                 on_stall=_stall_teller(part.rank),
-                on_tuned=self._on_tuned,
+                on_tuned=partial(self._on_tuned, number),
                 told=self._told,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
         return self._members[number]
 
-    def _on_tuned(self, tuner: Autotuner) -> None:
+    def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best
         print(
             f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} bytes, {best.cycle_time_s * 1e3:g} ms",
             file=sys.stderr,
             flush=True,
         )
-        if self.environment.autotune_log:
-            write_search(Path(self.environment.autotune_log), tuner)
+        self._write_search(number, tuner)
+
+    def _write_search(self, number: int, tuner: Autotuner) -> None:
+        """The log, where one is wished for; training does not end because it cannot be written."""
+        if not self.environment.autotune_log:
+            return
+        path = Path(self.environment.autotune_log)
+        if number != GLOBAL:  # which searches for itself
+            path = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        try:
+            write_search(path, tuner)
+        except OSError as error:
+            print(
+                f"braid.compat.horovod: expected a file that can be written for autotune's log, found {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _told(self, kind: str, name: str) -> None:
         if self.group.rank == 0 and self.environment.log_level in {"trace", "debug", "info"}:
