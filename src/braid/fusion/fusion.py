@@ -265,7 +265,7 @@ class Fusion:
                 self._sleeps = True
                 self._lock.wait_for(lambda: state.has_new, pause_s)
                 self._sleeps = False
-            if state.has_new and not self._urgent:
+            if state.has_new and not (self._urgent or self._waiters.number):
                 self._lock.wait_for(lambda: self._urgent, self._cycle_time_s)
             self._urgent = False
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
