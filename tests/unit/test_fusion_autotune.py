@@ -49,6 +49,14 @@ def test_the_search_comes_near_the_best_in_twenty_samples(best):
         assert speed(found) > 0.75 * speed(best), (found, best)
 
 
+@pytest.mark.parametrize("fixed", ["threshold", "cycle_time"])
+def test_what_is_not_searched_stays(fixed):
+    tuner = search(DEFAULT, _speed(Settings(4 * MIB, 0.0)), **{fixed: False})
+    place = 0 if fixed == "threshold" else 1
+    assert {settings[place] for settings, _ in tuner.samples} == {DEFAULT[place]}
+    assert tuner.best[1 - place] != DEFAULT[1 - place]
+
+
 def test_the_default_stays_where_nothing_is_better():
     assert search(DEFAULT, lambda s: 1e9 if s == DEFAULT else 1e8).best == DEFAULT
 

@@ -49,9 +49,11 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """How long the search goes on.
+    """What is searched, and how long the search goes on.
 
     Attributes:
+        threshold: Whether the limit of a batch is.
+        cycle_time: Whether the time for which requests are collected is.
         warmup_samples: Samples that are thrown away at the beginning.
         steps_per_sample: Steps of training in a sample.
         max_samples: Settings that are tried.
@@ -61,6 +63,8 @@ class TuneOptions:
         ConfigError: A number that makes no sense.
     """
 
+    threshold: bool = True
+    cycle_time: bool = True
     warmup_samples: int = 3
     steps_per_sample: int = 10
     max_samples: int = 20
@@ -75,14 +79,19 @@ class TuneOptions:
             raise ConfigError(msg)
 
 
-def grid_around(start: Settings) -> list[Settings]:
+def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Settings]:
     """All settings that can be tried; `start` is one of them.
 
     >>> Settings(128 << 20, 0.001) in grid_around(Settings(5, 0.1)), Settings(5, 0.1) in grid_around(Settings(5, 0.1))
     (True, True)
     """
+    options = options or TuneOptions()
     thresholds = sorted({*THRESHOLDS, start.threshold_bytes})
     times = sorted({*CYCLE_TIMES_S, start.cycle_time_s})
+    if not options.threshold:
+        thresholds = [start.threshold_bytes]
+    if not options.cycle_time:
+        times = [start.cycle_time_s]
     return [Settings(threshold, time_s) for threshold in thresholds for time_s in times]
 
 
@@ -100,7 +109,7 @@ class Autotuner:
 
     def __init__(self, start: Settings, options: TuneOptions | None = None) -> None:
         self._options = options or TuneOptions()
-        self._grid = grid_around(start)
+        self._grid = grid_around(start, self._options)
         self._points = _scaled(self._grid)
         self._now = start
         self._warming = self._options.warmup_samples
