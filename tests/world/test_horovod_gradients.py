@@ -272,6 +272,29 @@ def test_what_a_rank_has_sent_before_it_joins_counts(procs):
     assert procs(3, _joined) == [[[11.0]], [[5.0], [11.0], [15.0]], [[5.0], [11.0], [15.0]]]
 
 
+def _crossed(group: Group) -> list[Any]:
+    """Rank 0 waits for the mean of the losses before the step, the others behind it."""
+    with horovod(group):
+        pair = hvd.add_process_set([0, 1])
+        params, found = [zeros(3)], []
+        optimizer = summing(params)
+        for losses in (hvd.global_process_set, pair):
+            backward(params)
+            if hvd.rank():
+                optimizer.step()
+            if losses.included():
+                hvd.allreduce(torch.ones(1), name="loss", process_set=losses)
+            if not hvd.rank():
+                optimizer.step()
+            found.append(values(params))
+            optimizer.zero_grad()
+        return found
+
+
+def test_gradients_travel_while_a_rank_waits_for_something_else(procs):
+    assert procs(3, _crossed, timeout_s=20.0) == [[[[6.0]], [[6.0]]]] * 3
+
+
 def _ended(group: Group) -> str:
     with horovod(group):
         params = [zeros(3)]

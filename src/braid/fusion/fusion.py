@@ -83,6 +83,7 @@ class Fusion:
         on_stall: Called on each rank with what has waited for long.
         told: Called with a kind and the way it is carried out, the first time.
         on_tuned: Called on the first rank when a search is over.
+        on_wait: Called in threads that are about to wait for an operation; what was kept back until then can be submitted there.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.
 
@@ -97,7 +98,9 @@ class Fusion:
         on_stall: Callable[[Stall], None] | None = None,
         told: Callable[[str, str], None] | None = None,
         on_tuned: Callable[[Autotuner], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._on_wait = on_wait or (lambda: None)
         self._on_tuned = on_tuned or (lambda _tuner: None)
         self.options = options or FusionOptions()
         self.group = group
@@ -237,6 +240,7 @@ class Fusion:
 
     def _hurry(self) -> None:
         """Somebody waits: collect no longer."""
+        self._on_wait()
         with self._lock:
             self._urgent = True
             self._lock.notify()

@@ -82,7 +82,7 @@ class Member:
 
 
 class Session:
-    """Engines of all process sets of this rank.
+    """Engines of all process sets of this rank, and what is kept back from them to be submitted together.
 
     Args:
         group: Of all ranks.
@@ -105,6 +105,7 @@ class Session:
         free = torch.cuda.is_available() or self.job.local_world_size < (cores or 1)
         self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
+        self.collected: set[Callable[[], None]] = set()  # each submits what has been collected
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
         direct = group.split(0)
@@ -183,11 +184,18 @@ class Session:
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
                 on_stall=_stall_teller(part.rank),
                 on_tuned=partial(self._on_tuned, number),
+                on_wait=self._submit_collected,
                 told=self._told,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
         return self._members[number]
+
+    def _submit_collected(self) -> None:
+        """All of it, of all sets: others may wait for that before they submit what this rank waits for."""
+        for submit in tuple(self.collected):
+            self.collected.discard(submit)
+            submit()
 
     def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best

@@ -21,6 +21,7 @@ from torch import nn
 
 from braid.compat.horovod.failure import translated
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
 from braid.compat.horovod.torch.compression import Compression, Compressor, NoneCompressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
@@ -138,7 +139,7 @@ class _Reduction:
         self.warned = False
         self._homes: Homes | None = None
         self._requests: dict[nn.Parameter, tuple[object, Request]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a compression may wait for operations of its own
         self._collected: Points = {}
         self._nbytes = 0
         if process_set.included():
@@ -198,15 +199,22 @@ class _Reduction:
             handle = sparse_allreduce_async(grad, name, self._op, self._set)
             self.under_way[param] = handle, -1, None
             return
+        if not self._collected:
+            session().collected.add(self.flush)
         self._collected[param] = mark(grad)
         self._nbytes += grad.numel() * grad.element_size()
         if self._nbytes >= COLLECTED_BYTES:
             self._flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Submit what has been collected: once for many small ones wakes the engine's thread once."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         points, self._collected, self._nbytes = self._collected, {}, 0
         if points:
+            session().collected.discard(self.flush)
             self._send(points)
 
     @torch.no_grad()
@@ -286,11 +294,12 @@ class _Reduction:
             return
         results: dict[int, Any] = {}
         try:
-            self._check_kept()
-            for param in self._trained():
-                if param not in self.under_way and param not in self._collected:
-                    self._is_ready(param)
-            self._flush()
+            with self._lock:
+                self._check_kept()
+                for param in self._trained():
+                    if param not in self.under_way and param not in self._collected:
+                        self._is_ready(param)
+                self._flush()
             for param, (handle, number, ctx) in self.under_way.items():
                 if id(handle) not in results:
                     results[id(handle)] = synchronize(handle)
