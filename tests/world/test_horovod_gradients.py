@@ -353,6 +353,28 @@ def test_a_group_that_two_threads_complete_is_sent_once(procs):
     assert procs(2, _threads) == [[["nothing happened"] * 2, [[3.0], [3.0]]]] * 2
 
 
+def _streams(group: Group) -> list[Any]:
+    """Points on streams, of which there are none here, are told apart by the thread that made them."""
+    found: list[Any] = []
+    with horovod(group), pytest.MonkeyPatch.context() as patch:
+        module = "braid.compat.horovod.torch.optimizer"
+        patch.setattr(f"{module}.mark", lambda _: threading.current_thread().name)
+        patch.setattr(f"{module}.follow", lambda points, _: found.append(sorted(points)))
+        params = [zeros(3), zeros(4), zeros(5), zeros(6)]
+        optimizer = summing(params, groups=[params[2:]])
+        for number, param in enumerate(params):
+            thread = threading.Thread(target=backward, args=([param],), name=f"stream {number}")
+            thread.start()
+            thread.join()
+        optimizer.step()
+    return found
+
+
+def test_gradients_are_sent_behind_the_streams_of_all_hooks_that_they_came_by(procs):
+    expected = [["stream 2", "stream 3"], ["stream 0", "stream 1"]]
+    assert procs(2, _streams) == [expected, expected]
+
+
 def _one_device(group: Group) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: group.rank == 0)
