@@ -96,6 +96,15 @@ def test_autotune_is_a_search_with_horovods_numbers_unless_others_are_said():
     assert found.options().autotune == TuneOptions(max_samples=7)
 
 
+def test_autotune_leaves_alone_what_is_said():
+    said = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "5"}
+    assert Environment.of(said).options().autotune == TuneOptions(threshold=False)
+    said["HOROVOD_CYCLE_TIME"] = "2"
+    assert Environment.of(said).options().autotune is None
+    del said["HOROVOD_FUSION_THRESHOLD"]
+    assert Environment.of(said).options().autotune == TuneOptions(cycle_time=False)
+
+
 def test_variables_without_meaning_are_known():
     environ = dict.fromkeys([*WITHOUT_MEANING, "HOROVOD_WITH_PYTORCH"], "1")
     found = Environment.of(environ)

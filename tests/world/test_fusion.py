@@ -206,6 +206,31 @@ def test_tensors_that_lie_side_by_side_are_reduced_in_place(world, op, value):
 # What goes wrong.
 
 
+def _collecting(group: Group) -> float:
+    """Each rank has a thread that waits for what the other one has not submitted, longer than the others are collected."""
+    part = group.split(0)
+    assert part is not None
+    with Fusion(part, FusionOptions(cycle_time_s=1e6)) as fusion:
+        mine, others = f"x{group.rank}", f"x{1 - group.rank}"
+        waiting = reduce(fusion, mine, torch.ones(1))
+        thread = threading.Thread(target=waiting.wait)
+        thread.start()
+        seen = fusion.num_cycles
+        while fusion.num_cycles < seen + 3:  # its hurry is over
+            threading.Event().wait(0.001)
+        late = reduce(fusion, "late", torch.ones(1))
+        if group.rank:
+            late.wait()
+        group.barrier()  # rank 0 does not wait for it
+        reduce(fusion, others, torch.ones(1)).wait()
+        thread.join()
+        return late.wait().item()  # type: ignore[union-attr]
+
+
+def test_nothing_is_collected_while_a_thread_waits(world):
+    assert world(2, _collecting) == [2.0, 2.0]
+
+
 def _mistakes(group: Group) -> list[str]:
     said = []
     with engine(group) as fusion:

@@ -2,9 +2,10 @@
 
 Problem: how large batches should be depends on the network, on the model and on how busy the cores are; nobody knows it beforehand.
 
-Idea: try settings, each for some exchanges, and score them by bytes a second. A Gaussian process over what has been tried says of every other setting how good it
-may be; the one from which the most is to be expected is tried next. In the end the best is kept. The grid contains the settings that one starts with, so
-the search never ends with something worse than those for want of having looked.
+Idea: try settings, each for some steps of training, and score them by bytes a second. A step is over when a name comes again; parts of
+steps say nothing, as nothing is sent in some. A Gaussian process over what has been tried says of every other setting how good it may be; the one from which
+the most is to be expected is tried next. In the end the best is kept. The grid contains the settings that one starts with, so the search never ends with
+something worse than those for want of having looked.
 
 Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998 (expected improvement);
 Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, algorithm 2.1.
@@ -13,6 +14,7 @@ Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, algorithm
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ THRESHOLDS = (0, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MI
 CYCLE_TIMES_S = (0.0, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025)
 LENGTH = 0.3  # of the kernel, as a share of the range
 XI = 0.01  # improvement that is not worth a trial
+MAX_NAMES = 10_000  # of a step; names that are counted never come again
 
 Array = npt.NDArray[np.float64]
 
@@ -46,11 +49,13 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """How long the search goes on.
+    """What is searched, and how long the search goes on.
 
     Attributes:
+        threshold: Whether the limit of a batch is.
+        cycle_time: Whether the time for which requests are collected is.
         warmup_samples: Samples that are thrown away at the beginning.
-        steps_per_sample: Exchanges with work in a sample.
+        steps_per_sample: Steps of training in a sample.
         max_samples: Settings that are tried.
         noise: Of a score, as a share of the scores' deviation.
 
@@ -58,6 +63,8 @@ class TuneOptions:
         ConfigError: A number that makes no sense.
     """
 
+    threshold: bool = True
+    cycle_time: bool = True
     warmup_samples: int = 3
     steps_per_sample: int = 10
     max_samples: int = 20
@@ -72,14 +79,19 @@ class TuneOptions:
             raise ConfigError(msg)
 
 
-def grid_around(start: Settings) -> list[Settings]:
+def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Settings]:
     """All settings that can be tried; `start` is one of them.
 
     >>> Settings(128 << 20, 0.001) in grid_around(Settings(5, 0.1)), Settings(5, 0.1) in grid_around(Settings(5, 0.1))
     (True, True)
     """
+    options = options or TuneOptions()
     thresholds = sorted({*THRESHOLDS, start.threshold_bytes})
     times = sorted({*CYCLE_TIMES_S, start.cycle_time_s})
+    if not options.threshold:
+        thresholds = [start.threshold_bytes]
+    if not options.cycle_time:
+        times = [start.cycle_time_s]
     return [Settings(threshold, time_s) for threshold in thresholds for time_s in times]
 
 
@@ -97,11 +109,12 @@ class Autotuner:
 
     def __init__(self, start: Settings, options: TuneOptions | None = None) -> None:
         self._options = options or TuneOptions()
-        self._grid = grid_around(start)
+        self._grid = grid_around(start, self._options)
         self._points = _scaled(self._grid)
         self._now = start
         self._warming = self._options.warmup_samples
-        self._begin_s: float | None = None
+        self._names: set[str] = set()  # of this step
+        self._begin_s: float | None = None  # of a sample
         self._steps = 0
         self._nbytes = 0
         self.done = False
@@ -117,11 +130,12 @@ class Autotuner:
             return self._now
         return max(scores, key=lambda settings: sum(scores[settings]) / len(scores[settings]))
 
-    def note(self, nbytes: int, now_s: float) -> Settings | None:
+    def note(self, names: Collection[str], nbytes: int, now_s: float) -> Settings | None:
         """An exchange has led to work.
 
         Args:
-            nbytes: That was carried out.
+            names: Of what was carried out.
+            nbytes: Of it.
             now_s: The time.
 
         Returns:
@@ -129,15 +143,20 @@ class Autotuner:
         """
         if self.done:
             return None
+        same_step = self._names.isdisjoint(names) and len(self._names) < MAX_NAMES
+        self._nbytes += nbytes
+        if same_step:
+            self._names.update(names)
+            return None
+        self._names = set(names)
         if self._begin_s is None:
-            self._begin_s = now_s
+            self._begin_s, self._steps, self._nbytes = now_s, 0, nbytes
             return None
         self._steps += 1
-        self._nbytes += nbytes
         if self._steps < self._options.steps_per_sample:
             return None
-        score = self._nbytes / max(now_s - self._begin_s, 1e-9)
-        self._begin_s, self._steps, self._nbytes = None, 0, 0
+        score = (self._nbytes - nbytes) / max(now_s - self._begin_s, 1e-9)
+        self._begin_s = None  # settings may change within the step that begins now
         if self._warming > 0:
             self._warming -= 1
             return None

@@ -199,7 +199,8 @@ def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Resp
         )
     if error:
         return Response(name, first, error=error)
-    if any(request.place != first.place for request in by_rank.values()):
+    lies = first.place, first.strides
+    if any((request.place, request.strides) != lies for request in by_rank.values()):
         first = msgspec.structs.replace(first, place=-1)  # laid out otherwise on some rank
     rows: tuple[tuple[int, ...], ...] = ()
     if first.kind == "all_gather":

@@ -21,16 +21,24 @@ class Waiters:
 
     Args:
         hurry: Called before a wait that is not over at once.
+
+    Attributes:
+        number: Of those that wait now.
     """
 
     def __init__(self, hurry: Callable[[], None]) -> None:
         self.hurry = hurry
+        self.number = 0
         self._changed = threading.Condition()
 
     def wait_for(self, handle: Handle) -> None:
         """Until it is done."""
         with self._changed:
-            self._changed.wait_for(lambda: handle._done)  # noqa: SLF001 - its other half
+            self.number += 1
+            try:
+                self._changed.wait_for(lambda: handle._done)  # noqa: SLF001 - its other half
+            finally:
+                self.number -= 1
 
     def wake(self) -> None:
         """Some are done."""

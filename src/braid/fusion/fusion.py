@@ -31,7 +31,7 @@ from braid.fusion.activities import Activities
 from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Handle, Waiters
-from braid.fusion.fusion_buffer import FusionBuffer
+from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
@@ -83,6 +83,7 @@ class Fusion:
         on_stall: Called on each rank with what has waited for long.
         told: Called with a kind and the way it is carried out, the first time.
         on_tuned: Called on the first rank when a search is over.
+        on_wait: Called in threads that are about to wait for an operation; what was kept back until then can be submitted there.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.
 
@@ -97,7 +98,9 @@ class Fusion:
         on_stall: Callable[[Stall], None] | None = None,
         told: Callable[[str, str], None] | None = None,
         on_tuned: Callable[[Autotuner], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
+        self._on_wait = on_wait or (lambda: None)
         self._on_tuned = on_tuned or (lambda _tuner: None)
         self.options = options or FusionOptions()
         self.group = group
@@ -114,6 +117,7 @@ class Fusion:
         self._lock = threading.Condition()
         self._waiters = Waiters(self._hurry)
         self._sleeps = False
+        self._num_places = 0
         self._joining: Handle | None = None
         self._joined_on = 0  # number of a device
         self._urgent = False
@@ -170,6 +174,13 @@ class Fusion:
             if self._sleeps:
                 self._lock.notify()
         return [entry.handle for entry in made]
+
+    def reserve(self, numel: int) -> int:
+        """First of the places (`Request.place`) of a flat tensor with so many elements. No other one has these, or the next ones."""
+        with self._lock:
+            first = self._num_places
+            self._num_places += numel + ALIGNMENT
+        return first
 
     def join(self, device: int | None = None) -> Handle:
         """Stand in for what others submit, until all have joined; its result is the rank that joined last.
@@ -229,6 +240,7 @@ class Fusion:
 
     def _hurry(self) -> None:
         """Somebody waits: collect no longer."""
+        self._on_wait()
         with self._lock:
             self._urgent = True
             self._lock.notify()
@@ -257,7 +269,7 @@ class Fusion:
                 self._sleeps = True
                 self._lock.wait_for(lambda: state.has_new, pause_s)
                 self._sleeps = False
-            if state.has_new and not self._urgent:
+            if state.has_new and not (self._urgent or self._waiters.number):
                 self._lock.wait_for(lambda: self._urgent, self._cycle_time_s)
             self._urgent = False
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
@@ -366,7 +378,8 @@ class Fusion:
             self._cycle_time_s = outcome.cycle_time_s
         if self.tuner is not None and outcome.batches:
             nbytes = sum(batch.nbytes for batch in outcome.batches)
-            settings = self.tuner.note(nbytes, self._now_s())
+            names = [response.name for batch in outcome.batches for response in batch.responses]
+            settings = self.tuner.note(names, nbytes, self._now_s())
             if settings is not None:
                 with self._lock:
                     self._state.propose(settings)

@@ -9,7 +9,7 @@ reduced together goes through one buffer in memory that all ranks of the host ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Protocol
 
@@ -155,22 +155,29 @@ class PlacedAllReduce(_AllReducing):
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
         """Reduce run by run."""
-        places = [response.request.place for response in batch.responses]
-        for run in runs([response.request for response in batch.responses]):
-            first, last = entries[run[0]], batch.responses[run[-1]].request
-            numel = last.place + prod(last.shape) - places[run[0]]
-            flat = self._flat(first, numel)
-            with self._activities.span("transfer", numel * last.itemsize):
-                scale(flat, last.prescale)
-                self._group.all_reduce(flat, last.op, algorithm=self._algorithm)
-                scale(flat, last.postscale)
+        requests = [response.request for response in batch.responses]
+        for run in runs(requests):
+            first, last = requests[run[0]], requests[run[-1]]
+            numel = last.place + prod(last.shape) - first.place
+            members = [entries[position] for position in run]
+            gathered = any(entry.is_stand_in for entry in members)
+            flat = self._gathered(members, numel) if gathered else _row(_given(members[0]), numel)
+            with self._activities.span("transfer", numel * first.itemsize):
+                scale(flat, first.prescale)
+                self._group.all_reduce(flat, first.op, algorithm=self._algorithm)
+                scale(flat, first.postscale)
+            if gathered:
+                for own, part in _parts(members, flat):
+                    own.copy_(part)
         return [_out(entry) for entry in entries]
 
-    def _flat(self, first: Entry, numel: int) -> torch.Tensor:
-        x = _given(first)
-        if first.is_stand_in:
-            return self._buffer.room(numel, x).fill_(neutral(first.request.op, x.dtype))
-        return x.as_strided((numel,), (1,), x.storage_offset())
+    def _gathered(self, members: Sequence[Entry], numel: int) -> torch.Tensor:
+        """A run on a rank that has joined: what it had submitted before, amidst what changes nothing."""
+        x = _given(members[0])
+        flat = self._buffer.room(numel, x).fill_(neutral(members[0].request.op, x.dtype))
+        for own, part in _parts(members, flat):
+            part.copy_(own)
+        return flat
 
 
 class AllReduce(_AllReducing):
@@ -378,6 +385,22 @@ def scale(x: torch.Tensor, factor: float) -> None:
         x.mul_(factor)
     else:
         x.copy_(x.double().mul_(factor))
+
+
+def _row(x: torch.Tensor, numel: int) -> torch.Tensor:
+    """So many elements as they lie in memory, from the first of `x` on."""
+    return x.as_strided((numel,), (1,), x.storage_offset())
+
+
+def _parts(
+    members: Sequence[Entry], flat: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What this rank has submitted itself, as it lies in memory, each with its part of a run."""
+    for entry in members:
+        if not entry.is_stand_in:
+            start = entry.request.place - members[0].request.place
+            own = _row(_given(entry), _given(entry).numel())
+            yield own, flat[start : start + own.numel()]
 
 
 def _given(entry: Entry) -> torch.Tensor:

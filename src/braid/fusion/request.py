@@ -33,7 +33,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         text: What ranks must say alike.
         device: Type of device, and its number, of the tensor.
         place: Where it lies among others in one flat tensor of this rank, in elements, if it does; else -1. What is carried out together and
-            lies side by side needs no copies.
+            lies side by side needs no copies. Places of several flat tensors differ: see `Fusion.reserve`.
+        strides: With a place: those of the tensor, if it does not lie row by row.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     device: str = "cpu"
     place: int = -1
+    strides: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

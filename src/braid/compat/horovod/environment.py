@@ -20,6 +20,7 @@ __all__ = ["Environment", "collecting_s", "write_search"]
 
 HOROVODS_S = 0.001
 UNTIL_WAITED_FOR_S = 0.25
+DEFAULT = StateOptions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,7 @@ class Environment:
     """HOROVOD_* with Horovod's defaults.
 
     Attributes:
-        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor alone.
+        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor alone. The engine's own when None.
         cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves it to what cores are free
             (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
@@ -39,7 +40,7 @@ class Environment:
         stall_shutdown_s: After how long everything ends for that; 0 for never.
         hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured costs.
         hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever this says.
-        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`).
+        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`); one that is said stays as it is.
         autotune_log: Path of the search's log; empty for none.
         autotune_warmup_samples: Samples that are thrown away.
         autotune_steps_per_sample: Steps of a sample.
@@ -53,7 +54,7 @@ class Environment:
         ConfigError: A number is negative, or the level is none.
     """
 
-    fusion_threshold_bytes: int = 128 << 20
+    fusion_threshold_bytes: int | None = None
     cycle_time_ms: float | None = None
     cache_capacity: int = 1024
     disable_group_fusion: bool = False
@@ -114,6 +115,8 @@ class Environment:
 
     def _search(self) -> TuneOptions:
         return TuneOptions(
+            threshold=self.fusion_threshold_bytes is None,
+            cycle_time=self.cycle_time_ms is None,
             warmup_samples=self.autotune_warmup_samples,
             steps_per_sample=self.autotune_steps_per_sample,
             max_samples=self.autotune_bayes_opt_max_samples,
@@ -127,11 +130,12 @@ class Environment:
             spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by hosts.
             free_cores: Whether hosts have cores that no rank computes on.
         """
-        ms = self.cycle_time_ms
+        ms, most = self.cycle_time_ms, self.fusion_threshold_bytes
+        searches = self.autotune and None in {ms, most}
         by_hosts = spans_hosts and self.hierarchical_allreduce
         return FusionOptions(
             state=StateOptions(
-                threshold_bytes=self.fusion_threshold_bytes,
+                threshold_bytes=DEFAULT.threshold_bytes if most is None else most,
                 cache_capacity=self.cache_capacity,
                 split_groups=self.disable_group_fusion,
                 stall_check_s=self.stall_check_s if self.stall_check else 0.0,
@@ -139,7 +143,7 @@ class Environment:
             ),
             cycle_time_s=collecting_s(spans_hosts, free_cores) if ms is None else ms * 1e-3,
             algorithm="hierarchical" if by_hosts else None,
-            autotune=self._search() if self.autotune else None,
+            autotune=self._search() if searches else None,
         )
 
 
@@ -148,7 +152,7 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 
     Args:
         path: Of the file.
-        tuner: That is through.
+        tuner: Of the search; not all samples if it is not through.
     """
     rows = [(*settings, score) for settings, score in tuner.samples]
     lines = ["threshold_bytes,cycle_time_ms,bytes_per_s"]

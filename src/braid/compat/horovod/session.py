@@ -12,6 +12,7 @@ import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,7 +82,7 @@ class Member:
 
 
 class Session:
-    """Engines of all process sets of this rank.
+    """Engines of all process sets of this rank, and what is kept back from them to be submitted together.
 
     Args:
         group: Of all ranks.
@@ -101,9 +102,10 @@ class Session:
         self.cross = alike.index(mine[1]), len(alike)
         self.spans_hosts = len({node for _, node in places}) > 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        alone = self.job.local_world_size < (cores or 1)
-        self.free_cores = torch.cuda.is_available() or min(group.objects.all_gather(alone))
+        free = torch.cuda.is_available() or self.job.local_world_size < (cores or 1)
+        self.free_cores = min(group.objects.all_gather(free))
         self.homogeneous = len(set(Counter(node for _, node in places).values())) == 1
+        self.collected: set[Callable[[], None]] = set()  # each submits what has been collected
         self._members: dict[int, Member] = {}
         self._next_number = GLOBAL
         direct = group.split(0)
@@ -151,17 +153,24 @@ class Session:
         """Take a process set away; all ranks call this."""
         member = self._members.pop(number)
         if member.included:
-            member.engine.close(f"process set {number} has been removed")
+            self._end(member, f"process set {number} has been removed")
             member.engine.group.close()
 
     def close(self) -> None:
         """End all engines."""
-        engines = [each.engine for each in reversed(self._members.values()) if each.included]
-        for engine in engines:
-            engine.close()
-        for group in (*(engine.group for engine in engines), self.direct):
+        members = [each for each in reversed(self._members.values()) if each.included]
+        for member in members:
+            self._end(member)
+        for group in (*(member.engine.group for member in members), self.direct):
             group.close()
         self._members.clear()
+
+    def _end(self, member: Member, reason: str = "") -> None:
+        """End an engine; a search that is not through keeps what it has found."""
+        member.engine.close(reason)
+        tuner = member.engine.tuner
+        if tuner is not None and tuner.samples:
+            self._write_search(member.number, tuner)
 
     def _add(self, parent: Group, ranks: Sequence[int]) -> Member:
         """A set of ranks of `parent`, whose members all come here."""
@@ -174,22 +183,44 @@ class Session:
                 part,
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
                 on_stall=_stall_teller(part.rank),
-                on_tuned=self._on_tuned,
+                on_tuned=partial(self._on_tuned, number),
+                on_wait=self._submit_collected,
                 told=self._told,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
         return self._members[number]
 
-    def _on_tuned(self, tuner: Autotuner) -> None:
+    def _submit_collected(self) -> None:
+        """All of it, of all sets: others may wait for that before they submit what this rank waits for."""
+        for submit in tuple(self.collected):
+            self.collected.discard(submit)
+            submit()
+
+    def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best
         print(
             f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} bytes, {best.cycle_time_s * 1e3:g} ms",
             file=sys.stderr,
             flush=True,
         )
-        if self.environment.autotune_log:
-            write_search(Path(self.environment.autotune_log), tuner)
+        self._write_search(number, tuner)
+
+    def _write_search(self, number: int, tuner: Autotuner) -> None:
+        """The log, where one is wished for; training does not end because it cannot be written."""
+        if not self.environment.autotune_log:
+            return
+        path = Path(self.environment.autotune_log)
+        if number != GLOBAL:  # which searches for itself
+            path = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        try:
+            write_search(path, tuner)
+        except OSError as error:
+            print(
+                f"braid.compat.horovod: expected a file that can be written for autotune's log, found {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _told(self, kind: str, name: str) -> None:
         if self.group.rank == 0 and self.environment.log_level in {"trace", "debug", "info"}:

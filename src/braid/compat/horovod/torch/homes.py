@@ -6,13 +6,14 @@ one message without copying them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from braid.comm import Group
+from braid.fusion import Fusion
 from braid.fusion.fusion_buffer import ALIGNMENT
 from braid.params import allocator
 from braid.params.flat import shaped
@@ -24,46 +25,66 @@ class Home(NamedTuple):
     """Of one gradient.
 
     Attributes:
-        view: In the shape and strides of its parameter.
-        place: Of its first element.
+        tensor: In the shape of its parameter, and with its strides.
+        place: Of its first element, see `Request.place`; -1 for a gradient that is not at home.
+        strides: As `Request.strides` has them.
     """
 
-    view: torch.Tensor
-    place: int
+    tensor: torch.Tensor
+    place: int = -1
+    strides: tuple[int, ...] = ()
 
 
 class Homes:
     """Of all gradients of an optimizer.
 
     Args:
-        group: Whose members read them.
+        engine: That reduces them.
         params: In the order of registration: backward goes the other way, so do homes.
+
+    Attributes:
+        engine: As given.
     """
 
-    def __init__(self, group: Group, params: Iterable[nn.Parameter]) -> None:
+    def __init__(self, engine: Fusion, params: Iterable[nn.Parameter]) -> None:
+        self.engine = engine
         together: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for param in params:
             together.setdefault((param.dtype, param.device), []).append(param)
         self._homes: dict[nn.Parameter, Home] = {}
+        self._given: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
         for (dtype, device), members in together.items():
             step = max(1, ALIGNMENT // members[0].element_size())
             widths = [-(-param.numel() // step) * step for param in reversed(members)]
-            make = allocator(group, "cpu" if device.type == "cpu" else str(device))
+            make = allocator(engine.group, "cpu" if device.type == "cpu" else str(device))
             flat, start = make((sum(widths),), dtype), 0
+            first = engine.reserve(sum(widths))
             for param, width in zip(reversed(members), widths, strict=True):
                 view = shaped(flat[start : start + param.numel()], param)
-                self._homes[param] = Home(view, start)
+                strides = () if view.is_contiguous() else view.stride()
+                self._homes[param] = Home(view, first + start, strides)
                 start += width
 
-    def take_in(self, param: nn.Parameter) -> int:
-        """Bring a gradient home; its place, -1 if it cannot live there."""
+    def take_in(self, param: nn.Parameter) -> Home:
+        """Bring a gradient home. It stays where it is if it does not fit there any more, or if somebody still holds that of a former step."""
         home, grad = self._homes.get(param), param.grad
-        if home is None or grad is None or grad.is_sparse or grad.dtype != home.view.dtype:
-            return -1
-        if grad.data_ptr() != home.view.data_ptr() or grad.stride() != home.view.stride():
-            home.view.copy_(grad)
-            param.grad = home.view.detach()
-        return home.place
+        assert grad is not None  # the caller has seen to it
+        if home is None or not _fits(grad, home.tensor):
+            return Home(grad)
+        there = grad.data_ptr() == home.tensor.data_ptr()
+        if not there or grad.stride() != home.tensor.stride():
+            before = self._given.get(param)
+            if before is not None and before() is not None:
+                return Home(grad)
+            home.tensor.copy_(grad)
+            param.grad = given = home.tensor.detach()
+            self._given[param] = weakref.ref(given)
+        return home
 
     def __repr__(self) -> str:
         return f"Homes({len(self._homes)} gradients)"
+
+
+def _fits(grad: torch.Tensor, home: torch.Tensor) -> bool:
+    alike = grad.dtype == home.dtype and grad.device == home.device and grad.shape == home.shape
+    return alike and not grad.is_sparse

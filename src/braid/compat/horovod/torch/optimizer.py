@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,21 +19,29 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from braid.compat.horovod.failure import translated
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
 from braid.compat.horovod.torch.compression import Compression, Compressor, NoneCompressor
 from braid.compat.horovod.torch.handles import Pending, synchronize
-from braid.compat.horovod.torch.homes import Homes
+from braid.compat.horovod.torch.homes import Home, Homes
 from braid.compat.horovod.torch.named import named_groups, named_of
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, engine_op
 from braid.errors import ConfigError
-from braid.fusion import Request
+from braid.fusion import Fusion, Request
+from braid.fusion.streams import follow, mark
 
 __all__ = ["DistributedOptimizer"]
 
 COLLECTED_BYTES = 1 << 20  # of gradients that are submitted at once
+TOO_EARLY = (
+    "expected zero_grad() after step() or synchronize(), found it between backward and step, while gradients are under way: call it "
+    "before backward"
+)
 Named = Iterable[tuple[str, nn.Parameter]]
+Points = dict[nn.Parameter, torch.cuda.Event | None]  # see `mark`
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -123,21 +132,30 @@ class _Reduction:
         self._passes = 1
         self._left: dict[nn.Parameter, int] = {}
         self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # of parameters with sparse gradients
-        self._ready: set[nn.Parameter] = set()
+        self._ready: Points = {}  # of groups that are not complete
         self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
         self.synchronized = False
         self.synchronizes = True
         self.warned = False
         self._homes: Homes | None = None
-        self._requests: dict[nn.Parameter, Request] = {}
-        self._collected: list[nn.Parameter] = []
+        self._requests: dict[nn.Parameter, tuple[object, Request]] = {}
+        self._lock = threading.RLock()  # a compression may wait for operations of its own
+        self._collected: Points = {}
         self._nbytes = 0
         if process_set.included():
-            trained = [param for param in names if param.requires_grad]
-            if compression is NoneCompressor:
-                self._homes = Homes(process_set.member.engine.group, trained)
-            for param in trained:
+            self._settle(process_set.member.engine)
+            for param in self._trained():
                 param.register_post_accumulate_grad_hook(_hook_of(self))  # type: ignore[no-untyped-call]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [param for param in self._names if param.requires_grad]
+
+    def _settle(self, engine: Fusion) -> None:
+        """Find homes for gradients, those of this engine: hvd.init() after hvd.shutdown() makes another one."""
+        if self._compression is NoneCompressor and (
+            self._homes is None or self._homes.engine is not engine
+        ):
+            self._homes = Homes(engine, self._trained())
 
     def set_passes(self, passes: int) -> None:
         """Reduce in every so many backwards."""
@@ -148,27 +166,31 @@ class _Reduction:
         self._left = dict.fromkeys(self._names, passes)
 
     def on_gradient(self, param: nn.Parameter) -> None:
-        """It is there, or a part of it that this backward adds."""
-        if self._left[param] <= 0:
-            msg = (
-                f"expected {self._passes} backward before each step, found one more for {self._names[param]!r}: raise backward_passes_per_step, "
-                "or call step() or synchronize() between"
-            )
-            raise AssertionError(msg)
-        self._left[param] -= 1
-        if self._left[param] == 0:
-            self._is_ready(param)
+        """It is there, or a part of it that this backward adds. Called by as many threads as backward has."""
+        with self._lock:
+            if self._left[param] <= 0:
+                msg = (
+                    f"expected {self._passes} backward before each step, found one more for {self._names[param]!r}: raise backward_passes_per_step, "
+                    "or call step() or synchronize() between"
+                )
+                raise AssertionError(msg)
+            self._left[param] -= 1
+            if self._left[param] == 0:
+                self._is_ready(param)
 
     def _is_ready(self, param: nn.Parameter) -> None:
         group = self._groups.get(param)
         if group is None:
             self._submit(param)
             return
-        self._ready.add(param)
+        self._ready[param] = mark(param.grad)
         trained = [member for member in group if member.requires_grad]  # others are frozen now
         if all(member in self._ready for member in trained):
-            self._ready.difference_update(group)
-            self._submit_group(trained, f"gradients.{self._names[group[0]]}")
+            ready = {member: self._ready.pop(member, None) for member in group}
+            for member in trained:
+                self._gradient(member)
+            points = {member: ready[member] for member in trained}
+            self._send(points, f"gradients.{self._names[group[0]]}")
 
     def _submit(self, param: nn.Parameter) -> None:
         grad = self._gradient(param)
@@ -177,61 +199,71 @@ class _Reduction:
             handle = sparse_allreduce_async(grad, name, self._op, self._set)
             self.under_way[param] = handle, -1, None
             return
-        self._collected.append(param)
+        if not self._collected:
+            session().collected.add(self.flush)
+        self._collected[param] = mark(grad)
         self._nbytes += grad.numel() * grad.element_size()
         if self._nbytes >= COLLECTED_BYTES:
             self._flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Submit what has been collected: once for many small ones wakes the engine's thread once."""
-        params, self._collected, self._nbytes = self._collected, [], 0
-        if params:
-            self._send(params)
+        with self._lock:
+            self._flush()
 
-    def _submit_group(self, group: Sequence[nn.Parameter], name: str) -> None:
-        for param in group:
-            self._gradient(param)
-        self._send(group, name)
+    def _flush(self) -> None:
+        points, self._collected, self._nbytes = self._collected, {}, 0
+        if points:
+            session().collected.discard(self.flush)
+            self._send(points)
 
-    def _send(self, params: Sequence[nn.Parameter], group: str = "") -> None:
-        tensors, contexts, places = self._packed(params)
+    @torch.no_grad()
+    def _send(self, points: Points, group: str = "") -> None:
+        """Submit gradients, each of which is there behind its point: hooks of one backward may run on several streams."""
+        follow(points.values(), [param.grad for param in points])
+        engine = self._set.member.engine
+        self._settle(engine)
+        packed = [self._packed(param) for param in points]
+        tensors = [home.tensor for home, _ in packed]
+        group_size = len(packed) if group else 0
         wanted = [
-            (self._request(param, tensor, place, group, len(params)), tensor, tensor)
-            for param, tensor, place in zip(params, tensors, places, strict=True)
+            (self._request(param, home, group, group_size), home.tensor, home.tensor)
+            for param, (home, _) in zip(points, packed, strict=True)
         ]
-        pending = Pending(self._set.member.engine.submit_all(wanted), lambda _: tensors, tensors)
-        for number, (param, ctx) in enumerate(zip(params, contexts, strict=True)):
+        with translated():
+            handles = engine.submit_all(wanted)
+        pending = Pending(handles, lambda _: tensors, tensors)
+        for number, (param, (_, ctx)) in enumerate(zip(points, packed, strict=True)):
             self.under_way[param] = pending, number, ctx
 
-    def _request(
-        self, param: nn.Parameter, tensor: torch.Tensor, place: int, group: str, size: int
-    ) -> Request:
-        """What ranks hear of a gradient: the same in every step."""
+    def _request(self, param: nn.Parameter, home: Home, group: str, group_size: int) -> Request:
+        """What ranks hear of a gradient: the same in every step, while it is the same."""
+        x = home.tensor
+        key = x.shape, x.dtype, x.device, home.place, home.strides, group_size
         known = self._requests.get(param)
-        group_size = size if group else 0
-        if known is None or (known.place, known.group_size) != (place, group_size):
-            known = self._requests[param] = request(
+        if known is None or known[0] != key:
+            wanted = request(
                 f"gradient.{self._names[param]}",
                 "all_reduce",
-                tensor,
-                op=engine_op(self._op, tensor),
+                x,
+                op=engine_op(self._op, x),
                 prescale=self._factors[0],
                 postscale=self._factors[1],
-                place=place,
+                place=home.place,
+                strides=home.strides,
                 group=group,
                 group_size=group_size,
             )
-        return known
+            known = self._requests[param] = key, wanted
+        return known[1]
 
-    def _packed(
-        self, params: Sequence[nn.Parameter]
-    ) -> tuple[list[torch.Tensor], list[Any], list[int]]:
-        """What travels, what its decompression needs, and where it lies."""
+    def _packed(self, param: nn.Parameter) -> tuple[Home, Any]:
+        """What travels and where it lies; what its decompression needs."""
         if self._homes is not None:
-            places = [self._homes.take_in(param) for param in params]
-            return [_grad(param) for param in params], [None] * len(params), places
-        pairs = [self._compression.compress(_grad(param)) for param in params]
-        return [x for x, _ in pairs], [ctx for _, ctx in pairs], [-1] * len(params)
+            return self._homes.take_in(param), None
+        assert param.grad is not None  # as above
+        tensor, ctx = self._compression.compress(param.grad)
+        return Home(tensor), ctx
 
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
@@ -247,7 +279,13 @@ class _Reduction:
     @property
     def begun(self) -> bool:
         """Whether gradients are under way, or about to be."""
-        return bool(self.under_way or self._collected)
+        return bool(self.under_way or self._collected or self._ready)
+
+    def _check_kept(self) -> None:
+        """Whether all gradients that have come are still there: a model's zero_grad() asks nobody."""
+        for param in (*self.under_way, *self._collected, *self._ready):
+            if param.grad is None:
+                raise AssertionError(TOO_EARLY)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -256,12 +294,12 @@ class _Reduction:
             return
         results: dict[int, Any] = {}
         try:
-            collected = set(self._collected)
-            for param in self._names:
-                known = param in self.under_way or param in self._ready or param in collected
-                if param.requires_grad and not known:
-                    self._is_ready(param)
-            self._flush()
+            with self._lock:
+                self._check_kept()
+                for param in self._trained():
+                    if param not in self.under_way and param not in self._collected:
+                        self._is_ready(param)
+                self._flush()
             for param, (handle, number, ctx) in self.under_way.items():
                 if id(handle) not in results:
                     results[id(handle)] = synchronize(handle)
@@ -293,11 +331,6 @@ class _Reduction:
             return loss
 
         return reduced
-
-
-def _grad(param: nn.Parameter) -> torch.Tensor:
-    assert param.grad is not None  # the caller has seen to it
-    return param.grad
 
 
 def _hook_of(reduction: _Reduction) -> Callable[[nn.Parameter], None]:
@@ -398,11 +431,7 @@ class _Face(_Wrapped):
             AssertionError: Gradients are under way.
         """
         if self._reduction.begun:
-            msg = (
-                "expected zero_grad() after step() or synchronize(), found it between backward and step, while gradients are under way: call it "
-                "before backward"
-            )
-            raise AssertionError(msg)
+            raise AssertionError(TOO_EARLY)
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]  # of the optimizer
 
 
