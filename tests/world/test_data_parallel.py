@@ -342,6 +342,33 @@ def test_a_buffer_that_forward_replaces_is_still_that_of_rank_0(world):
     assert world(2, _replaced_buffers) == [3.0, 3.0]
 
 
+class Growing(nn.Module):
+    """A buffer that is longer after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: float) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, torch.tensor([x])])
+        return (self.weight * x).sum()
+
+
+def _growing_buffers(group: Group) -> tuple[list[float], int]:
+    model = Growing()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for step in range(30):
+        wrapped(float(step + 100 * group.rank)).backward()
+    return model.seen.tolist(), group.persistent("all_reduce", torch.ones(1))._number
+
+
+def test_buffers_of_ever_other_shapes_use_few_channels(world):
+    for seen, channel in world(2, _growing_buffers):
+        assert seen == [float(step) for step in range(30)]
+        assert channel <= 11  # of the status, of the bucket, and those of the last shapes
+
+
 def _complex_gradients(group: Group) -> list[complex]:
     model = Optional(torch.complex64)
     wrapped = DistributedDataParallel(model, process_group=group)

@@ -298,7 +298,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"{' of one that has a state' if state.get('hook') else ''}: wrap with the same hook"
             )
             raise ConfigError(msg)
-        self._reducer.buckets.owe(state["residuals"])
+        names = {record.name for record in self._table}
+        residuals = {name: left for name, left in state["residuals"].items() if name in names}
+        self._reducer.buckets.owe(residuals)
         if load is not None and state["hook"]:
             load(state["hook"])
 
