@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from braid.comm import Group, Request, Work
+from braid.errors import ConfigError
 from braid.params import allocator
 
 __all__ = ["ModuleBuffers"]
@@ -60,7 +61,11 @@ class ModuleBuffers:
         return [buffer for name, buffer in named if name not in self._ignored]
 
     def broadcast(self, root: int = 0) -> None:
-        """Copy the values of the group rank `root` to all; a collective."""
+        """Copy the values of the group rank `root` to all; a collective.
+
+        Raises:
+            ConfigError: Elements of a buffer share memory, so that it cannot be written to.
+        """
         for work in self.start(root):
             work.wait()
         self.receive(root)
@@ -116,6 +121,7 @@ class ModuleBuffers:
         known = self._known.setdefault(device, {})
         packed = known.get(layout)
         if packed is None:
+            self._refuse_expanded()
             if len(known) == MAX_LAYOUTS:
                 for request in known.pop(next(iter(known))).requests.values():
                     request.retire()
@@ -126,3 +132,13 @@ class ModuleBuffers:
             views = [part[:size].view(own.dtype).view(own.shape) for part, size, own in parts]
             packed = known[layout] = _Packed(memory, views, {})
         return packed
+
+    def _refuse_expanded(self) -> None:
+        expanded = [
+            repr(name)
+            for name, buffer in self._module.named_buffers()
+            if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001 - there is no public way
+        ]
+        if expanded:
+            msg = f"expected buffers whose elements have memory of their own, found {', '.join(expanded)} expanded: register them with .clone()"
+            raise ConfigError(msg)

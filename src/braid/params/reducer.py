@@ -424,7 +424,7 @@ class GradientReducer:
                 grad = param.grad if brings else None
                 param.grad = average_sparse(self._group, param, grad, mean)
         outcome = Outcome(self.num_reductions + 1, status, self._records)
-        self._last_times, self._ready_ns = (self.buckets.plan, self._ready_ns), {}
+        self._last_times = self.buckets.plan, self._ready_ns
         if not self._plan.learnt:
             if self._options.static_graph:
                 self._plan.state.learn()
@@ -452,6 +452,7 @@ class GradientReducer:
 
     def _end_step(self) -> None:
         self.num_reductions += 1
+        self._ready_ns = {}
         self._ended_ns = self._now_ns()
         self._plan.state.reset()
         self._reset_counts()
