@@ -220,6 +220,26 @@ def test_plans_that_do_not_come_back_give_their_channels_to_later_ones(world):
             assert_same(a, b)
 
 
+def _freezes_while_accumulating(group: Group) -> Gradients:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL, every=2)
+    for step in range(2):
+        net.first.requires_grad_(step == 0)
+        loss_of(wrapped(batch(group.rank, step))).backward()
+    return grads(net)
+
+
+def test_what_was_accumulated_of_parameters_that_are_frozen_then_is_averaged(world):
+    net = Net()
+    for step in range(2):
+        net.first.requires_grad_(step == 0)
+        for rank in range(2):
+            (loss_of(net(batch(rank, step))) / 2).backward()
+    for found in world(2, _freezes_while_accumulating):
+        for a, b in zip(found, grads(net), strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def _unfreezes_alone(group: Group) -> str:
     net = Net()
     net.second.requires_grad_(False)

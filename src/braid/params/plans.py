@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from operator import or_
 
 import torch
 
@@ -91,9 +92,15 @@ class Plans:
         self._kept: dict[tuple[bool, ...], Plan] = {}  # the one that was used last comes last
         self.current = Plan(group, records, self._trained(), options)
 
-    def follow(self) -> bool:
-        """Look at what is trained now; whether that has changed, and with it the plan."""
-        trained, old = self._trained(), self.current
+    def follow(self, *, accumulating: bool) -> bool:
+        """Look at what is trained now; whether that has changed, and with it the plan.
+
+        Args:
+            accumulating: Gradients have come that are not averaged yet; those of what is frozen meanwhile shall be, too.
+        """
+        old = self.current
+        held = old.trained if accumulating else (False,) * len(old.trained)
+        trained = tuple(map(or_, self._trained(), held))
         if trained == old.trained:
             return False
         left_out = old.buckets.residuals()
