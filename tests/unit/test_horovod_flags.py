@@ -135,6 +135,10 @@ def test_an_interpreter_of_our_own_is_left_out(command, own, expected):
     assert (kind, " ".join(words)) == expected
 
 
+def test_the_hostfile_has_a_short_name_too():
+    assert parse_flags(["-hostfile", "h", *TRAIN]) == parse_flags(["--hostfile", "h", *TRAIN])
+
+
 def test_an_interpreter_without_a_program_is_refused():
     with pytest.raises(ConfigError, match="expected a program behind python, found none"):
         program(("python",), lambda _word: True)
@@ -184,6 +188,9 @@ def test_all_values_that_are_wrong_are_said_at_once():
             ["--no-hierarchical=1"],
             "--no-hierarchical is none: did you mean --no-hierarchical-allreduce?",
         ),
+        (["-np", "2", "-H", "", "x.py"], "--hosts is '', expected HOSTS: hosts with their slots"),
+        (["-np", "2", "--hostfile", "", "x.py"], "--hostfile is '', expected FILE"),
+        (["-np", "", "x.py"], "--num-proc is '', expected N"),
         (["--xyzzy"], "--xyzzy is none (see --help)"),
         (["-np", "2", "-H", "a:1", "x.py"], "expected 1 to 1 ranks on a:1, found -n 2"),
         (["-np", "2", "--min-np", "1", "x.py"], "--min-np: elastic training is not there yet"),
@@ -222,6 +229,7 @@ def test_a_configuration_file_stands_below_the_command_line():
         "timeline": {"filename": "t.json", "mark-cycles": True},
         "stall-check": {"enabled": False, "warning-time-seconds": 5},
         "logging": {"level": "DEBUG"},
+        "library_options": {"mpi_args": "-x A", "tcp": True},
     }
     flags = with_config(parse_flags(["--cycle-time-ms", "1", *TRAIN]), content, "c.yaml")
     assert flags == Flags(
@@ -237,6 +245,8 @@ def test_a_configuration_file_stands_below_the_command_line():
             "stall-check": "0",
             "stall-check-warning-time-seconds": "5",
             "log-level": "DEBUG",
+            "mpi-args": "-x A",
+            "tcp": "1",
         },
         command=TRAIN,
     )
@@ -250,6 +260,7 @@ def test_all_that_is_wrong_with_a_configuration_file_is_said_at_once():
         "timeline": {"mark-cycles": "yes"},
         "autotune": True,
         "help": True,
+        "config-file": "d.yaml",
     }
     with pytest.raises(ConfigError) as caught:
         with_config(Flags(), content, "c.yaml")
@@ -257,7 +268,7 @@ def test_all_that_is_wrong_with_a_configuration_file_is_said_at_once():
         "c.yaml cannot be used: parms is not known: did you mean params?; "
         "params.cycle-time is not known: did you mean cycle-time-ms?; params.cache-capacity is [1], expected one value; "
         "timeline.mark-cycles is 'yes', expected true or false; autotune is True, expected keys below it, such as enabled; "
-        "help is not known"
+        "help is not known; config-file is not known"
     )
 
 

@@ -59,7 +59,11 @@ def test_a_hostfile_has_comments_slots_and_the_short_form():
     ("text", "words"),
     [
         ("# nothing\n", "hosts names no host: write lines such as `a slots=2`"),
-        ("a slots=2\nb max-slots=4\n", "hosts:2: 'b max-slots=4' is no name of a host"),
+        (
+            "a slots=2\nb slots=2 max-slots=4\n",
+            "hosts:2: 'b slots=2 max-slots=4' is no line such as `a slots=2`",
+        ),
+        ("a slots=\n", "hosts:1: 'a slots=' is no line such as `a slots=2`"),
         ("a\na\n", "a is named 2 times"),
     ],
 )

@@ -11,16 +11,17 @@ from braid.observe.facts import facts
 STEP_MS = 20.0
 
 
-def averages(rank: RecordedRank, steps: int, late: dict[int, float], *, first: int = 0) -> None:
+def averages(rank: RecordedRank, steps: int, late: dict[int, float], *, group: int = 1) -> None:
     """Steps of 20 ms with two buckets: full after 5 ms, and after 10 ms and what `late` says."""
-    for step in range(first, first + steps):
+    for step in range(steps):
         behind = late.get(step, 0.0)
         rank.work(5)
         one = rank.recorder.span("bucket 1 of 2", seq=0, nbytes=4000)
         rank.work(5 + behind)
         two = rank.recorder.span("bucket 2 of 2", seq=1, nbytes=400)
         # all requests begin when both are full, and end on all ranks at once
-        call = rank.recorder.span("all_reduce(float64[5], sum)", channel=5, seq=step + 7)
+        name = "all_reduce(float64[5], sum)"
+        call = rank.recorder.span(name, group=group, channel=5, seq=step + 7)
         rank.work(STEP_MS - 11 - behind)
         for span in (call, one, two):
             span.end()
@@ -60,6 +61,19 @@ def test_steps_are_matched_by_their_collectives_when_one_rank_has_lost_the_first
     assert [(row.num_behind, row.num_averagings) for row in whole] == [(0, 59), (2, 59)]
     assert torn[1] == whole[1]._replace(num_behind=1)
     assert len(averagings(read_timelines([rank.ring for rank in job(8, {})]))) == 8
+
+
+def test_ranks_of_other_groups_are_behind_nobody_here():
+    ranks = [RecordedRank(rank, start_ms=1000 + 8 * (rank // 2)) for rank in range(4)]
+    for rank in ranks:
+        late = {4: 6.0, 5: 6.0} if rank.ring.rank == 3 else {}
+        averages(rank, 6, late, group=1 + rank.ring.rank // 2)
+    assert rows(ranks) == [
+        LateBucket("bucket 1 of 2", 4000, -1, 0, 0, 0, 5),
+        LateBucket("bucket 1 of 2", 4000, -1, 0, 0, 0, 5),
+        LateBucket("bucket 2 of 2", 400, -1, 0, 0, 5, 5),
+        LateBucket("bucket 2 of 2", 400, 3, 6 * MS, 2, 5, 5),
+    ]
 
 
 def test_one_rank_alone_is_behind_nobody():

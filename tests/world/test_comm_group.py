@@ -272,6 +272,42 @@ def test_who_waits_for_background_work_goes_on_with_started_requests():
     run_threads(2, _wait_for_background_first, threading.Event())
 
 
+def _retires(group: Group) -> tuple[list[float], list[str]]:
+    found, said = [], []
+    last = group.persistent("all_reduce", torch.ones(1))
+    for step in range(1, 5):
+        x = group.empty((10**step,)).fill_(float(step))
+        request = group.persistent("all_reduce", x)
+        for _ in range(step):
+            request.start().wait()
+        request.retire()
+        found.append(x.mean().item())
+        try:
+            request.start()
+        except StaleError as error:
+            said.append(str(error))
+    work = last.start() if group.rank == 0 else None
+    try:
+        if work is not None:
+            last.retire()
+    except StaleError as error:
+        said.append(str(error))
+    (work or last.start()).wait()
+    return found, said
+
+
+def test_channels_of_retired_requests_serve_later_ones(world):
+    first, second = world(2, _retires)
+    assert first[0] == second[0] == [step * 2.0**step for step in range(1, 5)]
+    assert second[1] == [
+        f"expected a request to be used before it is retired, found Request(1, all_reduce(float32[{10**step}], sum)) afterwards: "
+        "make another one"
+        for step in range(1, 5)
+    ]
+    assert first[1][:4] == second[1]
+    assert "expected request 0 (all_reduce(float32[1], sum)) to be idle" in first[1][4]
+
+
 def _impatient(group: Group, gate: threading.Event) -> str:
     x = group.empty((8,)).fill_(1.0)
     request = group.persistent("all_reduce", x)

@@ -192,6 +192,27 @@ def test_a_rank_that_leaves_backward_tells_the_others_and_all_can_go_on(world):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+def _times_after_a_break(group: Group) -> list[bool]:
+    model = Branching()
+    wrapped = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=1e-5, find_unused_parameters=True
+    )
+    wrapped(_shard(group.rank, 0)).backward()
+    loss = wrapped(_shard(group.rank, 1))
+    with contextlib.suppress(ArithmeticError, CommError):
+        (
+            Poison.apply(model.rare).sum() + model.never.exp().sum() if group.rank else loss
+        ).backward()
+    wrapped.zero_grad()
+    wrapped(_shard(group.rank, 2)).backward()
+    (never,) = [row for row in wrapped.bucket_times().rows if row.names == ("never",)]
+    return [seconds > 0 for seconds in never.ready_s]
+
+
+def test_a_step_that_broke_leaves_no_times_behind(world):
+    assert world(2, _times_after_a_break) == [[False, False]] * 2
+
+
 class Running(nn.Module):
     """A buffer that each rank would compute differently."""
 
@@ -340,6 +361,51 @@ def _replaced_buffers(group: Group) -> float:
 
 def test_a_buffer_that_forward_replaces_is_still_that_of_rank_0(world):
     assert world(2, _replaced_buffers) == [3.0, 3.0]
+
+
+class Growing(nn.Module):
+    """A buffer that is longer after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: float) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, torch.tensor([x])])
+        return (self.weight * x).sum()
+
+
+def _growing_buffers(group: Group) -> tuple[list[float], int]:
+    model = Growing()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for step in range(30):
+        wrapped(float(step + 100 * group.rank)).backward()
+    return model.seen.tolist(), group.persistent("all_reduce", torch.ones(1))._number
+
+
+def test_buffers_of_ever_other_shapes_use_few_channels(world):
+    for seen, channel in world(2, _growing_buffers):
+        assert seen == [float(step) for step in range(30)]
+        assert channel <= 11  # of the status, of the bucket, and those of the last shapes
+
+
+def _expanded_buffer(group: Group) -> str:
+    model = Running()
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    with pytest.raises(ConfigError) as caught:
+        DistributedDataParallel(model, process_group=group)
+    return str(caught.value)
+
+
+def test_buffers_that_cannot_be_written_to_are_refused_on_all_ranks(world):
+    assert (
+        world(2, _expanded_buffer)
+        == [
+            "expected buffers whose elements have memory of their own, found 'mask' expanded: register them with .clone()"
+        ]
+        * 2
+    )
 
 
 def _complex_gradients(group: Group) -> list[complex]:

@@ -560,9 +560,12 @@ def _owed(group: Group, name: str, event: str) -> tuple[torch.Tensor, torch.Tens
         got.append(_gradients(wrapped, group.rank, step)[2])
         if event == "planned anew":
             wrapped.module[0].bias.requires_grad_(step == 1)
+        elif event == "frozen for a step":
+            wrapped.module[2].weight.requires_grad_(step == 1)
         elif event == "loaded":
             wrapped.load_hook_state(wrapped.hook_state())
-    given = [_gradients(_Alone(), group.rank, step)[2] for step in range(3)]
+    steps = (0, 2) if event == "frozen for a step" else (0, 1, 2)
+    given = [_gradients(_Alone(), group.rank, step)[2] for step in steps]
     owed = wrapped.hook_state()["residuals"].get("2.weight", torch.zeros(WIDTH, WIDTH))
     given_all, owed_all = group.all_reduce(torch.stack([sum(given), owed]), "avg")
     assert bool(owed_all.any())
@@ -573,7 +576,13 @@ def _owed(group: Group, name: str, event: str) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("size", [3, 5], ids=["two hosts", "three hosts"])
 @pytest.mark.parametrize(
     ("name", "event"),
-    [("bf16", ""), ("int8", "planned anew"), ("topk:0.1", "planned anew"), ("topk:0.1", "loaded")],
+    [
+        ("bf16", ""),
+        ("int8", "planned anew"),
+        ("topk:0.1", "planned anew"),
+        ("topk:0.1", "frozen for a step"),
+        ("topk:0.1", "loaded"),
+    ],
 )
 def test_what_a_format_left_out_is_told_by_name_so_that_nothing_is_lost(hosts, size, name, event):
     for got, given in hosts(size, _owed, name, event):

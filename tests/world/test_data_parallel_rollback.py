@@ -281,6 +281,7 @@ def test_a_copy_of_the_model_has_no_rollback_and_the_model_can_be_saved():
     [
         ([3], {}, "found int"),
         ([[torch.optim.SGD([nn.Parameter(torch.ones(1))])]], {}, "not in a list"),
+        ([torch.amp.GradScaler("cpu")], {}, "expected no gradient scaler, found one"),
         ([], {"every": 0}, "every=0"),
         ([], {"limit": 0}, "limit=0"),
     ],

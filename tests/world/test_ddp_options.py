@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 import warnings
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from braid.errors import BraidError, CommError, ConfigError, MismatchError
 
 PAIRS = 32 / (1 << 20)  # MiB: two parameters of 4 numbers in a bucket
 SMALL = 1e-5  # MiB: every parameter in a bucket of its own
+CHOICES = random.Random(3).choices(range(32), k=60)  # what is trained, as bits
 Gradients = list["torch.Tensor | None"]
 
 
@@ -183,6 +185,59 @@ def test_plans_of_a_program_that_freezes_in_turns_are_kept(world):
         assert num_plans == 2
         for a, b in zip(found, expected, strict=True):
             assert_same(a, b)
+
+
+def _trains_at_random(group: Group) -> tuple[list[Gradients], int, int]:
+    net = Net()
+    wrapped = DistributedDataParallel(
+        net, process_group=group, bucket_cap_mb=SMALL, find_unused_parameters=True
+    )
+    found = []
+    for step in range(60):
+        for number, param in enumerate(net.parameters()):
+            param.requires_grad_(number == 5 or bool(CHOICES[step] >> number & 1))
+        net.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        found.append(grads(net))
+    plans = wrapped._reducer._plans
+    return found, len(plans._kept), group.persistent("all_reduce", torch.ones(1))._number
+
+
+def test_plans_that_do_not_come_back_give_their_channels_to_later_ones(world):
+    net, expected = Net(), []
+    for step in range(60):
+        for number, param in enumerate(net.parameters()):
+            param.requires_grad_(number == 5 or bool(CHOICES[step] >> number & 1))
+        net.zero_grad()
+        accumulate(net, [lambda r=r, s=step: loss_of(net(batch(r, s))) for r in range(2)])
+        expected.append(grads(net))
+    for found, num_kept, channel in world(2, _trains_at_random):
+        assert num_kept <= 4
+        assert (
+            channel <= 7 * 6
+        )  # what is kept, the one of now, one that is made and one that goes; six buckets each
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+
+
+def _freezes_while_accumulating(group: Group) -> Gradients:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL, every=2)
+    for step in range(2):
+        net.first.requires_grad_(step == 0)
+        loss_of(wrapped(batch(group.rank, step))).backward()
+    return grads(net)
+
+
+def test_what_was_accumulated_of_parameters_that_are_frozen_then_is_averaged(world):
+    net = Net()
+    for step in range(2):
+        net.first.requires_grad_(step == 0)
+        for rank in range(2):
+            (loss_of(net(batch(rank, step))) / 2).backward()
+    for found in world(2, _freezes_while_accumulating):
+        for a, b in zip(found, grads(net), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def _unfreezes_alone(group: Group) -> str:

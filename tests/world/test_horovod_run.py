@@ -67,7 +67,7 @@ def test_a_script_runs_on_all_ranks_with_its_arguments_and_variables(capfd, tmp_
 
 
 def test_hosts_of_a_file_are_used_and_variables_go_there(capfd, tmp_path):
-    (tmp_path / "hosts").write_text("localhost slots=2  # this one\n")
+    (tmp_path / "hosts").write_text("\ufefflocalhost slots = 2  # this one\n")
     options = ["--verbose", "--prefix-output-with-timestamp", "--cycle-time-ms", "3"]
     assert main(["--hostfile", "hosts", *options, sys.executable, JOBS]) == 0
     found = capfd.readouterr()
@@ -150,6 +150,12 @@ def test_results_come_in_the_order_of_ranks(monkeypatch):
 def test_one_rank_is_the_default_and_num_proc_another_name():
     assert horovod.run(jobs.told, (1,)) == [(0, 1, 1, "", "")]
     assert len(horovod.run(jobs.told, (1,), num_proc=2, hosts="localhost:2")) == 2
+    with pytest.raises(ConfigError, match="one value for --num-proc, found 1 and num_proc=2"):
+        horovod.run(jobs.told, (1,), np=1, num_proc=2)
+
+
+def test_named_hosts_have_as_many_ranks_as_slots():
+    assert len(horovod.run(jobs.told, (1,), hosts="localhost:2")) == 2
 
 
 def test_a_closure_travels_with_cloudpickle():
@@ -160,6 +166,23 @@ def test_a_closure_travels_with_cloudpickle():
 
 def test_an_interpreter_can_be_named():
     assert horovod.run(jobs.told, (1,), executable=sys.executable) == [(0, 1, 1, "", "")]
+
+
+LIBRARIES = ((os, 0), (pytest, 1))
+FAKE_PYTHON = """#!/bin/sh
+echo "$PYTHONPATH" > {log}
+exec {python} "$@"
+"""
+
+
+def test_another_interpreter_is_not_given_the_libraries_of_this_one(tmp_path):
+    other, log = tmp_path / "python3", tmp_path / "path"
+    other.write_text(FAKE_PYTHON.format(log=log, python=sys.executable))
+    other.chmod(0o700)
+    assert horovod.run(jobs.told, (1,), executable=str(other)) == [(0, 1, 1, "", "")]
+    given = log.read_text().strip().split(os.pathsep)
+    assert str(Path(JOBS).parent) in given
+    assert not {str(Path(module.__file__).parents[n]) for module, n in LIBRARIES} & set(given)
 
 
 def test_what_a_rank_raises_is_the_cause_of_an_error_with_its_rank():
@@ -190,6 +213,12 @@ def test_the_function_lies_where_nobody_else_can_touch_it_and_is_gone_afterwards
     shared.mkdir()
     assert horovod.run(jobs.modes, shared_directory=shared) == [["drwx------", "-rw-------"]]
     assert list(shared.iterdir()) == []
+
+
+def test_a_function_may_leave_the_directory_that_the_shared_one_is_relative_to(tmp_path):
+    Path("shared").mkdir()
+    assert horovod.run(os.chdir, ("/",), shared_directory="shared") == [None]
+    assert list(Path("shared").iterdir()) == []
 
 
 def test_functions_are_not_sent_to_other_hosts_by_default():

@@ -33,7 +33,7 @@ from braid.comm.program_steps import PROGRAMS, check_equal_parts
 from braid.comm.progress import Progress
 from braid.comm.rebuilding import meet_survivors
 from braid.comm.reducing import Reducing
-from braid.comm.request import Request
+from braid.comm.request import Numbers, Request
 from braid.comm.work import Work
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
@@ -90,7 +90,7 @@ class Group(Reducing, Moving, Messaging):
         self._lineage = lineage
         self._successor: Group | None = None
         self._word = ""  # what this rank brings when the group is rebuilt
-        self._num_requests = 0
+        self._numbers = Numbers()
         self._closed = ""
         self._given_back = False
 
@@ -194,11 +194,9 @@ class Group(Reducing, Moving, Messaging):
                 "copied: pass x.contiguous(), and an out that does not overlap it"
             )
             raise ConfigError(msg)
-        number = self._num_requests
-        self._num_requests += 1
         call = self._call(order)
         return Request(
-            self._engine_for(order), call, number, self._describer.call_site, order.returned
+            self._engine_for(order), call, self._numbers, self._describer.call_site, order.returned
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -16,7 +16,26 @@ from braid.comm.engine import Call, Engine
 from braid.comm.work import Work
 from braid.errors import ConfigError, StaleError
 
-__all__ = ["Request"]
+__all__ = ["Numbers", "Request"]
+
+
+class Numbers:
+    """Numbers of a group's requests, equal on all members; those of retired ones are used again, since a group has a limited number of channels."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """One that no request has."""
+        if self._free:
+            return self._free.pop()
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, number: int) -> None:
+        """No request has it any more."""
+        self._free.append(number)
 
 
 class Request:
@@ -25,7 +44,7 @@ class Request:
     Args:
         engine: Engine of the group.
         call: What is done at every start.
-        number: Number among the group's requests, equal on all members.
+        numbers: The group's numbers, of which this request takes one.
         call_site: Digest of the program's line that is running, for messages and traces.
         result: Where the result of every start is found.
     """
@@ -34,7 +53,7 @@ class Request:
         self,
         engine: Engine,
         call: Call,
-        number: int,
+        numbers: Numbers,
         call_site: Callable[[], int],
         result: Any,
     ) -> None:
@@ -42,7 +61,9 @@ class Request:
         self._engine = engine
         self._call_site = call_site
         self._call = call
-        self._number = number
+        self._numbers = numbers
+        self._number = numbers.take()
+        self._retired = False
         self._work: Work | None = None
 
     def start(self, scale: float | None = None, *, lazily: bool = False) -> Work:
@@ -54,17 +75,12 @@ class Request:
                 all members share, it is offered at once, so that whoever comes early can do the work.
 
         Raises:
-            StaleError: The last start has not ended.
+            StaleError: The last start has not ended, or the request has been retired.
             ConfigError: A factor for what is no reduction, or for integers.
         """
         if scale is not None:
             self._check_scale(scale)
-        if self._work is not None and not self._work.done():
-            msg = (
-                f"expected request {self._number} ({self._call.text}) to be idle, found its last start under way: "
-                "wait for the Work that start() returned"
-            )
-            raise StaleError(msg)
+        self._check_idle()
         call = self._call._replace(site=self._call_site())
         self._work = self._engine.begin(call, self._number, scale, lazily=lazily).returns(
             self.result
@@ -84,6 +100,28 @@ class Request:
     def reset_residual(self) -> None:
         """Forget what has been left out."""
         self._engine.reset_residual(self._number)
+
+    def retire(self) -> None:
+        """Give the channel to requests that come later; all members do so at the same point of the order in which they make requests.
+
+        Raises:
+            StaleError: The last start has not ended, or it has been retired before.
+        """
+        self._check_idle()
+        self._retired = True
+        self.reset_residual()
+        self._numbers.give_back(self._number)
+
+    def _check_idle(self) -> None:
+        if self._retired:
+            msg = f"expected a request to be used before it is retired, found {self!r} afterwards: make another one"
+            raise StaleError(msg)
+        if self._work is not None and not self._work.done():
+            msg = (
+                f"expected request {self._number} ({self._call.text}) to be idle, found its last start under way: "
+                "wait for the Work that start() returned"
+            )
+            raise StaleError(msg)
 
     def _check_scale(self, scale: float) -> None:
         kind, dtype = self._call.kind, self._call.outs[0].dtype

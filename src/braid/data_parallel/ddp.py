@@ -84,7 +84,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
         every: Average in every k-th backward; the others accumulate, as in one process.
         nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
-            that is called with a `NonFinite` on all ranks, such as `Rollback(...)`.
+            that is called with a `NonFinite` on all ranks, such as `Rollback(...)`. With a `torch.amp.GradScaler` say ignore: it looks itself,
+            and fails where it finds no gradients.
         check_all: Look at every number for that, rather than at one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
@@ -298,7 +299,9 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"{' of one that has a state' if state.get('hook') else ''}: wrap with the same hook"
             )
             raise ConfigError(msg)
-        self._reducer.buckets.owe(state["residuals"])
+        names = {record.name for record in self._table}
+        residuals = {name: left for name, left in state["residuals"].items() if name in names}
+        self._reducer.buckets.owe(residuals)
         if load is not None and state["hook"]:
             load(state["hook"])
 

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from braid.comm import Group, Request, Work
+from braid.errors import ConfigError
 from braid.params import allocator
 
 __all__ = ["ModuleBuffers"]
 
 ALIGNMENT = 64  # bytes
+MAX_LAYOUTS = 8  # of a device; forwards may put buffers of another shape in their places every time
 
-_Kind = tuple[str, tuple[tuple[torch.dtype, torch.Size], ...]]
+_Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 class _Packed(NamedTuple):
@@ -45,7 +47,7 @@ class ModuleBuffers:
         self._group = group
         self._module = module
         self._ignored = frozenset(ignored)
-        self._known: dict[_Kind, _Packed] = {}
+        self._known: dict[torch.device, dict[_Layout, _Packed]] = {}
         self._change = False
         self._sent_by = -1  # rank whose values went beside the last status
 
@@ -59,7 +61,11 @@ class ModuleBuffers:
         return [buffer for name, buffer in named if name not in self._ignored]
 
     def broadcast(self, root: int = 0) -> None:
-        """Copy the values of the group rank `root` to all; a collective."""
+        """Copy the values of the group rank `root` to all; a collective.
+
+        Raises:
+            ConfigError: Elements of a buffer share memory, so that it cannot be written to.
+        """
         for work in self.start(root):
             work.wait()
         self.receive(root)
@@ -111,13 +117,28 @@ class ModuleBuffers:
         return [(self._packed(device, members), members) for device, members in by_device.items()]
 
     def _packed(self, device: torch.device, members: list[torch.Tensor]) -> _Packed:
-        key = str(device), tuple((member.dtype, member.shape) for member in members)
-        packed = self._known.get(key)
+        layout = tuple((member.dtype, member.shape) for member in members)
+        known = self._known.setdefault(device, {})
+        packed = known.get(layout)
         if packed is None:
+            self._refuse_expanded()
+            if len(known) == MAX_LAYOUTS:
+                for request in known.pop(next(iter(known))).requests.values():
+                    request.retire()
             sizes = [member.numel() * member.element_size() for member in members]
             rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
             memory = allocator(self._group, str(device))((sum(rooms),), torch.uint8)
             parts = zip(torch.split(memory, rooms), sizes, members, strict=True)
             views = [part[:size].view(own.dtype).view(own.shape) for part, size, own in parts]
-            packed = self._known[key] = _Packed(memory, views, {})
+            packed = known[layout] = _Packed(memory, views, {})
         return packed
+
+    def _refuse_expanded(self) -> None:
+        expanded = [
+            repr(name)
+            for name, buffer in self._module.named_buffers()
+            if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001 - there is no public way
+        ]
+        if expanded:
+            msg = f"expected buffers whose elements have memory of their own, found {', '.join(expanded)} expanded: register them with .clone()"
+            raise ConfigError(msg)

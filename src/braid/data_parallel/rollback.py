@@ -92,7 +92,8 @@ class Rollback:
         model = DistributedDataParallel(net, process_group=group, nonfinite=rollback)
 
     The loop stays as it is. The copy holds parameters (of the model and of the optimizers), buffers and the states of what is kept; gradients are
-    None after a return, so the optimizer's step that follows does nothing. Random generators go on.
+    None after a return, so the optimizer's step that follows does nothing. Random generators go on. Not for a `torch.amp.GradScaler`, which looks at
+    gradients itself: say "ignore" with one.
 
     Args:
         model: What is called to train; the wrapped module, or what it is a part of.
@@ -106,7 +107,7 @@ class Rollback:
         last: The last one.
 
     Raises:
-        ConfigError: Something has no state, or a number is below 1.
+        ConfigError: Something has no state or is a gradient scaler, or a number is below 1.
 
     Cost:
         Memory for one more set of parameters, buffers and states, on their devices; a copy of them every `every` steps.
@@ -150,8 +151,14 @@ class Rollback:
         """Copy these, too, from the next copy on; such as optimizers that are there only after wrapping (`step_in_backward`).
 
         Raises:
-            ConfigError: One has no state to copy.
+            ConfigError: One has no state to copy, or is a gradient scaler.
         """
+        if any(isinstance(one, torch.amp.GradScaler) for one in more):
+            msg = (
+                "expected no gradient scaler, found one: it lowers its scale where gradients are not finite, and needs them to see that, but after a "
+                "return they are gone. Say nonfinite='ignore' with a scaler, or train in bfloat16, which needs none"
+            )
+            raise ConfigError(msg)
         stateless = [
             type(one).__name__
             for one in more

@@ -20,6 +20,7 @@ __all__ = ["Host", "Place", "assign", "parse_hostfile", "parse_hosts"]
 
 # user@name, an IPv4 address, or an IPv6 address in brackets; never an option for the command that reaches it
 NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|\w[\w.-]*)", re.ASCII)
+LINE = re.compile(r"(\S+)(?:\s+slots\s*=\s*(\S+))?", re.ASCII)
 SLOTS = re.compile(r"[1-9][0-9]{0,3}", re.ASCII)
 
 
@@ -78,15 +79,13 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
     problems: list[str] = []
     hosts = []
     for number, raw in enumerate(text.splitlines(), 1):
-        words = raw.partition("#")[0].split()
-        if words:
-            item = words[0]
-            if len(words) == 2 and words[1].startswith("slots="):
-                item += ":" + words[1].removeprefix("slots=")
-            elif len(words) > 1:
-                item = " ".join(words)
-            hosts.append(_item(item, f"{name}:{number}", problems))
-    if not hosts:
+        text, where = raw.partition("#")[0].strip(), f"{name}:{number}"
+        line = LINE.fullmatch(text)
+        if line is not None:
+            hosts.append(_item(":".join(filter(None, line.groups())), where, problems))
+        elif text:
+            problems.append(f"{where}: {text!r} is no line such as `a slots=2`")
+    if not hosts and not problems:
         problems.append(f"{name} names no host: write lines such as `a slots=2`")
     return _checked(hosts, problems)
 

@@ -3,7 +3,8 @@
 Problem: averagings end on all ranks at once, so durations show nobody who makes the others wait. What tells is when each rank had a bucket full.
 
 Idea: the span of a bucket begins in that moment. Spans of one averaging are found on all ranks by the collectives under way beside them: their
-channels and numbers are the same everywhere, whichever events a ring has lost.
+groups, channels and numbers are the same everywhere, whichever events a ring has lost. Ranks that average with others, in another group, are
+looked at by themselves.
 
     rank 0   bucket 1 |..................|   bucket 2 |..........|        bucket 2 is critical: full on all ranks last
     rank 1     bucket 1 |................|                bucket 2 |..|   rank 1 is behind by this: ----
@@ -71,6 +72,11 @@ class Averaging(NamedTuple):
     nbytes: dict[str, int]
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """That have it on record."""
+        return frozenset().union(*self.full_ns.values())
+
+    @property
     def start_ns(self) -> int:
         """When the first bucket was full on the first rank."""
         return min(moment for ranks in self.full_ns.values() for moment in ranks.values())
@@ -82,8 +88,16 @@ class Averaging(NamedTuple):
 
 
 def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
-    """One row for each bucket, in order; empty where there are none, or only one rank."""
-    found = averagings(timelines)
+    """One row for each bucket, in order, and for each group of ranks; empty where there are none, or only one rank."""
+    by_first: dict[int, list[Averaging]] = defaultdict(list)
+    for averaging in averagings(timelines):
+        by_first[min(averaging.ranks)].append(averaging)
+    rows = [row for _, found in sorted(by_first.items()) for row in _rows(found)]
+    return sorted(rows, key=lambda row: _place(row.name))
+
+
+def _rows(found: list[Averaging]) -> list[LateBucket]:
+    """Of ranks that average together."""
     found = found[WARM_UP:] if len(found) > WARM_UP + 1 else found
     starts = [averaging.start_ns for averaging in found]
     period = median(b - a for a, b in pairwise(starts)) if len(starts) > 1 else 0
@@ -100,7 +114,7 @@ def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
                 behind[name][last].append(late_ns)
     critical = Counter(averaging.critical for averaging in found)
     rows = []
-    for name in sorted(seen, key=_place):
+    for name in seen:
         by_rank = behind[name]
         rank = max(by_rank, key=lambda r: (len(by_rank[r]), -r), default=-1)
         own = by_rank[rank] if by_rank else []
@@ -113,7 +127,9 @@ def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
 
 def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
     """Averagings that more than one rank has on record, in order of time."""
-    known: dict[tuple[int, int], int] = {}  # channel and number of a collective -> averaging
+    known: dict[
+        tuple[int, int, int], int
+    ] = {}  # group, channel and number of a collective -> averaging
     table: list[Averaging] = []
     for timeline in timelines:
         calls = timeline.of("collective")
@@ -121,7 +137,7 @@ def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
         for group in _groups(timeline.of("bucket")):
             end_ns = max(bucket.end_ns for bucket in group)
             first, last = bisect_left(starts, group[0].start_ns), bisect_right(starts, end_ns)
-            keys = [(call.channel, call.seq) for call in calls[first:last]]
+            keys = [(call.group, call.channel, call.seq) for call in calls[first:last]]
             number = next((known[key] for key in keys if key in known), len(table))
             if number == len(table):
                 table.append(Averaging({}, {}))
@@ -130,7 +146,7 @@ def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
             for bucket in group:
                 table[number].full_ns.setdefault(bucket.name, {})[timeline.rank] = bucket.start_ns
                 table[number].nbytes[bucket.name] = bucket.nbytes
-    shared = [a for a in table if len(set().union(*a.full_ns.values())) > 1]
+    shared = [averaging for averaging in table if len(averaging.ranks) > 1]
     return sorted(shared, key=lambda averaging: averaging.start_ns)
 
 

@@ -28,6 +28,7 @@ class Interval(NamedTuple):
         nbytes: Bytes moved.
         site: Line of the program that asked for it; may be empty.
         open: It had not ended when the run did.
+        group: Number of the group of a collective, since channels are counted in each; 0 when none.
     """
 
     start_ns: int
@@ -39,6 +40,7 @@ class Interval(NamedTuple):
     nbytes: int = 0
     site: str = ""
     open: bool = False
+    group: int = 0
 
     @property
     def dur_ns(self) -> int:

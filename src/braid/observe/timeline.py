@@ -169,6 +169,7 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
                     event.nbytes,
                     name(event.site) if event.site else "",
                     event.open,
+                    event.group,
                 )
             )
         timelines.append(_timeline(ring, intervals, failed=failed))

@@ -96,10 +96,9 @@ def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object
             for member in members:
                 yield _event(rank, tid, member)
                 if member.role == "collective":
-                    key = (member.name, member.channel, member.seq)
-                    meetings[member.name, member.channel, member.seq, seen[key]].append(
-                        (member.start_ns, rank, tid)
-                    )
+                    key = (member.name, member.group, member.channel, member.seq)
+                    meeting = (*key, seen[key])
+                    meetings[meeting].append((member.start_ns, rank, tid))
                     seen[key] += 1
     yield from _arrows(meetings)
 

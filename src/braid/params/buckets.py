@@ -189,7 +189,7 @@ class Buckets:
         Sums stay what they would have been, whatever the plan and the hosts that they were left out with.
 
         Args:
-            residuals: As from `residuals`; those of parameters that are not here are dropped.
+            residuals: As from `residuals`; those of parameters that are not here, such as frozen ones, are kept for a later plan.
 
         Raises:
             ConfigError: One has another shape than its parameter.
@@ -205,7 +205,12 @@ class Buckets:
             raise ConfigError(msg)
         for request in self._requests:
             request.reset_residual()
-        self._owed = {name: left for name, left in residuals.items() if name in params}
+        self._owed = dict(residuals)
+
+    def retire(self) -> None:
+        """Give up the requests, for other buckets; all ranks do so at the same point."""
+        for request in self._requests:
+            request.retire()
 
     def _pay(self, number: int) -> None:
         for position in self.plan[number].members if self._owed else ():

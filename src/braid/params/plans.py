@@ -4,12 +4,14 @@ Problem: programs freeze and unfreeze. Some do it once, for fine tuning; others 
 buffers in shared memory and a new order to agree on would cost more than the step itself. But a plan that is kept keeps its buffers.
 
 Idea: what is trained is the key. When it changes, the old plan goes, unless its key has come back before: from then on that
-program alternates, and its plans stay.
+program alternates, and its plans stay, the last few of them. What goes gives up its memory and its channels.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from operator import or_
 
 import torch
 
@@ -23,6 +25,7 @@ __all__ = ["Plan", "Plans"]
 
 PAYS = 0.9  # share of the present waiting that is left by a plan that is worth new buffers
 MAX_KEPT = 4  # plans of programs that alternate
+MAX_SEEN = 64  # what has been trained lately; programs may choose at random in every step
 
 
 class Plan:
@@ -85,24 +88,33 @@ class Plans:
         self._group = group
         self._records = records
         self._options = options
-        self._seen: set[tuple[bool, ...]] = set()
-        self._kept: dict[tuple[bool, ...], Plan] = {}
+        self._seen: deque[tuple[bool, ...]] = deque(maxlen=MAX_SEEN)
+        self._kept: dict[tuple[bool, ...], Plan] = {}  # the one that was used last comes last
         self.current = Plan(group, records, self._trained(), options)
 
-    def follow(self) -> bool:
-        """Look at what is trained now; whether that has changed, and with it the plan."""
-        trained, old = self._trained(), self.current
+    def follow(self, *, accumulating: bool) -> bool:
+        """Look at what is trained now; whether that has changed, and with it the plan.
+
+        Args:
+            accumulating: Gradients have come that are not averaged yet; those of what is frozen meanwhile shall be, too.
+        """
+        old = self.current
+        held = old.trained if accumulating else (False,) * len(old.trained)
+        trained = tuple(map(or_, self._trained(), held))
         if trained == old.trained:
             return False
         left_out = old.buckets.residuals()
-        if old.trained in self._seen and len(self._kept) < MAX_KEPT:
+        old.buckets.owe({})  # the plan that comes has them
+        kept = self._kept.pop(trained, None)
+        # on channels of its own: a rank that changes alone must not be taken for one that sends the old buckets wrongly
+        self.current = kept or Plan(self._group, self._records, trained, self._options)
+        if old.trained in self._seen:
             self._kept[old.trained] = old
-        self._seen.add(old.trained)
-        self.current = (
-            self._kept.pop(trained)
-            if trained in self._kept
-            else Plan(self._group, self._records, trained, self._options)
-        )
+        else:
+            self._seen.append(old.trained)
+            old.buckets.retire()
+        if len(self._kept) > MAX_KEPT:
+            self._kept.pop(next(iter(self._kept))).buckets.retire()
         self.current.buckets.owe(left_out)
         return True
 
@@ -124,6 +136,7 @@ class Plans:
             left_out = plan.buckets.residuals()
             self.current = Plan(self._group, self._records, plan.trained, self._options, order)
             self.current.buckets.owe(left_out)
+            plan.buckets.retire()
         self.current.learnt = True
 
     def _trained(self) -> tuple[bool, ...]:

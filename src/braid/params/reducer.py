@@ -146,7 +146,7 @@ class GradientReducer:
             return
         if self._in_backward:
             self._give_up()
-        if self._plans.follow():
+        if self._plans.follow(accumulating=self._passed > 0):
             self._place_hooks()
             if self._part_handles:  # on what is trained now
                 for handle in self._part_handles:
@@ -384,7 +384,8 @@ class GradientReducer:
         own = self._layout.encode(
             self._group.rank,
             present=[
-                brings and r.param.grad is not None and r.param.requires_grad for r in self._records
+                brings and trained and r.param.grad is not None
+                for r, trained in zip(self._records, self._plan.trained, strict=True)
             ],
             spoiled=[p in self._spoiled for p in range(len(self._records))],
             trained=self._plan.trained,
@@ -424,7 +425,7 @@ class GradientReducer:
                 grad = param.grad if brings else None
                 param.grad = average_sparse(self._group, param, grad, mean)
         outcome = Outcome(self.num_reductions + 1, status, self._records)
-        self._last_times, self._ready_ns = (self.buckets.plan, self._ready_ns), {}
+        self._last_times = self.buckets.plan, self._ready_ns
         if not self._plan.learnt:
             if self._options.static_graph:
                 self._plan.state.learn()
@@ -452,6 +453,7 @@ class GradientReducer:
 
     def _end_step(self) -> None:
         self.num_reductions += 1
+        self._ready_ns = {}
         self._ended_ns = self._now_ns()
         self._plan.state.reset()
         self._reset_counts()

@@ -19,7 +19,9 @@ from braid.errors import ConfigError
 __all__ = ["with_config"]
 
 PATHS: Mapping[tuple[str, str], Option] = {
-    option.path: option for option in BY_NAME.values() if option.use != "ask"
+    option.path: option
+    for option in BY_NAME.values()
+    if option.use != "ask" and option.name != "config-file"
 }
 SECTIONS = sorted({section for section, _ in PATHS if section})
 

@@ -149,7 +149,7 @@ def _yaml(name: str) -> object:
 
 def _read(name: str, what: str) -> str:
     try:
-        return Path(name).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8-sig")  # editors on Windows put a mark before it
     except (OSError, UnicodeDecodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else "it is no text"
         msg = f"expected {what}, found that {name} cannot be read: {why}"

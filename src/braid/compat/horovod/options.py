@@ -78,7 +78,7 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "how many ranks, and where": (
         Option(("-np", "--num-proc"), "number of ranks (default: all slots of the hosts)", "N"),
         Option(("-H", "--hosts"), "hosts with their slots, such as a:2,b:2", "HOSTS"),
-        Option(("--hostfile",), "file that names hosts in lines such as `a slots=2`", "FILE"),
+        Option(("--hostfile", "-hostfile"), "file that names hosts in lines such as `a slots=2`", "FILE"),
         Option(("-p", "--ssh-port"), "port of ssh on the hosts", "PORT"),
         Option(("-i", "--ssh-identity-file"), "key for ssh", "FILE"),
         Option(
@@ -182,10 +182,13 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "known, without meaning here": (
         Option(("--gloo", "--use-gloo"), "ranks are connected in one way", use="none"),
         Option(("--mpi", "--use-mpi"), "ranks are started in one way", use="none"),
-        Option(("--mpi-args",), "options of mpirun", "ARGS", use="none"),
+        Option(("--mpi-args",), "options of mpirun", "ARGS", section="library-options", use="none"),
         Option(("--jsrun", "--use-jsrun"), "another way to start ranks", use="none"),
-        Option(("--tcp",), "of MPI", use="none"),
-        Option(("--binding-args",), "cores of ranks, for MPI", "ARGS", use="none"),
+        Option(("--tcp",), "of MPI", section="library-options", use="none"),
+        Option(
+            ("--binding-args",), "cores of ranks, for MPI", "ARGS",
+            section="library-options", use="none",
+        ),
         Option(
             ("--mpi-threads-disable",), "of MPI",
             section="library-options", negated=True, use="none",

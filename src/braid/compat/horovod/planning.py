@@ -78,14 +78,14 @@ def plan(
         ConfigError: Elastic options, values that cannot be read (all of them), nothing to run.
     """
     _refuse_elastic(flags)
-    problems: list[str] = []
+    problems = _empty(flags)
     variables = _variables(flags, problems)
     num_ranks = _number(flags, "num-proc", "a whole number, 1 or more", problems)
     port = _number(flags, "ssh-port", "a port, 1 to 65535", problems, highest=65535)
     limit_s = _start_limit(flags, environ, problems)
     if flags["hosts"] and flags["hostfile"]:
         problems.append("--hosts and --hostfile both name the hosts")
-    if not (num_ranks or flags["hosts"] or flags["hostfile"] or flags["num-proc"]):
+    if not flags.values.keys() & {"num-proc", "hosts", "hostfile"}:
         problems.append("expected a number of ranks, found none: give -np")
     if not flags.command:
         problems.append("expected a command, found none: end with one such as `python train.py`")
@@ -150,6 +150,16 @@ def _refuse_elastic(flags: Flags) -> None:
     if named:
         msg = f"{', '.join(named)}: {ELASTIC}"
         raise ConfigError(msg)
+
+
+def _empty(flags: Flags) -> list[str]:
+    """Values that are missing, as those of a shell's variable that is not set: what they ask for must not be left out in silence."""
+    rows = [BY_NAME[name] for name, text in flags.values.items() if not text]
+    return [
+        f"--{row.name} is '', expected {row.metavar}: {row.help}"
+        for row in rows
+        if row.metavar and row.use == "here" and not row.variable
+    ]
 
 
 def _variables(flags: Flags, problems: list[str]) -> dict[str, str]:

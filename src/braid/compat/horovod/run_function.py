@@ -16,9 +16,12 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
+import site
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,6 +45,18 @@ from braid.launch.placement import is_here
 
 __all__ = ["RunError", "run"]
 
+# how arguments of `run` are called on the command line, where that is not the same
+RENAMED: Mapping[str, str] = {
+    "np": "num-proc",
+    "min_num_proc": "min-np",
+    "max_num_proc": "max-np",
+    "cooldown_range": "blacklist-cooldown-range",
+    "use_gloo": "gloo",
+    "use_mpi": "mpi",
+    "network_interface": "network-interfaces",
+}
+NO_OPTIONS = frozenset({"func", "args", "kwargs", "executable", "shared_directory"})
+LIBRARY_ZIP = re.compile(r"python3[0-9]+\.zip")
 RUNNER = ("-m", "braid.launch.spawned", "braid.compat.horovod.function_rank:call")
 INSTALL = "pip install 'braid-train[horovod]'"
 
@@ -94,7 +109,7 @@ def run(
         func: A function; one of `__main__`, a lambda or a closure needs cloudpickle.
         args: Its arguments.
         kwargs: Its arguments by name.
-        np: Number of ranks (default: 1).
+        np: Number of ranks (default: all slots of the hosts, or 1).
         num_proc: Another name of `np`.
         min_np: Elastic training, which is not there yet; so are the next six.
         max_np: See `min_np`.
@@ -127,51 +142,39 @@ def run(
         ConfigError: Options that cannot work, or a function that cannot be pickled; nothing has been started.
         RunError: It failed on a rank.
     """
-    nics = network_interfaces if network_interfaces is not None else network_interface
-    said = {
-        "num-proc": num_proc if np is None else np,
-        "min-np": min_np if min_num_proc is None else min_num_proc,
-        "max-np": max_np if max_num_proc is None else max_num_proc,
-        "slots": slots,
-        "reset-limit": reset_limit,
-        "blacklist-cooldown-range": None if cooldown_range is None else " ".join(map(str, cooldown_range)),
-        "hosts": hosts,
-        "hostfile": hostfile,
-        "start-timeout": start_timeout,
-        "ssh-port": ssh_port,
-        "ssh-identity-file": ssh_identity_file,
-        "disable-cache": disable_cache,
-        "output-filename": output_filename,
-        "verbose": verbose,
-        "gloo": use_gloo,
-        "mpi": use_mpi,
-        "mpi-args": mpi_args,
-        "network-interfaces": nics if nics is None or isinstance(nics, str) else ",".join(nics),
-    }  # fmt: skip
-    said["num-proc"] = 1 if said["num-proc"] is None else said["num-proc"]
-    switched = {name: "1" if value is True else value for name, value in said.items()}
-    values = {
-        name: str(value)
-        for name, value in switched.items()
-        if value is not None and value is not False
-    }
+    values = _values(locals())
     packed = _packed(func, args, kwargs or {})
     with _directory(shared_directory) as folder:
         wanted = _plan(values, folder, executable)
         _check_reach(wanted, shared_directory)
-        write_private(folder / FUNCTION, packed)
-        outcome = _carry_out(wanted, verbose=bool(verbose))
-        if not outcome.ok:
-            raise _failure(outcome, folder)
-        return [_result(folder, rank) for rank in range(wanted.job.num_ranks)]
+        return _call(packed, wanted, folder, verbose=bool(verbose))
+
+
+def _values(given: Mapping[str, Any]) -> dict[str, str]:
+    """Options as horovodrun has them, of arguments of `run`.
+
+    Raises:
+        ConfigError: One option is given by both of its names.
+    """
+    values: dict[str, str] = {}
+    for name, value in given.items():
+        if name in NO_OPTIONS or value is None or value is False:
+            continue
+        option = RENAMED.get(name, name.replace("_", "-"))
+        listed = isinstance(value, Sequence) and not isinstance(value, str)
+        text = ",".join(map(str, value)) if listed else "1" if value is True else str(value)
+        if values.setdefault(option, text) != text:
+            msg = f"expected one value for --{option}, found {values[option]} and {name}={text}"
+            raise ConfigError(msg)
+    if not values.keys() & {"num-proc", "hosts", "hostfile"}:
+        values["num-proc"] = "1"
+    return values
 
 
 def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> Launch:
     """The job whose ranks find the function in `folder`."""
     command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
-    paths = [
-        path or str(Path.cwd()) for path in sys.path
-    ]  # a rank finds what this process has found
+    paths = _search_path(own=executable is None)
     flags = Flags(values=values, command=command)
     return plan(
         flags,
@@ -181,12 +184,32 @@ def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> La
     )
 
 
-def _carry_out(wanted: Launch, *, verbose: bool) -> Outcome:
+def _search_path(*, own: bool) -> list[str]:
+    """Where a rank finds what this process finds; another interpreter has libraries of its own."""
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    if own:
+        return paths
+    named = sysconfig.get_paths()
+    roots = [named[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [
+        path
+        for path in paths
+        if LIBRARY_ZIP.fullmatch(Path(path).name) is None
+        and not any(Path(path).is_relative_to(root) for root in (*roots, *site.getsitepackages()))
+    ]
+
+
+def _call(packed: bytes, wanted: Launch, folder: Path, *, verbose: bool) -> list[Any]:
+    """Start the ranks on what is packed, and read their results."""
+    write_private(folder / FUNCTION, packed)
     prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
         if verbose:
             console.notice(f"the same as: {wanted}")
-        return launch(wanted, console)
+        outcome = launch(wanted, console)
+    if not outcome.ok:
+        raise _failure(outcome, folder)
+    return [_result(folder, rank) for rank in range(wanted.job.num_ranks)]
 
 
 def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -215,7 +238,7 @@ def _directory(shared: str | os.PathLike[str] | None) -> Iterator[Path]:
         msg = f"expected to make a directory in {shared or tempfile.gettempdir()}, found: {exc.strerror}"
         raise ConfigError(msg) from exc
     try:
-        yield Path(folder)
+        yield Path(folder).absolute()  # the function may go elsewhere
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
