@@ -104,11 +104,12 @@ def test_every_wrapper_trains(tmp_path, quiet):
     assert len(ddp.ddp_verdicts(report)) == 6
 
 
-def test_shares_of_exposed_communication_are_quotients_of_medians():
-    times = {"silent": [1.0, 1.0, 1.0], "gloo": [2.0, 0.9, 3.0], "torch": [1.5, 8.0, 1.5]}
-    found = ddp_worker.shares_gone({**times, "braid": [1.0, 8.0, 2.0]})
-    assert found == {"torch": 0.5, "braid": 1.0}
-    assert ddp_worker.shares_gone({**times, "gloo": [0.9] * 3, "braid": [1.0] * 3}) == {}
+def test_shares_of_exposed_communication_are_quotients_of_what_the_middle_rounds_say():
+    gloo, torchs = [0.9, 2.0, 2.0, 2.0, 9.0], [8.0, 1.5, 1.5, 1.5, 1.5]
+    times = {"silent": [1.0] * 5, "gloo": gloo, "torch": torchs}
+    found = ddp_worker.shares_gone({**times, "braid": [1.0, 1.5, 1.25, 1.0, 2.0]})
+    assert found == {"torch": 0.5, "braid": 0.75}
+    assert ddp_worker.shares_gone({**times, "gloo": [0.9] * 5, "braid": [1.0] * 5}) == {}
 
 
 def test_shares_of_steps_that_never_vary_are_certain():

@@ -185,11 +185,12 @@ class Channel:
         """A flat tensor at a place of a member's arena."""
         return self._arena.view(self.ranks[member], word, numel, dtype)
 
-    def post(self, aim: Aim | None = None) -> int:
+    def post(self, aim: Aim | None = None, *, waking: bool = True) -> int:
         """Publish the next step and return its value.
 
         Args:
             aim: Who shall see it; everybody, with what has been staged, when None.
+            waking: Otherwise who shares memory may see it, but nobody is woken or sent anything before `wake`.
         """
         value = self.value + 1
         line, own = self._own_line, self.own
@@ -200,7 +201,9 @@ class Channel:
         line[at + 2] = self.site
         line[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
         publish, place = self.transport.publish, self._place
-        if aim is None:
+        if not waking:
+            assert own.nbytes == 0, "what is staged must be sent with its step"
+        elif aim is None:
             publish(self._audience, place, own.word, own.nbytes, own.parts)
         else:
             publish(aim.audience, place, aim.word, aim.nbytes, aim.parts)
@@ -209,6 +212,10 @@ class Channel:
         own.parity = 1 - parity
         return value
 
+    def wake(self) -> None:
+        """Let everybody see the step that has been posted without waking."""
+        self.transport.publish(self._audience, self._place)
+
     def exchange(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
     ) -> Steps:
@@ -216,16 +223,18 @@ class Channel:
 
         Args:
             meanwhile: Called between publishing and waiting, for work that concerns this rank only.
-            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go on at once.
+            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go on at once; nobody is woken before it
+                does: whoever is woken takes a core from those who compute.
 
         Raises:
             Disagreement: Some member asked for something else.
         """
-        value = self.post()
+        value = self.post(waking=not pausing)
         if meanwhile is not None:
             meanwhile()
         if pausing:
             yield Wait(self.rank, self.index, value)  # which has come
+            self.wake()
         at = 2 + 3 * (value & 1)
         lines = self._lines
         digest = self.digest

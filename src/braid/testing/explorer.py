@@ -244,8 +244,8 @@ class _RecordingChannel(Channel):
         self.actions = port.actions
         self._claims = _DealtClaims(port)
 
-    def post(self, aim: Aim | None = None) -> int:
-        value = super().post(aim)
+    def post(self, aim: Aim | None = None, *, waking: bool = True) -> int:
+        value = super().post(aim, waking=waking)
         self.actions.append(Post(self.index, value))
         return value
 
