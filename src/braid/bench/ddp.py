@@ -163,7 +163,8 @@ def ddp_verdicts(report: DdpReport) -> list[str]:
         most = found.step_s["gloo"] / found.step_s["silent"]  # who sends nothing is not faster
         if least and most >= least and not report.busy:
             held.append((f"step at least {least} x Gloo's", found.speedup["braid"], least))
-        beside = found.step_s["torch"] / found.step_s["braid"]
+        later_s = found.exposed_s["braid"] - found.exposed_s["torch"]  # of steps of one round
+        beside = found.step_s["torch"] / (found.step_s["torch"] + later_s)
         held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
         for text, figure, floor in held:
             word = "told  " if figure is None else "held  " if figure >= floor else "missed"
