@@ -58,6 +58,12 @@ def test_importing_braid_imports_neither_torch_nor_any_room():
     assert found.stdout.strip() == "['braid._version']"
 
 
+def test_no_root_name_imports_the_compiler_of_torch():
+    code = "import braid, sys; [getattr(braid, name) for name in braid.__all__]; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_the_error_tree_is_what_its_docstring_draws():
     tree = {
         name: tuple(base.__name__ for base in getattr(errors, name).__bases__)

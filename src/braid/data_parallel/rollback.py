@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from braid.data_parallel.finite import NonFinite, NonFiniteError
 from braid.errors import ConfigError
@@ -273,7 +274,7 @@ class _BeforeForward:
     def __init__(self, owner: Rollback | None = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of torch
+    @_disable_dynamo  # torch.compiler.disable would import the compiler here, which takes a second
     def __call__(self, model: nn.Module, _args: object) -> None:
         owner = None if self._owner is None else self._owner()
         if owner is not None:
