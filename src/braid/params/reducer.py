@@ -1,12 +1,13 @@
 """Gradients of all ranks, averaged bucket by bucket.
 
 A hook on every parameter copies the gradient into its bucket, which lies in shared memory, and makes `.grad` a view of it.
-The hook that completes a bucket lets it go. When backward ends, `finish` tells the others what this rank has (`status`), takes the
-steps of all that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared memory are work
-for the same core, and they would drive what backward computes on out of its cache.
+The hook that completes a bucket lets it go: it offers the memory to the others. When backward ends, `finish` tells them what this rank
+has (`status`), takes the steps of all that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared
+memory are work for the same core, and they would drive what backward computes on out of its cache. But a rank that has ended earlier sums
+what all have offered meanwhile (`comm.claims`), and the last one finds it done.
 
     backward   p6 p5 | p4 p3 p2 | p1 p0 |
-    bucket 0         >                   :====        > started   = steps
+    bucket 0         >                   :====        > offered   = steps
     bucket 1                    >        :====        : finish()
     bucket 2                            >:====
     status                               >==
