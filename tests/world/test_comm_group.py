@@ -286,13 +286,18 @@ def _retires(group: Group) -> tuple[list[float], list[str]]:
             request.start()
         except StaleError as error:
             said.append(str(error))
-    work = last.start() if group.rank == 0 else None
-    try:
-        if work is not None:
+    token = torch.ones(1)
+    if group.rank == 0:
+        work = last.start()
+        try:
             last.retire()
-    except StaleError as error:
-        said.append(str(error))
-    (work or last.start()).wait()
+        except StaleError as error:
+            said.append(str(error))
+        group.send(token, 1)
+    else:
+        group.recv(token, 0)  # before that the first start has not ended
+        work = last.start()
+    work.wait()
     return found, said
 
 
