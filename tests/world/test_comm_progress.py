@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.errors import StaleError
+from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
 
 NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
@@ -201,6 +201,34 @@ def test_whoever_is_early_sums_what_a_late_rank_has_only_offered(size):
     total = float(size * (size + 1) // 2)
     found = run_threads(size, _summed_by_others, threading.Barrier(size))
     assert found == [[[total], [total]]] * size
+
+
+def _comes_when_another_has_given_up(
+    group: Group, way: str, gate: threading.Barrier
+) -> list[float]:
+    """The last rank comes when rank 0 has given the operation up, and its tensor is something else by then."""
+    part = group.split(0)
+    x = part.empty((NUMEL,)).fill_(1.0)
+    if group.rank == 0:
+        part.persistent("all_reduce", x).start(lazily=True)
+        if way == "aborts":
+            part.abort("tired")
+        else:
+            part.close()
+        x.fill_(7.0)
+    gate.wait(10)
+    if group.rank:
+        with pytest.raises(CommError, match=r"tired|was closed"):
+            part.persistent("all_reduce", x).start().wait()
+    gate.wait(10)
+    return x.unique().tolist()
+
+
+@pytest.mark.parametrize("way", ["aborts", "closes"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_whoever_has_given_up_are_left_alone(way, size):
+    found = run_threads(size, _comes_when_another_has_given_up, way, threading.Barrier(size))
+    assert found == [[7.0], *[[1.0]] * (size - 1)]
 
 
 def _blocks_in_a_callback(group: Group, way: str) -> str:

@@ -132,6 +132,7 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
     tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
     step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
     scratch = ch.own.scratch(step, dtype) if ch.size > 2 else None
+    yield from ch.refrain()
     for number in ch.claims.take(-(-numel // step)):
         blocks = [t[number * step : (number + 1) * step] for t in tensors]
         out = blocks[ch.rank] if scratch is None else scratch[: blocks[0].numel()]
