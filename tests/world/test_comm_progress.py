@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, all_reduce
 from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
 
@@ -229,6 +229,31 @@ def _comes_when_another_has_given_up(
 def test_tensors_of_whoever_has_given_up_are_left_alone(way, size):
     found = run_threads(size, _comes_when_another_has_given_up, way, threading.Barrier(size))
     assert found == [[7.0], *[[1.0]] * (size - 1)]
+
+
+def _fails_in_the_middle(group: Group, gate: threading.Barrier) -> tuple[bool, bool]:
+    """The steps of rank 0 raise where the other rank may be about to write to its tensor; whether that is there then, and in the end."""
+    part = group.split(0)
+    x = part.empty((NUMEL,)).fill_(1.0)
+    alive = weakref.ref(x.untyped_storage())
+    with pytest.raises((ArithmeticError, CommError)):
+        part.all_reduce(x, algorithm="registered")
+    del x
+    gc.collect()
+    found = alive() is not None
+    gate.wait(10)
+    part.close()
+    gate.wait(10)
+    part.close()
+    return found, alive() is not None
+
+
+def test_a_tensor_lives_until_nobody_can_write_to_it(monkeypatch):
+    def raising(*_args: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(all_reduce, "combine", raising)
+    assert run_threads(2, _fails_in_the_middle, threading.Barrier(2)) == [(True, False)] * 2
 
 
 def _blocks_in_a_callback(group: Group, way: str) -> str:
