@@ -13,6 +13,7 @@ import torch
 from braid.comm import Group, all_reduce
 from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
+from braid.transport.atomic import fetch_add
 
 NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
 
@@ -201,6 +202,19 @@ def test_whoever_is_early_sums_what_a_late_rank_has_only_offered(size):
     total = float(size * (size + 1) // 2)
     found = run_threads(size, _summed_by_others, threading.Barrier(size))
     assert found == [[[total], [total]]] * size
+
+
+def _counts(group: Group) -> list[int]:
+    group.barrier()  # the line is there
+    address = group.engine.port.channel(0).claims._address
+    group.barrier()
+    return [fetch_add(address, 1) for _ in range(1 << 16)]
+
+
+def test_processes_that_count_at_once_lose_nothing(procs):
+    found = procs(2, _counts)
+    assert sorted(n for own in found for n in own) == list(range(2 << 16))
+    assert all(own == sorted(own) for own in found)
 
 
 def _comes_when_another_has_given_up(
