@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import random
@@ -881,6 +882,29 @@ class Breaks(torch.autograd.Function):
     @staticmethod
     def backward(_ctx, _grad):
         raise ArithmeticError
+
+
+def _zeroes_after_a_break(group: Group, leaves: bool) -> list[Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    found = []
+    for step in range(3):
+        net.zero_grad(set_to_none=False)
+        x = batch(group.rank, step)
+        if leaves and group.rank == 1 and step == 1:
+            x = Breaks.apply(x.requires_grad_())
+        with contextlib.suppress(ArithmeticError, CommError):
+            loss_of(wrapped(x)).backward()
+        found.append(grads(net))
+    return [found[0], found[2]]
+
+
+def test_gradients_that_are_zeroed_in_place_are_zeros_after_a_backward_that_broke(world):
+    for found, expected in zip(
+        world(2, _zeroes_after_a_break, True), world(2, _zeroes_after_a_break, False), strict=True
+    ):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
 
 
 def _breaks_while_accumulating(group: Group) -> list[str]:

@@ -373,6 +373,8 @@ class GradientReducer:
             for number in range(self.num_buckets):
                 self._start_if_used(number, status)
             self.buckets.wait()
+            for bucket in self.buckets.plan:  # averages have come over what the program has zeroed
+                self.buckets.zero(bucket.members)
             self._end_step()
         else:  # it is told when this rank averages next, as the others do
             self._passed += 1
