@@ -402,6 +402,7 @@ class GradientReducer:
             work.wait()
         status = self._layout.decode(self._status.tolist())
         self._check_trained(status)
+        self._plans.agree()
         return status
 
     def _start_if_used(self, number: int, status: Status) -> None:
