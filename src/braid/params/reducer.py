@@ -184,8 +184,7 @@ class GradientReducer:
         if brings:
             self._collect()
         else:
-            for bucket in self.buckets.plan:
-                self.buckets.zero(bucket.members)
+            self.buckets.zero(list(self.buckets.views))
         weight = self._own_weight() if brings else weight
         standing = Standing.BROKE if self._broke else Standing.JOINED
         status = self._exchange(standing, weight=weight, brings=brings and not self._broke)
@@ -264,6 +263,7 @@ class GradientReducer:
         self._weight = 0.0
         self._weighted = False
         self._broke = False
+        self._raised: Exception | None = None  # by `on_bucket`
         self._seen_weights: set[float | None] = set()
         self._spoiled: set[int] = set()
 
@@ -372,9 +372,8 @@ class GradientReducer:
             status = self._exchange(Standing.BROKE, weight=1.0, brings=False)
             for number in range(self.num_buckets):
                 self._start_if_used(number, status)
-            self.buckets.wait()
-            for bucket in self.buckets.plan:  # averages have come over what the program has zeroed
-                self.buckets.zero(bucket.members)
+            self.buckets.wait()  # averages come, and may come over zeros of the program
+            self.buckets.zero(list(self.buckets.views))
             self._end_step()
         else:  # it is told when this rank averages next, as the others do
             self._passed += 1
@@ -435,9 +434,12 @@ class GradientReducer:
                 self._plan.learnt = True
             else:
                 self._plans.improve(self._status.device)
+        raised = self._raised
         self._end_step()
         if self.on_outcome is not None:
             self.on_outcome(outcome)
+        if raised is not None:
+            raise raised
 
     def _bucket_came(self, status: Status, mean: float, number: int) -> None:
         """A bucket is there: let `.grad` hold the averages."""
@@ -451,8 +453,12 @@ class GradientReducer:
             param = self._records[position].param
             if param.grad is None:  # some other rank has used it
                 param.grad = self.buckets.views[position].detach()
-        if self.on_bucket is not None and not any(status.spoiled):
+        if self.on_bucket is None or any(status.spoiled) or self._raised is not None:
+            return
+        try:
             self.on_bucket([self._records[position] for position in present])
+        except Exception as error:  # noqa: BLE001 - raised when this rank has gone with the others to the end of the step
+            self._raised = error
 
     def _end_step(self) -> None:
         self.num_reductions += 1
