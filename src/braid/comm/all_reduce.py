@@ -79,9 +79,11 @@ def all_reduce(
     if offers_first(ch, x, algorithm, forced=forced):
         ch.own.offer(x, private=private)
         yield from ch.exchange(pausing=True)
+        if not x.numel():  # it lies nowhere
+            return
         if algorithm == "registered":
             _require_offers(ch)
-        if not (forced and private) and x.numel() and all_registered(ch):
+        if not (forced and private) and all_registered(ch):
             algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
