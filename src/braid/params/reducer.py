@@ -190,8 +190,7 @@ class GradientReducer:
         status = self._exchange(standing, weight=weight, brings=brings and not self._broke)
         if len(status.ranks(Standing.JOINED)) == self._group.size:
             return False
-        for number in range(self.num_buckets):
-            self._start_if_used(number, status)
+        self._start_used(status)
         self._conclude(status, standing, brings=brings)
         return True
 
@@ -338,8 +337,7 @@ class GradientReducer:
         standing = Standing.SPOILED if self._spoiled else Standing.WORKS
         standing = Standing.BROKE if self._broke else standing
         status = self._exchange(standing, weight=self._own_weight(), brings=not self._broke)
-        for number in range(self.num_buckets):
-            self._start_if_used(number, status)
+        self._start_used(status)
         self._conclude(status, standing, brings=True)
 
     def _collect(self) -> list[int]:
@@ -370,8 +368,7 @@ class GradientReducer:
                 if not self._plan.state.has_left(number):
                     self.buckets.zero(bucket.members)
             status = self._exchange(Standing.BROKE, weight=1.0, brings=False)
-            for number in range(self.num_buckets):
-                self._start_if_used(number, status)
+            self._start_used(status)
             self.buckets.wait()  # averages come, and may come over zeros of the program
             self.buckets.zero(list(self.buckets.views))
             self._end_step()
@@ -404,12 +401,12 @@ class GradientReducer:
         self._plans.agree()
         return status
 
-    def _start_if_used(self, number: int, status: Status) -> None:
-        """Let a bucket go of which this rank has nothing, if some other rank has."""
-        members = self.buckets.plan[number].members
-        used = any(status.present[p] for p in members) or status.ranks(Standing.BROKE)
-        if used and not self._plan.state.has_left(number):
-            self._start(number)
+    def _start_used(self, status: Status) -> None:
+        """Let buckets go of which this rank has nothing, if some other rank has."""
+        for number, bucket in enumerate(self.buckets.plan):
+            used = any(status.present[p] for p in bucket.members) or status.ranks(Standing.BROKE)
+            if used and not self._plan.state.has_left(number):
+                self._start(number)
 
     def _conclude(self, status: Status, standing: Standing, *, brings: bool) -> None:
         broke = status.ranks(Standing.BROKE)
