@@ -27,6 +27,7 @@ from braid.doctor.facts import (
     Threads,
     Versions,
 )
+from braid.transport import atomic
 
 GIB = 1 << 30
 VERSIONS = Versions("3.11.7", "2.13.0+cpu", "2.4.6", "0.1.0", "/venv/braid")
@@ -59,6 +60,7 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
         (checks.check_system(SYSTEM._replace(machine="aarch64")), "note", "aarch64"),
         (checks.check_system(System("darwin", "arm64", "24.1.0", "")), "note", "darwin"),
         (checks.check_system(SYSTEM._replace(portable=True)), "note", "BRAID_PORTABLE=1"),
+        (checks.check_system(SYSTEM._replace(counts=False)), "note", "no C++ runtime"),
         (checks.check_system(SYSTEM._replace(portable=None)), "problem", "BRAID_PORTABLE is neither 0 nor 1"),
         (checks.check_cores(CORES), "ok", "4 physical, 8 logical, 8 usable"),
         (checks.check_cores(CORES._replace(quota=1.5)), "note", "quota 1.5"),
@@ -190,6 +192,11 @@ def test_a_narrow_terminal_folds_what_does_not_fit_and_drops_nothing():
 def test_a_portable_mode_that_is_neither_on_nor_off_is_a_problem(monkeypatch):
     monkeypatch.setenv("BRAID_PORTABLE", "maybe")
     assert checks.check_system(gather.system()).verdict == "problem"
+
+
+def test_a_missing_runtime_is_told(monkeypatch):
+    monkeypatch.setattr(atomic, "_FETCH_ADD", None)
+    assert not gather.system().counts
 
 
 def test_this_machine_is_examined_whole(capsys):

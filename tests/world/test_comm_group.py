@@ -313,6 +313,18 @@ def test_channels_of_retired_requests_serve_later_ones(world):
     assert "expected request 0 (all_reduce(float32[1], sum)) to be idle" in first[1][4]
 
 
+def _numbers_after(group: Group, retired: tuple[int, ...]) -> list[int]:
+    requests = [group.persistent("all_reduce", torch.ones(1)) for _ in range(4)]
+    for number in retired:
+        requests[number].retire()
+    return [group.persistent("all_reduce", torch.ones(1))._number for _ in range(4)]
+
+
+def test_which_channels_come_next_does_not_depend_on_the_order_in_which_others_went():
+    for retired in [(1, 3), (3, 1)]:
+        assert run_threads(1, _numbers_after, retired) == [[1, 3, 4, 5]]
+
+
 def _impatient(group: Group, gate: threading.Event) -> str:
     x = group.empty((8,)).fill_(1.0)
     request = group.persistent("all_reduce", x)

@@ -10,9 +10,10 @@ import weakref
 import pytest
 import torch
 
-from braid.comm import Group
-from braid.errors import StaleError
+from braid.comm import Group, all_reduce
+from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
+from braid.transport.atomic import fetch_add
 
 NUMEL = 1 << 18  # several chunks: threads get in each other's way if they can
 
@@ -201,6 +202,72 @@ def test_whoever_is_early_sums_what_a_late_rank_has_only_offered(size):
     total = float(size * (size + 1) // 2)
     found = run_threads(size, _summed_by_others, threading.Barrier(size))
     assert found == [[[total], [total]]] * size
+
+
+def _counts(group: Group) -> list[int]:
+    group.barrier()  # the line is there
+    address = group.engine.port.channel(0).claims._address
+    group.barrier()
+    return [fetch_add(address, 1) for _ in range(1 << 16)]
+
+
+def test_processes_that_count_at_once_lose_nothing(procs):
+    found = procs(2, _counts)
+    assert sorted(n for own in found for n in own) == list(range(2 << 16))
+    assert all(own == sorted(own) for own in found)
+
+
+def _comes_when_another_has_given_up(
+    group: Group, way: str, gate: threading.Barrier
+) -> list[float]:
+    """The last rank comes when rank 0 has given the operation up, and its tensor is something else by then."""
+    part = group.split(0)
+    x = part.empty((NUMEL,)).fill_(1.0)
+    if group.rank == 0:
+        part.persistent("all_reduce", x).start(lazily=True)
+        if way == "aborts":
+            part.abort("tired")
+        else:
+            part.close()
+        x.fill_(7.0)
+    gate.wait(10)
+    if group.rank:
+        with pytest.raises(CommError, match=r"tired|was closed"):
+            part.persistent("all_reduce", x).start().wait()
+    gate.wait(10)
+    return x.unique().tolist()
+
+
+@pytest.mark.parametrize("way", ["aborts", "closes"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_tensors_of_whoever_has_given_up_are_left_alone(way, size):
+    found = run_threads(size, _comes_when_another_has_given_up, way, threading.Barrier(size))
+    assert found == [[7.0], *[[1.0]] * (size - 1)]
+
+
+def _fails_in_the_middle(group: Group, gate: threading.Barrier) -> tuple[bool, bool]:
+    """The steps of rank 0 raise where the other rank may be about to write to its tensor; whether that is there then, and in the end."""
+    part = group.split(0)
+    x = part.empty((NUMEL,)).fill_(1.0)
+    alive = weakref.ref(x.untyped_storage())
+    with pytest.raises((ArithmeticError, CommError)):
+        part.all_reduce(x, algorithm="registered")
+    del x
+    gc.collect()
+    found = alive() is not None
+    gate.wait(10)
+    part.close()
+    gate.wait(10)
+    part.close()
+    return found, alive() is not None
+
+
+def test_a_tensor_lives_until_nobody_can_write_to_it(monkeypatch):
+    def raising(*_args: object) -> None:
+        raise ArithmeticError
+
+    monkeypatch.setattr(all_reduce, "combine", raising)
+    assert run_threads(2, _fails_in_the_middle, threading.Barrier(2)) == [(True, False)] * 2
 
 
 def _blocks_in_a_callback(group: Group, way: str) -> str:

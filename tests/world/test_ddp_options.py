@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import random
@@ -238,6 +239,34 @@ def test_what_was_accumulated_of_parameters_that_are_frozen_then_is_averaged(wor
     for found in world(2, _freezes_while_accumulating):
         for a, b in zip(found, grads(net), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def _looks_alone(group: Group, looks: bool) -> tuple[list[Gradients], int]:
+    """Rank 1 runs the model with other parameters frozen, several times, of which the others know nothing."""
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    found = []
+    for step in range(4):
+        for frozen in (net.first, net.second, net.first) if looks and group.rank == 1 else ():
+            frozen.requires_grad_(False)
+            wrapped(batch(1, 9))
+            frozen.requires_grad_(True)
+            if step % 2:
+                wrapped(batch(1, 9))
+        net.third.requires_grad_(step < 2)
+        wrapped.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        found.append(grads(net))
+    return found, group.persistent("all_reduce", torch.ones(1))._number
+
+
+def test_a_rank_may_look_at_something_with_frozen_parameters_by_itself(world):
+    for (found, number), (expected, other) in zip(
+        world(2, _looks_alone, True), world(2, _looks_alone, False), strict=True
+    ):
+        assert number == other
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
 
 
 def _unfreezes_alone(group: Group) -> str:
@@ -881,6 +910,29 @@ class Breaks(torch.autograd.Function):
     @staticmethod
     def backward(_ctx, _grad):
         raise ArithmeticError
+
+
+def _zeroes_after_a_break(group: Group, leaves: bool) -> list[Gradients]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group, bucket_cap_mb=SMALL)
+    found = []
+    for step in range(3):
+        net.zero_grad(set_to_none=False)
+        x = batch(group.rank, step)
+        if leaves and group.rank == 1 and step == 1:
+            x = Breaks.apply(x.requires_grad_())
+        with contextlib.suppress(ArithmeticError, CommError):
+            loss_of(wrapped(x)).backward()
+        found.append(grads(net))
+    return [found[0], found[2]]
+
+
+def test_gradients_that_are_zeroed_in_place_are_zeros_after_a_backward_that_broke(world):
+    for found, expected in zip(
+        world(2, _zeroes_after_a_break, True), world(2, _zeroes_after_a_break, False), strict=True
+    ):
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
 
 
 def _breaks_while_accumulating(group: Group) -> list[str]:

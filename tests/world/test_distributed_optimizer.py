@@ -92,6 +92,37 @@ def test_a_patched_optimizer_and_one_inside_backward_give_the_weights_of_one_pro
         assert all(map(torch.equal, found, reference(size)))
 
 
+class Failing(torch.optim.SGD):
+    """Its step raises when it is told to."""
+
+    fails = False
+
+    def step(self, closure: None = None) -> None:
+        if self.fails:
+            raise ArithmeticError
+        super().step(closure)
+
+
+def _fails_inside(group: Group) -> tuple[list[str], int]:
+    module = nn.Sequential(net(), nn.BatchNorm1d(2))
+    wrapped = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-5)
+    steps = wrapped.step_in_backward(lambda params: Failing(params, lr=0.1))
+    said = []
+    for step in range(4):
+        steps["0.2.weight"].fails = group.rank == 1 and step in {0, 2}
+        try:
+            loss_of(wrapped, group.rank, step).backward()
+            said.append("")
+        except (ArithmeticError, CommError, ConfigError) as error:
+            said.append(type(error).__name__)
+    return said, wrapped._reducer.num_reductions
+
+
+def test_a_step_inside_backward_that_raises_leaves_the_others_alone(world):
+    failed = ["ArithmeticError", ""] * 2
+    assert world(2, _fails_inside) == [([""] * 4, 4), (failed, 4)]
+
+
 def _accumulates(group: Group) -> list[torch.Tensor]:
     module = net()
     optimizer = DistributedOptimizer(

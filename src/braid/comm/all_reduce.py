@@ -79,9 +79,11 @@ def all_reduce(
     if offers_first(ch, x, algorithm, forced=forced):
         ch.own.offer(x, private=private)
         yield from ch.exchange(pausing=True)
+        if not x.numel():  # it lies nowhere
+            return
         if algorithm == "registered":
             _require_offers(ch)
-        if not (forced and private) and x.numel() and all_registered(ch):
+        if not (forced and private) and all_registered(ch):
             algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
@@ -132,6 +134,7 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
     tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
     step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
     scratch = ch.own.scratch(step, dtype) if ch.size > 2 else None
+    yield from ch.refrain()
     for number in ch.claims.take(-(-numel // step)):
         blocks = [t[number * step : (number + 1) * step] for t in tensors]
         out = blocks[ch.rank] if scratch is None else scratch[: blocks[0].numel()]

@@ -347,6 +347,7 @@ class MemoryEngine:
             site=call.site,
             timeout_s=call.timeout_s,
             epoch=0,  # a member may have been lost while the group was made: that is news, too
+            tensors=call.outs,
         )
         if receipt is not None:
             operation.on_done(partial(self._received, call, receipt, channel))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from braid.comm.channel import LINE_WORDS, Channel
 from braid.comm.windows import Windows
 from braid.errors import StaleError
-from braid.transport import Block, MemoryTransport, Steps, Wait, WaitAny
+from braid.transport import Block, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
 __all__ = ["ABANDONED", "CLOSED", "DISAGREED", "Port", "State"]
@@ -74,7 +74,7 @@ class Port:
         self.stopped = ""  # why this rank takes no further part
         self.given_up = ""  # why the program has given the group up, whatever stopped it before
         self.windows = Windows(transport.arena)
-        self.held: list[Steps] = []  # failed operations, whose tensors peers may still write to
+        self.held: list[object] = []  # of failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
         self._making = threading.Lock()  # two threads may be the first on a channel, or on a page

@@ -7,6 +7,7 @@ takes whatever steps are possible; nothing blocks until `Work.wait()`.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -20,22 +21,25 @@ __all__ = ["Numbers", "Request"]
 
 
 class Numbers:
-    """Numbers of a group's requests, equal on all members; those of retired ones are used again, since a group has a limited number of channels."""
+    """Numbers of a group's requests, equal on all members; those of retired ones are used again, since a group has a limited number of channels.
+
+    The next one depends on what requests there are, not on how they came and went: that may be one member's own business.
+    """
 
     def __init__(self) -> None:
         self._next = 0
         self._free: list[int] = []
 
     def take(self) -> int:
-        """One that no request has."""
+        """The least that no request has."""
         if self._free:
-            return self._free.pop()
+            return heapq.heappop(self._free)
         self._next += 1
         return self._next - 1
 
     def give_back(self, number: int) -> None:
         """No request has it any more."""
-        self._free.append(number)
+        heapq.heappush(self._free, number)
 
 
 class Request:

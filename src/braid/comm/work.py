@@ -11,7 +11,7 @@ into the error that the user sees. Who takes the steps is a matter of convenienc
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,7 @@ class Operation:
         site: Digest of the call site.
         timeout_s: Seconds until CommTimeout.
         epoch: Health epoch when the group was made.
+        tensors: Where the others may write; steps that raise let go of them.
     """
 
     __slots__ = (
@@ -67,6 +68,7 @@ class Operation:
         "_span",
         "_steps",
         "_taken",
+        "_tensors",
         "_timeout_s",
         "_wait",
         "channel",
@@ -90,6 +92,7 @@ class Operation:
         site: int,
         timeout_s: float,
         epoch: int,
+        tensors: Sequence[torch.Tensor] = (),
     ) -> None:
         self.port = port
         self.channel = channel
@@ -102,6 +105,7 @@ class Operation:
         self._steps = steps
         self._timeout_s = timeout_s
         self._epoch = epoch
+        self._tensors = tensors
         self._wait: Wait | WaitAny | None = None
         self._lock = threading.RLock()
         self._taken = False
@@ -251,7 +255,7 @@ class Operation:
             if self.done:
                 return
             # a stopped peer may store into these tensors when it goes on: they live as long as the group
-            self.port.held.append(self._steps)
+            self.port.held.append((self._steps, self._tensors))
             self.error = self._explain(exc)
             if isinstance(self.error, MismatchError):
                 self.port.stop(DISAGREED, reason=str(self.error))

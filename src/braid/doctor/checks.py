@@ -83,6 +83,9 @@ def check_system(facts: System) -> Finding:
     if facts.portable:
         advice = "unset BRAID_PORTABLE where speed matters: with it ranks send each other copies over loopback sockets"
         return note("system", f"{found}, BRAID_PORTABLE=1", advice)
+    if not facts.counts:
+        advice = "install the C++ runtime (libstdc++.so.6) where speed matters: without it ranks send each other copies over loopback sockets"
+        return note("system", f"{found}, no C++ runtime", advice)
     if _numbers(facts.kernel)[:2] < OLDEST_KERNEL:
         advice = f"a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on lets ranks see each other's deaths at once"
         return note("system", found, advice)

@@ -84,7 +84,10 @@ def system() -> System:
         portable: bool | None = wants_portable()
     except ConfigError:
         portable = None
-    return System(sys.platform, platform.machine(), platform.release(), glibc, portable)
+    counts = True
+    if _torch() is not None:  # which what follows needs
+        counts = importlib.import_module("braid.transport.atomic").is_atomic_between_processes()
+    return System(sys.platform, platform.machine(), platform.release(), glibc, portable, counts)
 
 
 def cores() -> Cores:

@@ -5,6 +5,9 @@ buffers in shared memory and a new order to agree on would cost more than the st
 
 Idea: what is trained is the key. When it changes, the old plan goes, unless its key has come back before: from then on that
 program alternates, and its plans stay, the last few of them. What goes gives up its memory and its channels.
+
+It goes when all ranks have said that they train the same. Until then one of them may be alone: it runs the model once with parameters that
+are frozen, to look at something, and comes back. Nobody else sees that, so its plan and its channels must be those of before.
 """
 
 from __future__ import annotations
@@ -80,6 +83,9 @@ class Plans:
         group: Ranks that reduce together.
         records: Their parameters.
         options: How.
+
+    Attributes:
+        current: Of what is trained now.
     """
 
     def __init__(
@@ -90,7 +96,7 @@ class Plans:
         self._options = options
         self._seen: deque[tuple[bool, ...]] = deque(maxlen=MAX_SEEN)
         self._kept: dict[tuple[bool, ...], Plan] = {}  # the one that was used last comes last
-        self.current = Plan(group, records, self._trained(), options)
+        self.current = self._agreed = Plan(group, records, self._trained(), options)
 
     def follow(self, *, accumulating: bool) -> bool:
         """Look at what is trained now; whether that has changed, and with it the plan.
@@ -105,9 +111,22 @@ class Plans:
             return False
         left_out = old.buckets.residuals()
         old.buckets.owe({})  # the plan that comes has them
-        kept = self._kept.pop(trained, None)
+        known = {plan.trained: plan for plan in (*self._kept.values(), self._agreed)}
+        if old not in known.values():  # and nobody else knows it
+            old.buckets.retire()
         # on channels of its own: a rank that changes alone must not be taken for one that sends the old buckets wrongly
-        self.current = kept or Plan(self._group, self._records, trained, self._options)
+        self.current = known.get(trained) or Plan(
+            self._group, self._records, trained, self._options
+        )
+        self.current.buckets.owe(left_out)
+        return True
+
+    def agree(self) -> None:
+        """All ranks train what this plan is for, and have heard it of each other."""
+        old, self._agreed = self._agreed, self.current
+        if old is self.current:
+            return
+        self._kept.pop(self.current.trained, None)
         if old.trained in self._seen:
             self._kept[old.trained] = old
         else:
@@ -115,8 +134,6 @@ class Plans:
             old.buckets.retire()
         if len(self._kept) > MAX_KEPT:
             self._kept.pop(next(iter(self._kept))).buckets.retire()
-        self.current.buckets.owe(left_out)
-        return True
 
     def improve(self, device: torch.device) -> None:
         """After the first backward: fill buckets in the order in which rank 0's gradients came, if that pays; a collective.
@@ -134,8 +151,9 @@ class Plans:
         before = held_back(plan.buckets.plan, plan.specs, order)
         if not plan.delayed and held_back(better, plan.specs, order) < PAYS * before:
             left_out = plan.buckets.residuals()
-            self.current = Plan(self._group, self._records, plan.trained, self._options, order)
-            self.current.buckets.owe(left_out)
+            better_plan = Plan(self._group, self._records, plan.trained, self._options, order)
+            better_plan.buckets.owe(left_out)
+            self.current = self._agreed = better_plan
             plan.buckets.retire()
         self.current.learnt = True
 

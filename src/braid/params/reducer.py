@@ -185,15 +185,13 @@ class GradientReducer:
         if brings:
             self._collect()
         else:
-            for bucket in self.buckets.plan:
-                self.buckets.zero(bucket.members)
+            self.buckets.zero(list(self.buckets.views))
         weight = self._own_weight() if brings else weight
         standing = Standing.BROKE if self._broke else Standing.JOINED
         status = self._exchange(standing, weight=weight, brings=brings and not self._broke)
         if len(status.ranks(Standing.JOINED)) == self._group.size:
             return False
-        for number in range(self.num_buckets):
-            self._start_if_used(number, status)
+        self._start_used(status)
         self._conclude(status, standing, brings=brings)
         return True
 
@@ -265,6 +263,7 @@ class GradientReducer:
         self._weight = 0.0
         self._weighted = False
         self._broke = False
+        self._raised: Exception | None = None  # by `on_bucket`
         self._seen_weights: set[float | None] = set()
         self._spoiled: set[int] = set()
 
@@ -339,8 +338,7 @@ class GradientReducer:
         standing = Standing.SPOILED if self._spoiled else Standing.WORKS
         standing = Standing.BROKE if self._broke else standing
         status = self._exchange(standing, weight=self._own_weight(), brings=not self._broke)
-        for number in range(self.num_buckets):
-            self._start_if_used(number, status)
+        self._start_used(status)
         self._conclude(status, standing, brings=True)
 
     def _collect(self) -> list[int]:
@@ -371,9 +369,9 @@ class GradientReducer:
                 if not self._plan.state.has_left(number):
                     self.buckets.zero(bucket.members)
             status = self._exchange(Standing.BROKE, weight=1.0, brings=False)
-            for number in range(self.num_buckets):
-                self._start_if_used(number, status)
-            self.buckets.wait()
+            self._start_used(status)
+            self.buckets.wait()  # averages come, and may come over zeros of the program
+            self.buckets.zero(list(self.buckets.views))
             self._end_step()
         else:  # it is told when this rank averages next, as the others do
             self._passed += 1
@@ -401,14 +399,15 @@ class GradientReducer:
             work.wait()
         status = self._layout.decode(self._status.tolist())
         self._check_trained(status)
+        self._plans.agree()
         return status
 
-    def _start_if_used(self, number: int, status: Status) -> None:
-        """Let a bucket go of which this rank has nothing, if some other rank has."""
-        members = self.buckets.plan[number].members
-        used = any(status.present[p] for p in members) or status.ranks(Standing.BROKE)
-        if used and not self._plan.state.has_left(number):
-            self._start(number)
+    def _start_used(self, status: Status) -> None:
+        """Let buckets go of which this rank has nothing, if some other rank has."""
+        for number, bucket in enumerate(self.buckets.plan):
+            used = any(status.present[p] for p in bucket.members) or status.ranks(Standing.BROKE)
+            if used and not self._plan.state.has_left(number):
+                self._start(number)
 
     def _conclude(self, status: Status, standing: Standing, *, brings: bool) -> None:
         broke = status.ranks(Standing.BROKE)
@@ -433,9 +432,12 @@ class GradientReducer:
                 self._plan.learnt = True
             else:
                 self._plans.improve(self._status.device)
+        raised = self._raised
         self._end_step()
         if self.on_outcome is not None:
             self.on_outcome(outcome)
+        if raised is not None:
+            raise raised
 
     def _bucket_came(self, status: Status, mean: float, number: int) -> None:
         """A bucket is there: let `.grad` hold the averages."""
@@ -449,8 +451,12 @@ class GradientReducer:
             param = self._records[position].param
             if param.grad is None:  # some other rank has used it
                 param.grad = self.buckets.views[position].detach()
-        if self.on_bucket is not None and not any(status.spoiled):
+        if self.on_bucket is None or any(status.spoiled) or self._raised is not None:
+            return
+        try:
             self.on_bucket([self._records[position] for position in present])
+        except Exception as error:  # noqa: BLE001 - raised when this rank has gone with the others to the end of the step
+            self._raised = error
 
     def _end_step(self) -> None:
         self.num_reductions += 1

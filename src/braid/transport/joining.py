@@ -1,6 +1,6 @@
 """Which way the ranks of a job reach each other, and the way there.
 
-shared memory   inside a host, Linux on x86-64: ranks map each other's memory (`shm`)
+shared memory   inside a host, Linux on x86-64 with the C++ runtime: ranks map each other's memory (`shm`)
 sockets         between hosts, and everywhere else or where it is asked for: ranks send each other copies (`hosts`)
 """
 
@@ -28,7 +28,7 @@ from braid.wire import Secret
 
 __all__ = ["PORTABLE", "connect"]
 
-PORTABLE = "portable (BRAID_PORTABLE, or no shared memory on this system)"
+PORTABLE = "portable (BRAID_PORTABLE, or a system without what shared memory needs)"
 
 
 def connect(
