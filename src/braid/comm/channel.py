@@ -265,10 +265,9 @@ class Channel:
 
         Its memory may be something else by now. For operations in which all members wait for the next step of this rank.
         """
-        for member in range(self.size):
-            if self._port.state(member).code:
-                never = self.value + 2  # nobody takes that step before this rank takes the next
-                yield Wait(member, self.index, never)
+        while (member := self._port.stopped_member()) is not None:
+            never = self.value + 2  # nobody takes that step before this rank takes the next
+            yield Wait(member, self.index, never)
 
     def peek(self, peer: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """What `peer` published in the present step, as a flat tensor over its memory."""

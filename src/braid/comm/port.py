@@ -161,6 +161,13 @@ class Port:
         code = words[_STATE]
         return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
+    def stopped_member(self) -> int | None:
+        """One that takes no further part, this rank among them; None where all do, as nearly always."""
+        for member, words in enumerate(self._directories):
+            if words[_STATE]:
+                return member
+        return None
+
     def gone(self, member: int) -> bool:
         """Whether nothing more will come from a member: it closed the group, left or was lost."""
         lost = self.transport.health.lost
