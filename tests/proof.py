@@ -169,7 +169,7 @@ def hooks_proof() -> list[str]:
 def busy_proof() -> list[str]:
     """Data parallel training while others compute, too: steps differ much, so it takes many of them."""
     bench = DdpBench(
-        cases=CASES[:3], rounds=400, budget_s=200.0, busy=1, out=ROOT / "runs" / "proof-ddp-busy"
+        cases=CASES[:3], rounds=400, budget_s=600.0, busy=1, out=ROOT / "runs" / "proof-ddp-busy"
     )
     lines = ddp_verdicts(run_ddp(bench))
     told = [
