@@ -84,8 +84,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
         every: Average in every k-th backward; the others accumulate, as in one process.
         nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
-            that is called with a `NonFinite` on all ranks, such as `Rollback(...)`. With a `torch.amp.GradScaler` say ignore: it looks itself,
-            and fails where it finds no gradients.
+            called with a `NonFinite` on all ranks, as `Rollback(...)`. With a `torch.amp.GradScaler`, which looks itself, say ignore.
         check_all: Look at every number for that, rather than at one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
