@@ -310,14 +310,19 @@ class MemoryEngine:
         self._timed(partial(self.progress.start, lazily=lazily, opening=opening), operation)
         return Work(operation, partial(self._timed, self.progress.run), look)
 
+    def _algorithm(self, call: Call) -> str:
+        """What was asked for or is fastest; other formats are for what crosses a network."""
+        if call.kind == "all_reduce" and call.wire and not self.shares:
+            return "hierarchical"
+        return call.algorithm or self.selection.choose(call.kind, call.nbytes)
+
     def _opens(self, call: Call, channel: Channel) -> bool:
         """Whether the first step of a call only says where its tensor lies."""
         if call.kind != "all_reduce" or call.copies is not None or call.algorithm in PROGRAMS:
             return False
-        algorithm = call.algorithm or self.selection.choose(call.kind, call.nbytes)
-        if algorithm == "hierarchical" or (call.wire and not self.shares):
+        algorithm, forced = self._algorithm(call), call.algorithm is not None
+        if algorithm == "hierarchical":
             return False
-        forced = call.algorithm is not None
         return offers_first(channel, call.outs[0], algorithm, forced=forced)
 
     def _operation(
@@ -382,11 +387,11 @@ class MemoryEngine:
             return self._send(call, channel)
         if call.algorithm in PROGRAMS:
             return by_program(channel, self._programs, call, scale)
-        algorithm = call.algorithm or self.selection.choose(kind, call.nbytes)
+        algorithm = self._algorithm(call)
         if kind == "all_reduce":
             forced = call.algorithm is not None
             x = call.outs[0]
-            if algorithm == "hierarchical" or (call.wire and not self.shares):
+            if algorithm == "hierarchical":
                 return hierarchical(
                     channel,
                     x,

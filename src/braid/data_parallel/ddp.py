@@ -137,7 +137,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         del check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         group = group_of(process_group, device_mesh)
         ignored = frozenset(getattr(module, IGNORED, ()))
-        table = table_of(module, ignored)
+        self._table = table = table_of(module, ignored)
         self.module = module
         self.process_group = group
         self.device_ids = None if device_ids is None else list(device_ids)
@@ -152,7 +152,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.mixed_precision = mixed_precision
         self._weight: float | None = None
         self._hash_every = checked_hash_every(hash_every)
-        self._table = table
         self._known = KnownParams(module.parameters())
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
