@@ -90,6 +90,7 @@ class Measured(msgspec.Struct, kw_only=True):
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
         exposed_s: Seconds that a variant takes longer than `silent`, mean of the middle rounds.
         spread: Lowest and highest speed-up of the rounds.
+        rounds_s: Seconds of every step, by variant: what all of the above is computed from.
     """
 
     model: str
@@ -103,6 +104,7 @@ class Measured(msgspec.Struct, kw_only=True):
     exposed: float
     exposed_s: dict[str, float]
     spread: dict[str, tuple[float, float]]
+    rounds_s: dict[str, list[float]]
 
 
 class _Step:
@@ -164,6 +166,7 @@ def _measure(
     rounds = min(plan.rounds, max(plan.least_rounds, int(plan.budget_s / taken)))
     times = _times(group, steps, rounds)
     exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
+    mean = _middle_means(times)
     speedup = {}
     for variant in COMPARED:
         pairs = zip(times[variant], times["gloo"], strict=True)
@@ -178,28 +181,36 @@ def _measure(
         gone=shares_gone(times),
         gone_between=shares_between(times),
         exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
-        exposed_s={v: _difference(times[v], times["silent"]) for v in ("gloo", *COMPARED)},
+        exposed_s={variant: mean[variant] - mean["silent"] for variant in ("gloo", *COMPARED)},
         spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
+        rounds_s=times,
     )
 
 
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """Share of what Gloo adds to a step that a variant does not add, by variant.
 
-    Both are differences within a round, and means over the middle rounds before they are divided: in a round in which Gloo seems to
-    add little, noise would be most of the quotient. None where Gloo adds nothing.
+    Both are differences of means over the middle rounds: in a round in which Gloo seems to add little, noise would be most of a
+    quotient. None where Gloo adds nothing.
     """
-    exposed = _difference(times["gloo"], times["silent"])
+    mean = _middle_means(times)
+    exposed = mean["gloo"] - mean["silent"]
     if exposed <= 0:
         return {}
-    return {variant: _difference(times["gloo"], times[variant]) / exposed for variant in COMPARED}
+    return {variant: (mean["gloo"] - mean[variant]) / exposed for variant in COMPARED}
 
 
-def _difference(longer: list[float], shorter: list[float]) -> float:
-    """Mean of the middle three fifths of the rounds: deaf to outliers as the median is, and in busy rounds a fifth to two fifths less scattered."""
-    differences = sorted(a - b for a, b in zip(longer, shorter, strict=True))
-    left_out = len(differences) // 5
-    return statistics.fmean(differences[left_out : len(differences) - left_out])
+def _middle_means(times: dict[str, list[float]]) -> dict[str, float]:
+    """Mean step of every variant over the middle three fifths of the rounds, by how long a round took.
+
+    The rounds are the same for all, so that what two variants differ by is the sum of what they differ by from a third; and a
+    round in which something else took the cores is left out, whichever variant it hit.
+    """
+    totals = [sum(round_s) for round_s in zip(*times.values(), strict=True)]
+    order = sorted(range(len(totals)), key=totals.__getitem__)
+    left_out = len(order) // 5
+    middle = order[left_out : len(order) - left_out]
+    return {variant: statistics.fmean(own[i] for i in middle) for variant, own in times.items()}
 
 
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
