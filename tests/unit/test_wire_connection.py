@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
 import socket
 import stat
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from braid.errors import (
 from braid.wire import FrameLimits, Identity, Listener, Secret, SocketConnection, connect
 from braid.wire.address import Address
 from braid.wire.listener import MAX_HALF_OPEN
+from braid.wire.unsent import Unsent
 
 SECRET = Secret.generate()
 SERVER = Identity("run", "launcher", -1)
@@ -54,6 +57,18 @@ def listener(request, tmp_path):
 def tcp_listener():
     with Listener("tcp://127.0.0.1:0", SECRET, SERVER) as found:
         yield found
+
+
+@contextmanager
+def socket_pair(family):
+    if family == socket.AF_UNIX:
+        one, other = socket.socketpair()
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname())
+            other, _ = server.accept()
+    with one, other:
+        yield one, other
 
 
 def in_thread(fn, *args, **kwargs):
@@ -171,6 +186,39 @@ def test_frames_sent_before_the_end_are_received(pair):
     left.send(b"last words")
     left.close()
     assert right.recv(5).meta == b"last words"
+
+
+@pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_last_words_are_received_after_a_send_that_failed(family, unread):
+    with socket_pair(family) as (one, other):
+        left, right = SocketConnection(one, SERVER), SocketConnection(other, WORKER)
+        if unread:
+            right.send(b"nobody reads this")
+            assert left.poll(5)
+        left.send(b"last words")
+        left.close()
+        with pytest.raises(PeerLostError, match=r"rank 3 .*the connection broke") as caught:
+            for _ in range(1000):  # it takes the system a moment to hear of the end
+                right.send(b"x")
+                time.sleep(0.001)
+        assert not right.closed
+        assert right.recv(5).meta == b"last words"
+        for _ in range(2):
+            with pytest.raises(PeerLostError) as later:
+                right.recv(5)
+            assert str(later.value) == str(caught.value)
+            assert later.value.__cause__ is caught.value.__cause__
+        assert right.closed
+
+
+def test_a_send_that_fails_tells_a_peer_that_lives(pair):
+    left, right = pair
+    left._outbox = Unsent(lambda _pieces: (_ for _ in ()).throw(OSError(errno.ENOBUFS, "no room")))
+    with pytest.raises(PeerLostError, match="no room"):
+        left.send(b"x")
+    with pytest.raises(PeerLostError, match="closed the connection"):
+        right.recv(5)
 
 
 def test_closing_wakes_a_thread_that_receives(pair):

@@ -7,6 +7,9 @@ Idea: whoever waits (`LinkWaiter`) receives, and spends nothing on it. Only whil
 it instead; it sleeps in `poll` as long as nothing comes. Sending never waits: what a socket does not take at once stays
 in line and goes out when it does. How much that can be is bounded by the algorithms, which write into a slot again only
 when everybody has what was in it before. For the same reason slots need not be copied for the line.
+
+A link ends when what its peer has sent has been received, and the end of the stream after it: a send that fails may be
+early, and what a peer says last is why it leaves.
 """
 
 from __future__ import annotations
@@ -82,20 +85,22 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, writes: Writes, buffers: Sequence[memoryview]) -> None:
-        """Send writes, or put them in line; the buffers stay as they are until the peer has them.
-
-        Raises:
-            PeerLostError: The connection has ended.
-        """
+        """Send writes, or put them in line; the buffers stay as they are until the peer has them. Nothing where it is gone."""
         with self._lock:
-            if self._names_used[0] != self._names_sent:
-                self._send_names()
-            self.backlog = self._connection.post(pack_writes(writes), buffers)
+            try:
+                if self._names_used[0] != self._names_sent:
+                    self._send_names()
+                self.backlog = self._connection.post(pack_writes(writes), buffers)
+            except PeerLostError:
+                self.backlog = 0  # `receive` finds the end, after what came before it
 
     def flush(self) -> None:
-        """Send what the socket takes now; raises like `send`."""
+        """Send what the socket takes now."""
         with self._lock:
-            self.backlog = self._connection.flush()
+            try:
+                self.backlog = self._connection.flush()
+            except PeerLostError:
+                self.backlog = 0  # likewise
 
     def receive(self) -> bool:
         """Take what has come; whether it was anything whole.
@@ -181,14 +186,10 @@ class Links:
 
     def send(self, frames: Iterable[tuple[Link, Writes, Sequence[memoryview]]]) -> None:
         """Send each peer its writes; never waits, and does not mind those that are gone."""
-        self.drain()  # a broken connection is closed when it is sent on: take first what it has brought
         backlog = False
         for link, writes, buffers in frames:
             if link.open:
-                try:
-                    link.send(writes, buffers)
-                except PeerLostError as exc:
-                    self._end(link, silence(exc))
+                link.send(writes, buffers)
                 backlog |= link.backlog > 0
         if backlog and not self._num_waiting:
             self._wake_pump()
@@ -202,12 +203,12 @@ class Links:
             for fd, _ in self._poller.poll(0):
                 link = self._by_fd[fd]
                 if link.open:
-                    news |= self._attempt(link, link.receive)
+                    news |= self._receive(link)
                 if not link.open:
                     self._poller.unregister(fd)
             for link in self._by_fd.values():
                 if link.backlog:
-                    news |= self._attempt(link, link.flush)
+                    link.flush()
         finally:
             self._receiving.release()
         if news:
@@ -251,10 +252,10 @@ class Links:
         for fd in self._wake:
             os.close(fd)
 
-    def _attempt(self, link: Link, act: Callable[[], bool | None]) -> bool:
+    def _receive(self, link: Link) -> bool:
         """Whether there is news: a whole frame, or the end."""
         try:
-            return bool(act())
+            return link.receive()
         except PeerLostError as exc:
             self._end(link, silence(exc))
         except Exception as exc:  # noqa: BLE001 - whatever a peer sends ends its connection, and nothing else

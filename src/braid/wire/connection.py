@@ -6,6 +6,9 @@ for each partial write, and "Connection reset by peer" does not say which peer.
 Idea: the socket never blocks. Whoever has to wait polls it until a deadline, and every error names the peer's rank.
 Sending puts what the kernel does not take at once into an outbox, so that one implementation serves threads that wait
 (`send`) and event loops that must not (`post`, `flush`).
+
+A peer that ends says so in its last frames, and then does not read any more. So a send that fails ends one direction only:
+what the peer has sent before can still be received, and the end of the stream after it.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ class SocketConnection:
         clock: For deadlines; the host's when None.
         send_timeout_s: How long `send` waits for a peer that does not read.
 
-    On failure: a peer that died or closed gives PeerLostError in every call, from then on. A peer that breaks the frame
-    format gives CommError once and the connection is closed.
+    On failure: a peer that died or closed gives PeerLostError in every call, from then on; receiving first returns the frames
+    that came before. A peer that breaks the frame format gives CommError once and the connection is closed.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class SocketConnection:
         self._decoder = FrameDecoder(self._limits)
         self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
+        self._send_error: OSError | None = None  # why nothing can be sent any more
         self._ended = ""  # why nothing can be sent or received any more
 
     @property
@@ -229,12 +233,13 @@ class SocketConnection:
             while (frame := decoder.next_frame(allocate)) is None:
                 nbytes = self._socket.recv_into(decoder.next_view())
                 if nbytes == 0:
-                    raise self._lost(None)
+                    raise self._lost(self._send_error) from self._send_error
                 decoder.advance(nbytes)
         except BlockingIOError:
             return None
         except OSError as exc:
-            raise self._lost(exc) from exc
+            cause = self._send_error or exc
+            raise self._lost(cause) from cause
         except CommError as exc:
             self._end(f"it broke the frame format: {exc}")
             self._decoder = FrameDecoder(self._limits)  # what was read ahead means nothing
@@ -265,7 +270,11 @@ class SocketConnection:
         try:
             return self._outbox.drain()
         except OSError as exc:
-            raise self._lost(exc) from exc
+            if self._send_error is None:
+                self._send_error = exc
+                with contextlib.suppress(OSError):  # the peer may have gone already
+                    self._socket.shutdown(socket.SHUT_WR)  # should it live, it has to know
+            raise self._lost_error(self._ended or _broken_text(self._send_error)) from self._send_error
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
         """Whether the socket became ready for `event`, or broke, before the deadline."""
@@ -282,11 +291,14 @@ class SocketConnection:
         if not self._ended:
             found = "it closed the connection"
             if cause is not None:
-                found = f"the connection broke ({cause.strerror or cause})"
+                found = _broken_text(cause)
             elif self._decoder.in_frame:
                 found = "it closed the connection in the middle of a frame"
             self._end(found)
-        msg = f"lost {self._peer}: {self._ended}; look for the first error of that process"
+        return self._lost_error(self._ended)
+
+    def _lost_error(self, how: str) -> PeerLostError:
+        msg = f"lost {self._peer}: {how}; look for the first error of that process"
         return PeerLostError(msg, rank=self._peer.rank)
 
     def _end(self, why: str) -> None:
@@ -297,3 +309,7 @@ class SocketConnection:
             # Wakes threads that poll this descriptor; closing alone would not.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _broken_text(cause: OSError) -> str:
+    return f"the connection broke ({cause.strerror or cause})"
