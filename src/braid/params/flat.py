@@ -7,6 +7,7 @@ gradients are views of it, nothing is copied on the way to the other ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -18,12 +19,19 @@ __all__ = ["FlatBuffer", "allocator", "shaped"]
 class FlatBuffer:
     """A flat tensor with one view per shape, one after the other, and some extra elements at the end.
 
+    Attributes:
+        tensor: All of it.
+        views: By shape.
+        starts: Where each view starts.
+        extra: What is behind them.
+
     Args:
         shapes: Shapes of the views.
         dtype: Of all of them.
         allocate: (shape, dtype) -> tensor, such as `Group.empty`.
         num_extra: Elements behind the last view.
         like: Tensors of these shapes whose strides the views take, where they fill their memory; all row by row when None.
+        align: Each view starts at a multiple of so many elements, and there is room up to one behind the last.
     """
 
     def __init__(
@@ -34,24 +42,24 @@ class FlatBuffer:
         *,
         num_extra: int = 0,
         like: Sequence[torch.Tensor] | None = None,
+        align: int = 1,
     ) -> None:
         numels = [shape.numel() for shape in shapes]
-        total = sum(numels)
+        widths = [-(-numel // align) * align for numel in numels]
+        total = sum(widths)
         self.tensor = allocate((total + num_extra,), dtype)
         self.extra = self.tensor[total:]
         self.views: list[torch.Tensor] = []
-        self._starts: list[int] = []
-        start = 0
-        for number, (shape, numel) in enumerate(zip(shapes, numels, strict=True)):
+        self.starts = list(accumulate(widths, initial=0))[:-1]
+        for number, (start, numel) in enumerate(zip(self.starts, numels, strict=True)):
             part = self.tensor[start : start + numel]
-            self.views.append(part.view(shape) if like is None else shaped(part, like[number]))
-            self._starts.append(start)
-            start += numel
+            whole = part.view(shapes[number]) if like is None else shaped(part, like[number])
+            self.views.append(whole)
 
     def firsts(self) -> torch.Tensor:
         """Index of the first element of each view; of an empty one that of any element."""
         most = max(0, self.tensor.numel() - 1)
-        return torch.tensor([min(start, most) for start in self._starts], device=self.tensor.device)
+        return torch.tensor([min(start, most) for start in self.starts], device=self.tensor.device)
 
     def __repr__(self) -> str:
         nbytes = self.tensor.numel() * self.tensor.element_size()

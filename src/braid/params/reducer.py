@@ -22,13 +22,10 @@ division by their number happens once, at the end (`braid.data_parallel.referenc
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from braid.comm import Group, Work
 from braid.errors import CommError, ConfigError, MismatchError
@@ -36,6 +33,7 @@ from braid.params.autograd_grad import refuse_grad
 from braid.params.bucket_state import Bucket
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
+from braid.params.gradient_hooks import GradientHooks
 from braid.params.plans import Plan, Plans
 from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.sparse import average_sparse
@@ -72,8 +70,12 @@ class GradientReducer:
         self._status = torch.zeros(self._layout.length, dtype=torch.float64, device=_device(group))
         self._status_request = group.persistent("all_reduce", self._status)
         self._hook: StateHook | None = None
-        self._handles: dict[int, RemovableHandle] = {}
-        self._part_handles: list[RemovableHandle] = []
+        self._hooks = GradientHooks(
+            self._records,
+            on_output=self._on_output,
+            on_part=self._on_part,
+            on_gradient=self._on_gradient,
+        )
         self._plans = Plans(group, self._records, self._options)
         self.num_reductions = 0
         self._now_ns = group.context.clock.now_ns
@@ -81,7 +83,7 @@ class GradientReducer:
         self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
         self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
         self._reset_counts()
-        self._place_hooks()
+        self._hooks.place(self._plan.positions)
         self.synchronize = True
         self.buffers_used = False
         self.on_exchange: Callable[[], Sequence[Work]] | None = None
@@ -126,17 +128,7 @@ class GradientReducer:
 
     def weigh(self) -> None:
         """Call before the first forward that has a weight: gradients are scaled from now on where they are accumulated."""
-        if self._part_handles:
-            return
-        reference = weakref.ref(self)
-
-        def on_part(grad: torch.Tensor) -> torch.Tensor | None:
-            reducer = reference()
-            return None if reducer is None else reducer._on_part(grad)  # noqa: SLF001 - its continuation
-
-        for record in self._records:
-            if record.param.requires_grad:
-                self._part_handles.append(record.param.register_hook(on_part))  # type: ignore[no-untyped-call]
+        self._hooks.weigh()
 
     def begin(self) -> None:
         """Call before each forward whose gradients shall be averaged.
@@ -148,12 +140,7 @@ class GradientReducer:
         if self._in_backward:
             self._give_up()
         if self._plans.follow(accumulating=self._passed > 0):
-            self._place_hooks()
-            if self._part_handles:  # on what is trained now
-                for handle in self._part_handles:
-                    handle.remove()
-                self._part_handles.clear()
-                self.weigh()
+            self._hooks.place(self._plan.positions)
 
     def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
         """Call after each such forward.
@@ -162,16 +149,7 @@ class GradientReducer:
             outputs: What it has returned and autograd follows.
             weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
         """
-        reference = weakref.ref(self)
-
-        def on_output(_grad: torch.Tensor) -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer._on_output(weight)  # noqa: SLF001 - its continuation
-
-        for output in outputs:
-            if not output.is_leaf:  # a hook on a parameter that is returned would stay for ever
-                output.register_hook(on_output)  # type: ignore[no-untyped-call]
+        self._hooks.watch(outputs, weight)
 
     def help_others(self, weight: float) -> bool:
         """Take part in one reduction of the others; False when nobody works any more.
@@ -209,15 +187,9 @@ class GradientReducer:
             table.view(self._group.size, -1).tolist(),
         )
 
-    def __del__(self) -> None:
-        self.close()  # hooks of reducers that are gone would be called for ever
-
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in [*self._handles.values(), *self._part_handles]:
-            handle.remove()
-        self._handles.clear()
-        self._part_handles.clear()
+        self._hooks.close()
 
     # Plans.
 
@@ -229,29 +201,6 @@ class GradientReducer:
     @property
     def _plan(self) -> Plan:
         return self._plans.current
-
-    def _place_hooks(self) -> None:
-        """Have them on what is trained now."""
-        own = self._plan.positions
-        for position in set(self._handles).difference(own):
-            self._handles.pop(position).remove()
-        for position in own:
-            if position not in self._handles:
-                hook = self._hook_of(position)
-                param = self._records[position].param
-                self._handles[position] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _hook_of(self, position: int) -> Callable[[nn.Parameter], None]:
-        # A parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, neither
-        # would ever die: part of that cycle runs through C++, where the garbage collector cannot see it.
-        reference = weakref.ref(self)
-
-        def on_gradient(_param: nn.Parameter) -> None:
-            reducer = reference()
-            if reducer is not None:
-                reducer._on_gradient(position)  # noqa: SLF001 - its continuation
-
-        return on_gradient
 
     # One backward.
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from braid.fusion import Fusion
 from braid.fusion.fusion_buffer import ALIGNMENT
-from braid.params import allocator
-from braid.params.flat import shaped
+from braid.params.flat import FlatBuffer, allocator
 
 __all__ = ["Home", "Homes"]
 
@@ -54,16 +53,18 @@ class Homes:
         self._homes: dict[nn.Parameter, Home] = {}
         self._given: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
         for (dtype, device), members in together.items():
-            step = max(1, ALIGNMENT // members[0].element_size())
-            widths = [-(-param.numel() // step) * step for param in reversed(members)]
-            make = allocator(engine.group, "cpu" if device.type == "cpu" else str(device))
-            flat, start = make((sum(widths),), dtype), 0
-            first = engine.reserve(sum(widths))
-            for param, width in zip(reversed(members), widths, strict=True):
-                view = shaped(flat[start : start + param.numel()], param)
+            members.reverse()
+            buffer = FlatBuffer(
+                [param.shape for param in members],
+                dtype,
+                allocator(engine.group, "cpu" if device.type == "cpu" else str(device)),
+                like=members,
+                align=max(1, ALIGNMENT // members[0].element_size()),
+            )
+            first = engine.reserve(buffer.tensor.numel())
+            for param, view, start in zip(members, buffer.views, buffer.starts, strict=True):
                 strides = () if view.is_contiguous() else view.stride()
                 self._homes[param] = Home(view, first + start, strides)
-                start += width
 
     def take_in(self, param: nn.Parameter) -> Home:
         """Bring a gradient home. It stays where it is if it does not fit there any more, or if somebody still holds that of a former step."""
