@@ -71,6 +71,12 @@ def socket_pair(family):
         yield one, other
 
 
+def send_until_lost(connection):
+    for _ in range(1000):  # it takes the system a moment to hear of the end
+        connection.send(b"x")
+        time.sleep(0.001)
+
+
 def in_thread(fn, *args, **kwargs):
     pool = ThreadPoolExecutor(1)
     future = pool.submit(fn, *args, **kwargs)
@@ -199,9 +205,7 @@ def test_last_words_are_received_after_a_send_that_failed(family, unread):
         left.send(b"last words")
         left.close()
         with pytest.raises(PeerLostError, match=r"rank 3 .*the connection broke") as caught:
-            for _ in range(1000):  # it takes the system a moment to hear of the end
-                right.send(b"x")
-                time.sleep(0.001)
+            send_until_lost(right)
         assert not right.closed
         assert right.recv(5).meta == b"last words"
         for _ in range(2):

@@ -274,7 +274,9 @@ class SocketConnection:
                 self._send_error = exc
                 with contextlib.suppress(OSError):  # the peer may have gone already
                     self._socket.shutdown(socket.SHUT_WR)  # should it live, it has to know
-            raise self._lost_error(self._ended or _broken_text(self._send_error)) from self._send_error
+            raise self._lost_error(
+                self._ended or _broken_text(self._send_error)
+            ) from self._send_error
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
         """Whether the socket became ready for `event`, or broke, before the deadline."""
