@@ -260,6 +260,7 @@ def _looks_alone(group: Group, looks: bool) -> tuple[list[Gradients], int]:
     return found, group.persistent("all_reduce", torch.ones(1))._number
 
 
+@pytest.mark.filterwarnings("ignore:expected as many forwards:UserWarning")
 def test_a_rank_may_look_at_something_with_frozen_parameters_by_itself(world):
     for (found, number), (expected, other) in zip(
         world(2, _looks_alone, True), world(2, _looks_alone, False), strict=True
@@ -515,6 +516,35 @@ def test_gradients_that_are_not_finite_are_told_on_all_ranks(world, nonfinite, c
         if nonfinite == "raise":
             assert "gradients of 'third.bias', 'third.weight', 'second.bias'" in text
             assert "on rank 1 in step 1" in text
+
+
+def _loses_a_batch(group: Group) -> list[str]:
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group)
+    said = []
+    for step in range(4):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = wrapped(batch(group.rank, step))
+            if (group.rank, step) == (1, 1):
+                continue  # its loss has raised
+            loss_of(found).backward()
+        said += [str(one.message) for one in caught]
+        if group.rank == 2:  # of these nobody has to know
+            net.requires_grad_(False)
+            wrapped(batch(group.rank, step))
+            net.requires_grad_(True)
+            with torch.no_grad():
+                wrapped(batch(group.rank, step))
+        if group.rank != 1 and step == 2:
+            break  # rank 1 has taken as many steps
+    return said
+
+
+def test_a_rank_that_goes_on_to_its_next_batch_alone_is_told(procs):
+    (text,), *others = procs(3, _loses_a_batch)
+    assert "found 1 on ranks 0, 2, 2 on rank 1 before step 2" in text
+    assert others == [[], []]
 
 
 def _drifts(group: Group) -> str:

@@ -11,7 +11,6 @@ backward; buffers are made equal after each averaging, not before the next forwa
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from braid.data_parallel.known_params import KnownParams
 from braid.data_parallel.mixed_precision import precision_of
 from braid.data_parallel.module_buffers import ModuleBuffers
 from braid.data_parallel.outputs import tensors_in
+from braid.data_parallel.remarks import Remarks
 from braid.errors import CommError, ConfigError
 from braid.params import (
     GradientReducer,
@@ -51,7 +51,6 @@ from braid.params.hashing import compare_values
 __all__ = ["DistributedDataParallel"]
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-MAX_NAMES = 8
 
 
 class DistributedDataParallel(nn.Module, Joinable):
@@ -100,7 +99,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     On failure:
         A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
         raises CommError in that of the others as soon as it begins its next forward; all may go on after that. One that is raised before
-        backward has come to this module (in the loss) is not seen: let the rank end, or skip the batch on all ranks.
+        backward has come to this module (in the loss) ends nobody's step: the rank goes on with its next batch in place of this one, which is
+        said once. Let the rank end, or skip the batch on all ranks.
     """
 
     def __init__(  # noqa: PLR0917 - the order of torch's
@@ -160,6 +160,9 @@ class DistributedDataParallel(nn.Module, Joinable):
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
+        self._remarks = Remarks(
+            group.ranks, aloud=group.rank == 0, unused=not find_unused_parameters
+        )
         self._reaction = reaction_of(nonfinite, [record.param for record in table])
         self._precision = precision_of(mixed_precision, module)
         wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
@@ -421,7 +424,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             for rank, standing in enumerate(status.standings)
             if standing is not Standing.JOINED
         ]
-        self._say_unused(outcome)
         with torch.no_grad():
             self._buffers_of_all.settle(self._workers[0], change=bool(status.buffers))
         self._reducer.buffers_used = False
@@ -437,22 +439,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             and len(self._workers) < len(status.standings)
         ):
             raise CommError(EARLY)
+        self._remarks.of(
+            outcome
+        )  # may be an error, by the program's filter: when all that needs the others is done
         react(outcome, self.process_group.ranks, self._reaction)
-
-    def _say_unused(self, outcome: Outcome) -> None:
-        if self.find_unused_parameters or not outcome.unused:
-            return
-        self.find_unused_parameters = True  # it has been said
-        if self.process_group.rank == 0:
-            names = ", ".join(map(repr, outcome.unused[:MAX_NAMES]))
-            more = len(outcome.unused) - MAX_NAMES
-            warnings.warn(
-                f"{len(outcome.unused)} parameters got no gradient on any rank in step {outcome.number}: {names}"
-                f"{f' and {more} more' if more > 0 else ''}; their .grad stays None. Said once; find_unused_parameters=True says that "
-                "they are expected",
-                UserWarning,
-                stacklevel=2,
-            )
 
 
 class _Helper(JoinHook):

@@ -135,10 +135,11 @@ class GradientReducer:
 
         Frees the others if the last backward was left by an exception, and follows parameters that have been frozen or unfrozen.
         """
-        if torch._C._current_graph_task_id() != -1:  # noqa: SLF001 - no public way; a forward that is computed again
+        if _in_graph_task():  # a forward that is computed again
             return
         if self._in_backward:
             self._give_up()
+        self._num_forwards += 1
         if self._plans.follow(accumulating=self._passed > 0):
             self._hooks.place(self._plan.positions)
 
@@ -149,6 +150,8 @@ class GradientReducer:
             outputs: What it has returned and autograd follows.
             weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
         """
+        if not outputs and not _in_graph_task():  # a forward like one under no_grad
+            self._num_forwards -= 1
         self._hooks.watch(outputs, weight)
 
     def help_others(self, weight: float) -> bool:
@@ -209,6 +212,7 @@ class GradientReducer:
         self._averages = False
         self._any_gradient = False
         self._passed = 0
+        self._num_forwards = 0
         self._weight = 0.0
         self._weighted = False
         self._broke = False
@@ -338,6 +342,7 @@ class GradientReducer:
             spoiled=[p in self._spoiled for p in range(len(self._records))],
             trained=self._plan.trained,
             standing=standing,
+            forwards=self._num_forwards,
             weight=weight,
             buffers=self.buffers_used and standing is not Standing.JOINED,
         )
@@ -430,6 +435,11 @@ class GradientReducer:
             )
             self._group.abort(msg)  # buckets on their way will never be matched
             raise MismatchError(msg)
+
+
+def _in_graph_task() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - there is no public way
 
 
 def _device(group: Group) -> torch.device:

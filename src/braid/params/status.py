@@ -6,7 +6,7 @@ would spoil it.
 
 Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has places of its own, in which the others add zeros.
 
-    | per parameter: present, not finite, trained | per rank: standing | weight | buffers |
+    | per parameter: present, not finite, trained | per rank: standing, forwards | weight | buffers |
 
 It begins when the last gradient of this rank is there, beside buckets that are on their way, and takes the latency of a small message.
 """
@@ -37,6 +37,7 @@ class Status(NamedTuple):
         spoiled: By parameter, number of ranks whose gradient is not finite.
         trained: By parameter, number of ranks on which it requires a gradient.
         standings: By rank.
+        forwards: By rank, how many it has begun since the last averaging.
         weight: Sum of the weights.
         buffers: Number of ranks that have used the module in training mode since buffers were last equal.
     """
@@ -45,6 +46,7 @@ class Status(NamedTuple):
     spoiled: Sequence[int]
     trained: Sequence[int]
     standings: Sequence[Standing]
+    forwards: Sequence[int]
     weight: float
     buffers: int
 
@@ -67,7 +69,7 @@ class StatusLayout(NamedTuple):
     @property
     def length(self) -> int:
         """Of the vector."""
-        return 3 * self.num_params + self.size + 2
+        return 3 * self.num_params + 2 * self.size + 2
 
     def encode(
         self,
@@ -77,30 +79,34 @@ class StatusLayout(NamedTuple):
         spoiled: Sequence[bool],
         trained: Sequence[bool],
         standing: Standing,
+        forwards: int,
         weight: float,
         buffers: bool,
     ) -> list[float]:
         """What rank `rank` puts in.
 
         >>> layout = StatusLayout(1, 2)
-        >>> layout.encode(1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, weight=4.0, buffers=False)
-        [1.0, 0.0, 1.0, 0.0, 1.0, 4.0, 0.0]
+        >>> layout.encode(
+        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, forwards=2, weight=4.0, buffers=False
+        ... )
+        [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 0.0]
         """
-        own = [0.0] * self.size
-        own[rank] = float(standing)
+        own = [0.0] * (2 * self.size)
+        own[rank], own[self.size + rank] = float(standing), float(forwards)
         flags = [float(flag) for part in (present, spoiled, trained) for flag in part]
         return [*flags, *own, weight, float(buffers)]
 
     def decode(self, summed: Sequence[float]) -> Status:
         """What the sum says."""
-        n = self.num_params
-        counts = [round(count) for count in summed[: 3 * n]]
-        standings = [Standing(round(code)) for code in summed[3 * n : 3 * n + self.size]]
+        n, size = self.num_params, self.size
+        counts = [round(number) for number in summed[: 3 * n + 2 * size]]
+        by_rank = counts[3 * n :]
         return Status(
             present=counts[:n],
             spoiled=counts[n : 2 * n],
-            trained=counts[2 * n :],
-            standings=standings,
+            trained=counts[2 * n : 3 * n],
+            standings=[Standing(code) for code in by_rank[:size]],
+            forwards=by_rank[size:],
             weight=summed[-2],
             buffers=round(summed[-1]),
         )
