@@ -376,6 +376,37 @@ def test_weights_make_uneven_batches_equal_to_one_batch_of_one_process(world):
             torch.testing.assert_close(a, b.grad)
 
 
+def _weighted_after_freezing(group: Group, way: str) -> Gradients:
+    net = Net().double()
+    wrapped = DistributedDataParallel(net, process_group=group, find_unused_parameters=True)
+    rows = ROWS[group.rank]
+    if way == "another part is trained":
+        for part in (net.second, net.third):
+            part.requires_grad_(False)
+        loss_of(wrapped(batch(9, 0).double())).backward()
+        net.requires_grad_(True)
+        net.first.requires_grad_(False)
+        wrapped.weigh(rows)
+    else:
+        wrapped.weigh(rows)
+        net.requires_grad_(False)
+        wrapped(batch(9, 0).double())
+        net.requires_grad_(True)
+    net.zero_grad()
+    loss_of(wrapped(batch(group.rank, 0, rows).double())).backward()
+    return grads(net)
+
+
+@pytest.mark.parametrize("way", ["another part is trained", "all were frozen in a forward"])
+def test_weights_hold_for_what_is_unfrozen_later(world, way):
+    net = Net().double()
+    net.first.requires_grad_(way != "another part is trained")
+    loss_of(net(torch.cat([batch(r, 0, ROWS[r]) for r in range(2)]).double())).backward()
+    for found in world(2, _weighted_after_freezing, way):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.grad)
+
+
 # Uneven inputs.
 
 BATCHES = (4, 1, 2)

@@ -88,7 +88,7 @@ class Measured(msgspec.Struct, kw_only=True):
         gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
             it is chance; none where Gloo's exposed communication is itself hardly more than that.
         exposed: Share of Gloo's step that is exposed communication, median of the rounds.
-        exposed_s: Seconds that a variant takes longer than `silent`, mean of the middle rounds.
+        exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
         spread: Lowest and highest speed-up of the rounds.
         rounds_s: Seconds of every step, by variant: what all of the above is computed from.
     """
@@ -133,7 +133,8 @@ def main(plan: Plan) -> None:
         found = _measure(group, over_braid, case, plan)
         measured.append(found)
         if group.rank == 0:
-            print(json.dumps(msgspec.to_builtins(found)), flush=True)
+            shown = msgspec.structs.replace(found, rounds_s={})
+            print(json.dumps(msgspec.to_builtins(shown)), flush=True)
     if group.rank == 0:
         Path(plan.out).write_bytes(msgspec.json.format(msgspec.json.encode(measured)))
     dist.destroy_process_group()
@@ -161,7 +162,7 @@ def _measure(
             step()
     times = _times(group, steps, plan)
     exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
-    mean = _middle_means(times)
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     speedup = {}
     for variant in COMPARED:
         pairs = zip(times[variant], times["gloo"], strict=True)
@@ -185,28 +186,14 @@ def _measure(
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """Share of what Gloo adds to a step that a variant does not add, by variant.
 
-    Both are differences of means over the middle rounds: in a round in which Gloo seems to add little, noise would be most of a
-    quotient. None where Gloo adds nothing.
+    Of means, since what a run takes is the sum of its steps, slow ones included; so what is gone and what is left add up to all. In a
+    single round noise would be most of the quotient. None where Gloo adds nothing.
     """
-    mean = _middle_means(times)
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     exposed = mean["gloo"] - mean["silent"]
     if exposed <= 0:
         return {}
     return {variant: (mean["gloo"] - mean[variant]) / exposed for variant in COMPARED}
-
-
-def _middle_means(times: dict[str, list[float]]) -> dict[str, float]:
-    """Mean step of every variant over the middle four fifths of the rounds, by how long a round took.
-
-    The rounds are the same for all, so that what two variants differ by is the sum of what they differ by from a third; and a
-    round in which something else took the cores is left out, whichever variant it hit. Means of all rounds scatter as little as these
-    (10 % less where a third process computes), until the machine stands still for a second.
-    """
-    totals = [sum(round_s) for round_s in zip(*times.values(), strict=True)]
-    order = sorted(range(len(totals)), key=totals.__getitem__)
-    left_out = len(order) // 10
-    middle = order[left_out : len(order) - left_out]
-    return {variant: statistics.fmean(own[i] for i in middle) for variant, own in times.items()}
 
 
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:

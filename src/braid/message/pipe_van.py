@@ -55,10 +55,10 @@ class PipeStream:
         return self._writer
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the pipe takes now; returns the bytes still queued.
+        """Queue a frame and write what the pipe takes now; returns the bytes still queued. Dropped where nobody reads any more.
 
         Raises:
-            PeerLostError: Nobody reads any more.
+            PeerLostError: The pipe broke for another reason.
         """
         self._outbox.add(encode(meta, buffers, FRAME_LIMITS))
         return self.flush()
@@ -67,6 +67,8 @@ class PipeStream:
         """Write what the pipe takes now of what is queued; returns the bytes still queued."""
         try:
             self._outbox.drain()
+        except BrokenPipeError:
+            pass  # `try_recv` finds the end, behind what the peer has said last
         except OSError as exc:
             raise self._lost(exc) from exc
         return self._outbox.nbytes

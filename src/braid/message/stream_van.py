@@ -54,7 +54,10 @@ class Stream(Protocol):
         ...
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the kernel takes now; returns the bytes still queued."""
+        """Queue a frame and write what the kernel takes now; returns the bytes still queued.
+
+        None for a peer that has gone: its end is found by reading, behind what it has said last.
+        """
         ...
 
     def flush(self) -> int:

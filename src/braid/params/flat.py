@@ -53,8 +53,8 @@ class FlatBuffer:
         self.starts = list(accumulate(widths, initial=0))[:-1]
         for number, (start, numel) in enumerate(zip(self.starts, numels, strict=True)):
             part = self.tensor[start : start + numel]
-            whole = part.view(shapes[number]) if like is None else shaped(part, like[number])
-            self.views.append(whole)
+            view = part.view(shapes[number]) if like is None else shaped(part, like[number])
+            self.views.append(view)
 
     def firsts(self) -> torch.Tensor:
         """Index of the first element of each view; of an empty one that of any element."""

@@ -43,7 +43,8 @@ class GradientHooks:
         self._on_part = weakref.WeakMethod(on_part)
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._by_position: dict[int, RemovableHandle] = {}
-        self._on_parts: list[RemovableHandle] = []
+        self._weighs = False
+        self._on_parts: dict[int, RemovableHandle] = {}
 
     def place(self, positions: Iterable[int]) -> None:
         """Have hooks on the parameters at these positions, and on no others."""
@@ -56,19 +57,23 @@ class GradientHooks:
                 hook = partial(_gradient_came, self._on_gradient, position)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._by_position[position] = handle
-        if self._on_parts:
-            self._remove_parts()
-            self.weigh()
+        self._remove_parts()
+        self.follow()
 
     def weigh(self) -> None:
-        """Call `on_part`, too, from now on; on parameters that have hooks."""
-        if self._on_parts:
+        """Call `on_part`, too, from now on."""
+        self._weighs = True
+        self.follow()
+
+    def follow(self) -> None:
+        """Weigh what has been unfrozen meanwhile, too: a frozen parameter takes no such hook."""
+        if not self._weighs:
             return
         hook = partial(_part_came, self._on_part)
-        for position in self._by_position:
+        for position in self._by_position.keys() - self._on_parts.keys():
             param = self._records[position].param
             if param.requires_grad:
-                self._on_parts.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._on_parts[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def watch(self, outputs: Iterable[torch.Tensor], weight: float | None) -> None:
         """Have `on_output` called with `weight` when a backward comes to one of these."""
@@ -88,7 +93,7 @@ class GradientHooks:
         self._remove_parts()
 
     def _remove_parts(self) -> None:
-        for handle in self._on_parts:
+        for handle in self._on_parts.values():
             handle.remove()
         self._on_parts.clear()
 

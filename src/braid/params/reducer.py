@@ -142,6 +142,8 @@ class GradientReducer:
         self._num_forwards += 1
         if self._plans.follow(accumulating=self._passed > 0):
             self._hooks.place(self._plan.positions)
+        else:
+            self._hooks.follow()
 
     def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
         """Call after each such forward.

@@ -160,14 +160,13 @@ class ControlClient:
         return news
 
     def send(self, message: FromRank) -> bool:
-        """Tell the launcher; False when it is gone."""
+        """Tell the launcher; False when it is gone: `poll` then has what it said last, and closes the connection."""
         connection = self._connection
         if connection is None:
             return False
         try:
             connection.send(encode(message))
         except BraidError:
-            self.close()
             return False
         return True
 

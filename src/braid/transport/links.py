@@ -8,8 +8,7 @@ it instead; it sleeps in `poll` as long as nothing comes. Sending never waits: w
 in line and goes out when it does. How much that can be is bounded by the algorithms, which write into a slot again only
 when everybody has what was in it before. For the same reason slots need not be copied for the line.
 
-A link ends when what its peer has sent has been received, and the end of the stream after it: a send that fails may be
-early, and what a peer says last is why it leaves.
+A link ends when all that its peer has sent has been received: what a peer says last is why it leaves.
 """
 
 from __future__ import annotations
@@ -85,22 +84,20 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, writes: Writes, buffers: Sequence[memoryview]) -> None:
-        """Send writes, or put them in line; the buffers stay as they are until the peer has them. Nothing where it is gone."""
+        """Send writes, or put them in line; the buffers stay as they are until the peer has them. A peer that has gone gets nothing.
+
+        Raises:
+            PeerLostError: The connection broke for another reason.
+        """
         with self._lock:
-            try:
-                if self._names_used[0] != self._names_sent:
-                    self._send_names()
-                self.backlog = self._connection.post(pack_writes(writes), buffers)
-            except PeerLostError:
-                self.backlog = 0  # `receive` finds the end, after what came before it
+            if self._names_used[0] != self._names_sent:
+                self._send_names()
+            self.backlog = self._connection.post(pack_writes(writes), buffers)
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send what the socket takes now; raises like `send`."""
         with self._lock:
-            try:
-                self.backlog = self._connection.flush()
-            except PeerLostError:
-                self.backlog = 0  # likewise
+            self.backlog = self._connection.flush()
 
     def receive(self) -> bool:
         """Take what has come; whether it was anything whole.
@@ -189,7 +186,10 @@ class Links:
         backlog = False
         for link, writes, buffers in frames:
             if link.open:
-                link.send(writes, buffers)
+                try:
+                    link.send(writes, buffers)
+                except PeerLostError as exc:
+                    self._end(link, silence(exc))
                 backlog |= link.backlog > 0
         if backlog and not self._num_waiting:
             self._wake_pump()
@@ -203,12 +203,12 @@ class Links:
             for fd, _ in self._poller.poll(0):
                 link = self._by_fd[fd]
                 if link.open:
-                    news |= self._receive(link)
+                    news |= self._attempt(link, link.receive)
                 if not link.open:
                     self._poller.unregister(fd)
             for link in self._by_fd.values():
                 if link.backlog:
-                    link.flush()
+                    news |= self._attempt(link, link.flush)
         finally:
             self._receiving.release()
         if news:
@@ -252,10 +252,10 @@ class Links:
         for fd in self._wake:
             os.close(fd)
 
-    def _receive(self, link: Link) -> bool:
+    def _attempt(self, link: Link, act: Callable[[], bool | None]) -> bool:
         """Whether there is news: a whole frame, or the end."""
         try:
-            return link.receive()
+            return bool(act())
         except PeerLostError as exc:
             self._end(link, silence(exc))
         except Exception as exc:  # noqa: BLE001 - whatever a peer sends ends its connection, and nothing else

@@ -7,8 +7,8 @@ Idea: the socket never blocks. Whoever has to wait polls it until a deadline, an
 Sending puts what the kernel does not take at once into an outbox, so that one implementation serves threads that wait
 (`send`) and event loops that must not (`post`, `flush`).
 
-A peer that ends says so in its last frames, and then does not read any more. So a send that fails ends one direction only:
-what the peer has sent before can still be received, and the end of the stream after it.
+A peer that ends says why in its last frames, and from then on takes nothing. Whoever sends may notice that first; the connection ends
+all the same when those frames have been received, and the end of the stream behind them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class SocketConnection:
         clock: For deadlines; the host's when None.
         send_timeout_s: How long `send` waits for a peer that does not read.
 
-    On failure: a peer that died or closed gives PeerLostError in every call, from then on; receiving first returns the frames
-    that came before. A peer that breaks the frame format gives CommError once and the connection is closed.
+    On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind the frames that came before; what is
+    posted to it is dropped. A peer that breaks the frame format gives CommError once and the connection is closed.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SocketConnection:
         self._decoder = FrameDecoder(self._limits)
         self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
-        self._send_error: OSError | None = None  # why nothing can be sent any more
+        self._gone: OSError | None = None  # how sending showed that the peer takes nothing more
         self._ended = ""  # why nothing can be sent or received any more
 
     @property
@@ -165,8 +165,6 @@ class SocketConnection:
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
             self._outbox.add(pieces)
-            if self._drain():
-                return
             deadline_ns = self._clock.now_ns() + round(self._send_timeout_s * 1e9)
             while not self._drain():
                 if not self._wait(select.POLLOUT, deadline_ns):
@@ -176,6 +174,8 @@ class SocketConnection:
                         "buffers full: it is stopped, stuck, or waits for this process to receive"
                     )
                     raise CommTimeout(msg)
+            if self._gone is not None:
+                raise self._lost_error(self._ended or _broke(self._gone)) from self._gone
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
         """Queue a frame and send what the kernel takes now; for event loops.
@@ -183,7 +183,11 @@ class SocketConnection:
         Leave the buffers alone until `flush` returns 0.
 
         Returns:
-            Bytes that are still queued; call `flush` when the socket is writable.
+            Bytes that are still queued; call `flush` when the socket is writable. None for a peer that has gone: the socket is readable,
+            and receiving ends with PeerLostError.
+
+        Raises:
+            PeerLostError: The connection ended before, or broke for another reason.
         """
         pieces = encode(meta, buffers, self._limits)
         with self._send_lock:
@@ -233,13 +237,12 @@ class SocketConnection:
             while (frame := decoder.next_frame(allocate)) is None:
                 nbytes = self._socket.recv_into(decoder.next_view())
                 if nbytes == 0:
-                    raise self._lost(self._send_error) from self._send_error
+                    raise self._lost(self._gone) from self._gone
                 decoder.advance(nbytes)
         except BlockingIOError:
             return None
         except OSError as exc:
-            cause = self._send_error or exc
-            raise self._lost(cause) from cause
+            raise self._lost(exc) from exc
         except CommError as exc:
             self._end(f"it broke the frame format: {exc}")
             self._decoder = FrameDecoder(self._limits)  # what was read ahead means nothing
@@ -267,16 +270,17 @@ class SocketConnection:
 
     def _drain(self) -> bool:
         """Send from the outbox until it is empty (True) or the kernel takes no more."""
+        if self._gone is not None and not self._ended:
+            self._outbox.clear()
+            return True
         try:
             return self._outbox.drain()
+        except (BrokenPipeError, ConnectionResetError) as exc:
+            # another object: this one holds the frames of all that was being done, and would be held for long
+            self._gone = OSError(exc.errno, exc.strerror)
+            return True
         except OSError as exc:
-            if self._send_error is None:
-                self._send_error = exc
-                with contextlib.suppress(OSError):  # the peer may have gone already
-                    self._socket.shutdown(socket.SHUT_WR)  # should it live, it has to know
-            raise self._lost_error(
-                self._ended or _broken_text(self._send_error)
-            ) from self._send_error
+            raise self._lost(exc) from exc
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
         """Whether the socket became ready for `event`, or broke, before the deadline."""
@@ -293,7 +297,7 @@ class SocketConnection:
         if not self._ended:
             found = "it closed the connection"
             if cause is not None:
-                found = _broken_text(cause)
+                found = _broke(cause)
             elif self._decoder.in_frame:
                 found = "it closed the connection in the middle of a frame"
             self._end(found)
@@ -313,5 +317,5 @@ class SocketConnection:
         self._socket.close()
 
 
-def _broken_text(cause: OSError) -> str:
+def _broke(cause: OSError) -> str:
     return f"the connection broke ({cause.strerror or cause})"

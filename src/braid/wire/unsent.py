@@ -45,10 +45,14 @@ class Unsent:
         except BlockingIOError:
             return False
         except OSError:
-            self._pieces.clear()
-            self.nbytes = 0
+            self.clear()
             raise
         return True
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        self._pieces.clear()
+        self.nbytes = 0
 
     def _forget(self, nbytes: int) -> None:
         """So many bytes have been written."""
