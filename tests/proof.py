@@ -139,8 +139,8 @@ def training_proof() -> list[str]:
         *ddp_table(ddp),
         "",
         (
-            "Median step of data parallel training on two ranks. Exposed communication is what a step takes longer "
-            "than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled steps."
+            "Data parallel training on two ranks: median steps, x the median over rounds. Exposed communication is what steps take longer "
+            "on average than with torch's DDP sending nothing; in brackets the 5th and 95th percentile of its share over resampled rounds."
         ),
         "",
         *(f"* {line}" for line in ddp_verdicts(ddp)),

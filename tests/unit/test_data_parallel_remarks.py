@@ -13,17 +13,21 @@ from braid.params import Outcome, ParamTable, Standing, Status
 RECORDS = ParamTable.of(nn.Linear(2, 3)).records  # weight and bias
 
 
-def outcome(*, forwards=(1, 1, 1), standings=(Standing.WORKS,) * 3, present=(3, 3)):
+def outcome(*, unreached=(0, 0, 0), standings=(Standing.WORKS,) * 3, present=(3, 3)):
     status = Status(
         present=present,
         spoiled=(0, 0),
         trained=(3, 3),
         standings=standings,
-        forwards=forwards,
+        unreached=unreached,
         weight=3.0,
         buffers=0,
     )
     return Outcome(88, status, RECORDS)
+
+
+def remarks(ranks=(4, 5, 6), *, speaks=True, names_unused=True):
+    return Remarks("Net", ranks, speaks=speaks, names_unused=names_unused)
 
 
 def said(remarks, found):
@@ -34,38 +38,41 @@ def said(remarks, found):
 
 
 def test_steps_that_are_as_they_should_be_are_not_spoken_of():
-    assert said(Remarks((4, 5, 6), aloud=True, unused=True), outcome()) == []
+    assert said(remarks(), outcome()) == []
 
 
 def test_unused_parameters_are_named_once():
-    remarks = Remarks((4, 5, 6), aloud=True, unused=True)
-    (text,) = said(remarks, outcome(present=(3, 0)))
-    assert "1 parameter got no gradient on any rank in step 88: 'bias'; .grad stays None" in text
-    assert said(remarks, outcome(present=(0, 0))) == []
+    own = remarks()
+    (text,) = said(own, outcome(present=(3, 0)))
+    assert (
+        "1 parameter of Net got no gradient on any rank in step 88: 'bias'; .grad stays None"
+        in text
+    )
+    assert said(own, outcome(present=(0, 0))) == []
 
 
 def test_forwards_without_backward_are_told_once_with_their_ranks():
-    remarks = Remarks((4, 5, 6), aloud=True, unused=True)
-    (text,) = said(remarks, outcome(forwards=(1, 2, 1)))
-    assert "found 1 on ranks 4, 6, 2 on rank 5 before step 88" in text
-    assert said(remarks, outcome(forwards=(3, 2, 1))) == []
+    own = remarks()
+    (text,) = said(own, outcome(unreached=(0, 1, 0)))
+    assert "forwards without one in step 88: 0 on ranks 4, 6, 1 on rank 5. After" in text
+    assert said(own, outcome(unreached=(3, 2, 1))) == []
 
 
 @pytest.mark.parametrize(
     "found",
     [
-        outcome(forwards=(1, 0, 1), standings=(Standing.WORKS, Standing.JOINED, Standing.WORKS)),
-        outcome(forwards=(2, 2, 2)),
+        outcome(unreached=(1, 0, 1), standings=(Standing.WORKS, Standing.JOINED, Standing.WORKS)),
+        outcome(unreached=(2, 2, 2)),
     ],
 )
 def test_ranks_that_have_joined_and_equal_counts_are_all_right(found):
-    assert said(Remarks((4, 5, 6), aloud=True, unused=True), found) == []
+    assert said(remarks(), found) == []
 
 
 def test_one_rank_speaks_and_expected_unused_parameters_are_no_news():
-    both = outcome(forwards=(1, 2, 1), present=(0, 0))
-    assert said(Remarks((4, 5, 6), aloud=False, unused=True), both) == []
-    (text,) = said(Remarks((4, 5, 6), aloud=True, unused=False), both)
+    both = outcome(unreached=(0, 1, 0), present=(0, 0))
+    assert said(remarks(speaks=False), both) == []
+    (text,) = said(remarks(names_unused=False), both)
     assert "forwards" in text
 
 
@@ -78,13 +85,11 @@ def test_a_great_many_names_and_ranks_are_cut_short():
         spoiled=[0] * 12,
         trained=[size] * 12,
         standings=[Standing.WORKS] * size,
-        forwards=[1 + rank % 2 for rank in range(size)],
+        unreached=[1 + rank % 2 for rank in range(size)],
         weight=1.0,
         buffers=0,
     )
-    unused, uneven = said(
-        Remarks(tuple(range(size)), aloud=True, unused=True), Outcome(1, status, records)
-    )
+    unused, ahead = said(remarks(tuple(range(size))), Outcome(1, status, records))
     assert "12 parameters" in unused
     assert "and 4 more" in unused
-    assert "1 on ranks 0, 2, 4, 6, 8, 10, 12, 14 and 7 more" in uneven
+    assert "1 on ranks 0, 2, 4, 6, 8, 10, 12, 14 and 7 more" in ahead

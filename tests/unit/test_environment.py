@@ -191,6 +191,15 @@ def test_losing_the_launcher_is_no_error(pair):
     assert (client.send(Left()), client.connected, client.fileno()) == (False, False, -1)
 
 
+def test_what_the_launcher_said_last_is_news_after_a_report_that_it_did_not_take(pair):
+    launcher, client = pair
+    launcher.send(encode(Stop("bye")))
+    launcher.close()
+    assert client.send(Left()) is False
+    assert client.poll() == [Stop("bye")]
+    assert (client.connected, client.fileno()) == (False, -1)
+
+
 def test_a_message_that_is_none_ends_the_connection(pair):
     launcher, client = pair
     launcher.send(b"hello")

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from braid.params import ParamTable
-from braid.params.gradient_hooks import GradientHooks
+from braid.params.gradient_hooks import Forward, GradientHooks
+
+FORWARD = Forward(7, 3.0)
 
 
 class Listener:
@@ -23,8 +25,8 @@ class Listener:
             records, on_output=self.output, on_part=self.part, on_gradient=self.gradient
         )
 
-    def output(self, weight):
-        self.told.append(f"output of weight {weight}")
+    def output(self, forward):
+        self.told.append(forward)
 
     def part(self, grad):
         self.told.append("part")
@@ -40,11 +42,11 @@ def net():
         return nn.Linear(2, 1)  # weight and bias
 
 
-def backward(net, listener, weight=None):
+def backward(net, listener):
     listener.told.clear()
     net.zero_grad()
     found = net(torch.ones(1, 2))
-    listener.hooks.watch([found], weight)
+    listener.hooks.watch([found], FORWARD)
     found.sum().backward()
     return listener.told
 
@@ -52,11 +54,11 @@ def backward(net, listener, weight=None):
 def test_outputs_come_before_gradients_of_those_that_are_listened_to(net):
     listener = Listener(net)
     listener.hooks.place([1])
-    assert backward(net, listener, 3.0) == ["output of weight 3.0", 1]
+    assert backward(net, listener) == [FORWARD, 1]
     listener.hooks.place([0, 1])
     assert sorted(backward(net, listener)[1:]) == [0, 1]
     listener.hooks.close()
-    assert backward(net, listener) == ["output of weight None"]
+    assert backward(net, listener) == [FORWARD]
 
 
 def test_parts_can_be_changed_and_come_before_their_gradient(net):
@@ -90,7 +92,7 @@ def test_weighing_that_began_with_nothing_is_not_forgotten(net):
 
 def test_a_parameter_that_is_returned_is_not_watched(net):
     listener = Listener(net)
-    listener.hooks.watch([net.bias], 1.0)
+    listener.hooks.watch([net.bias], FORWARD)
     net.bias.sum().backward()
     assert listener.told == []
 
@@ -101,7 +103,7 @@ def test_hooks_keep_nobody_alive_and_go_with_their_owner(net):
     listener.hooks.weigh()
     gone = weakref.ref(listener)
     found = net(torch.ones(1, 2))
-    listener.hooks.watch([found], 1.0)
+    listener.hooks.watch([found], FORWARD)
     gc.disable()
     try:
         del listener

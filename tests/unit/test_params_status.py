@@ -14,7 +14,7 @@ rank = st.fixed_dictionaries(
         "spoiled": flags,
         "trained": flags,
         "standing": st.sampled_from(Standing),
-        "forwards": st.integers(0, 1 << 30),
+        "unreached": st.integers(0, 1 << 30),
         "weight": st.integers(0, 1 << 30).map(float),
         "buffers": st.booleans(),
     }
@@ -31,7 +31,7 @@ def test_the_sum_of_what_ranks_say_says_what_each_said(ranks):
         counts = [sum(one[name][p] for one in ranks) for p in range(5)]
         assert getattr(heard, name) == counts
     assert heard.standings == [one["standing"] for one in ranks]
-    assert heard.forwards == [one["forwards"] for one in ranks]
+    assert heard.unreached == [one["unreached"] for one in ranks]
     assert heard.weight == sum(one["weight"] for one in ranks)
     assert heard.buffers == sum(one["buffers"] for one in ranks)
     for standing in Standing:

@@ -260,7 +260,7 @@ def _looks_alone(group: Group, looks: bool) -> tuple[list[Gradients], int]:
     return found, group.persistent("all_reduce", torch.ones(1))._number
 
 
-@pytest.mark.filterwarnings("ignore:expected as many forwards:UserWarning")
+@pytest.mark.filterwarnings("ignore:expected a backward to every forward:UserWarning")
 def test_a_rank_may_look_at_something_with_frozen_parameters_by_itself(world):
     for (found, number), (expected, other) in zip(
         world(2, _looks_alone, True), world(2, _looks_alone, False), strict=True
@@ -574,8 +574,40 @@ def _loses_a_batch(group: Group) -> list[str]:
 
 def test_a_rank_that_goes_on_to_its_next_batch_alone_is_told(procs):
     (text,), *others = procs(3, _loses_a_batch)
-    assert "found 1 on ranks 0, 2, 2 on rank 1 before step 2" in text
+    assert "forwards without one in step 2: 0 on ranks 0, 2, 1 on rank 1" in text
     assert others == [[], []]
+
+
+def _takes_pieces(group: Group, together: bool) -> Gradients:
+    """Ranks divide batches into as many pieces as they like, or episodes end when they end."""
+    net = Net().double()
+    wrapped = DistributedDataParallel(net, process_group=group)
+    count = 2 + group.rank
+    losses = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(wrapped.no_sync())
+        for step in range(count):
+            if step == count - 1:
+                stack.close()
+            loss = loss_of(wrapped(batch(group.rank, step).double())) / count
+            if together:
+                losses.append(loss)
+            else:
+                loss.backward()
+    if together:
+        torch.stack(losses).sum().backward()
+    return grads(net)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_ranks_may_take_their_batches_in_different_numbers_of_pieces(world, together):
+    net = Net().double()
+    for rank in range(3):
+        for step in range(2 + rank):
+            (loss_of(net(batch(rank, step).double())) / (2 + rank) / 3).backward()
+    for found in world(3, _takes_pieces, together):
+        for a, b in zip(found, net.parameters(), strict=True):
+            torch.testing.assert_close(a, b.grad)
 
 
 def _drifts(group: Group) -> str:

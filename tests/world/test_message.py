@@ -370,6 +370,52 @@ def test_silent_peer_is_lost_though_its_connection_stands(greet):
         assert (kinds[0], set(kinds[1:])) == (Hello, {Beat})
 
 
+PATIENT = VanConfig(heartbeat_s=100, lost_after_s=1000, max_unread_messages=1)
+
+
+def note_of(number):
+    body = CONFORMANCE_SCHEMA.encode(Note(number))[1]
+    return pack(Open(number, "note", 0, 0, 0, 0, body, 0, ()))
+
+
+def send_until_lost(van):
+    for _ in range(1000):  # the system may take the first ones
+        van.send("worker:7", Note(1)).wait(10)
+
+
+def test_a_message_that_has_not_left_when_its_peer_goes_was_not_sent():
+    with open_van("server:0", PATIENT) as van:
+        with raw_peer(van):
+            sending = van.send("worker:7", Note(1), buffers=[bytes(1_000_000)])
+        with pytest.raises(PeerLostError):
+            sending.wait(10)
+        assert van.statistics().sent == 0
+
+
+def test_a_peer_that_goes_is_noticed_though_there_is_no_room_for_its_messages():
+    with open_van("server:0", PATIENT) as van:
+        with raw_peer(van) as peer:
+            for number in range(1, 4):
+                peer.send(note_of(number))
+        with pytest.raises(PeerLostError):
+            send_until_lost(van)
+        found = [van.recv(10).message for _ in range(2)]
+        assert (found[0], type(found[1])) == (Note(1), PeerLost)
+
+
+def test_what_a_peer_said_last_is_delivered_before_its_loss():
+    with open_van("server:0", VanConfig(heartbeat_s=100, lost_after_s=1000)) as van:
+        with raw_peer(van) as peer, van._guard:  # its thread cannot read meanwhile
+            for number in range(1, 4):
+                peer.send(note_of(number))
+            peer.close()
+            for link in van._wires:
+                for _ in range(3):
+                    van._wires[link].stream.post(b"x")
+        found = [van.recv(10).message for _ in range(4)]
+        assert (found[:3], type(found[3])) == ([Note(1), Note(2), Note(3)], PeerLost)
+
+
 def test_sender_that_stops_in_the_middle_of_a_message_is_lost():
     with open_van("server:0", IMPATIENT) as van, raw_peer(van) as peer:
         body = CONFORMANCE_SCHEMA.encode(Note(1))[1]

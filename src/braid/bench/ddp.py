@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 from rich import box
@@ -46,7 +47,7 @@ CASES = (
 )
 LEAST_ROUNDS = 24
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
-AS_FAST = 0.98  # medians of equal steps differ by as much
+AS_FAST = 0.98  # means of equal steps differ by as much
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",
@@ -163,8 +164,7 @@ def ddp_verdicts(report: DdpReport) -> list[str]:
         most = found.step_s["gloo"] / found.step_s["silent"]  # who sends nothing is not faster
         if least and most >= least and not report.busy:
             held.append((f"step at least {least} x Gloo's", found.speedup["braid"], least))
-        later_s = found.exposed_s["braid"] - found.exposed_s["torch"]  # of steps of one round
-        beside = found.step_s["torch"] / (found.step_s["torch"] + later_s)
+        beside = fmean(found.rounds_s["torch"]) / fmean(found.rounds_s["braid"])
         held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
         for text, figure, floor in held:
             word = "told  " if figure is None else "held  " if figure >= floor else "missed"
@@ -185,7 +185,7 @@ def share_text(found: Measured, variant: str) -> str:
 
 def ddp_table(report: DdpReport) -> Table:
     """One row per model and wrapper."""
-    title = f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over Gloo / this one's"
+    title = f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over Gloo / this one's; exposed: means"
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name, justify in (("model", "left"), ("wrapper", "left")):
         grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # a literal

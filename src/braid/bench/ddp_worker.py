@@ -87,7 +87,6 @@ class Measured(msgspec.Struct, kw_only=True):
             none.
         gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
             it is chance; none where Gloo's exposed communication is itself hardly more than that.
-        exposed: Share of Gloo's step that is exposed communication, median of the rounds.
         exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
         spread: Lowest and highest speed-up of the rounds.
         rounds_s: Seconds of every step, by variant: what all of the above is computed from.
@@ -101,7 +100,6 @@ class Measured(msgspec.Struct, kw_only=True):
     speedup: dict[str, float]
     gone: dict[str, float]
     gone_between: dict[str, tuple[float, float]]
-    exposed: float
     exposed_s: dict[str, float]
     spread: dict[str, tuple[float, float]]
     rounds_s: dict[str, list[float]]
@@ -161,7 +159,6 @@ def _measure(
         for _ in range(4):
             step()
     times = _times(group, steps, plan)
-    exposed = [g - s for g, s in zip(times["gloo"], times["silent"], strict=True)]
     mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     speedup = {}
     for variant in COMPARED:
@@ -176,7 +173,6 @@ def _measure(
         speedup={variant: statistics.median(r) for variant, r in speedup.items()},
         gone=shares_gone(times),
         gone_between=shares_between(times),
-        exposed=statistics.median(e / g for e, g in zip(exposed, times["gloo"], strict=True)),
         exposed_s={variant: mean[variant] - mean["silent"] for variant in ("gloo", *COMPARED)},
         spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
         rounds_s=times,

@@ -94,13 +94,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Cost:
         A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each rank reads and writes
-        2 l / n, most of it while backward computes. And one message of 24 bytes per parameter.
+        2 l / n, most of it while backward computes. And one message of 24 bytes per parameter and 16 per rank.
 
     On failure:
         A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
         raises CommError in that of the others as soon as it begins its next forward; all may go on after that. One that is raised before
         backward has come to this module (in the loss) ends nobody's step: the rank goes on with its next batch in place of this one, which is
-        said once. Let the rank end, or skip the batch on all ranks.
+        said once, as far as it shows. Let the rank end, or skip the batch on all ranks.
     """
 
     def __init__(  # noqa: PLR0917 - the order of torch's
@@ -161,7 +161,10 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
         self._remarks = Remarks(
-            group.ranks, aloud=group.rank == 0, unused=not find_unused_parameters
+            type(module).__name__,
+            group.ranks,
+            speaks=group.rank == 0,
+            names_unused=not find_unused_parameters,
         )
         self._reaction = reaction_of(nonfinite, [record.param for record in table])
         self._precision = precision_of(mixed_precision, module)
@@ -439,10 +442,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             and len(self._workers) < len(status.standings)
         ):
             raise CommError(EARLY)
-        self._remarks.of(
-            outcome
-        )  # may be an error, by the program's filter: when all that needs the others is done
-        react(outcome, self.process_group.ranks, self._reaction)
+        try:
+            react(outcome, self.process_group.ranks, self._reaction)
+        finally:  # an error, if the program says so, and on one rank only
+            self._remarks.of(outcome)
 
 
 class _Helper(JoinHook):

@@ -35,6 +35,7 @@ class PipeStream:
         for fd in (reader, writer):
             os.set_blocking(fd, False)
         self._peer = peer
+        self._gone = False
         self._reader = reader
         self._writer = writer
         self._received = memoryview(received)
@@ -46,6 +47,11 @@ class PipeStream:
         """Who is at the other end."""
         return self._peer
 
+    @property
+    def gone(self) -> bool:
+        """Whether writing has shown that nobody reads any more."""
+        return self._gone
+
     def fileno(self) -> int:
         """Descriptor to read from; -1 after `close`."""
         return self._reader
@@ -55,7 +61,7 @@ class PipeStream:
         return self._writer
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the pipe takes now; returns the bytes still queued. Dropped where nobody reads any more.
+        """Queue a frame and write what the pipe takes now; returns the bytes still queued, 0 where nobody reads any more (`gone`).
 
         Raises:
             PeerLostError: The pipe broke for another reason.
@@ -68,7 +74,7 @@ class PipeStream:
         try:
             self._outbox.drain()
         except BrokenPipeError:
-            pass  # `try_recv` finds the end, behind what the peer has said last
+            self._gone = True  # `try_recv` finds the end, behind what the peer has said last
         except OSError as exc:
             raise self._lost(exc) from exc
         return self._outbox.nbytes

@@ -9,7 +9,7 @@ queue when the one before it is with the kernel, so an urgent message waits for 
 already buffered. Buffers go from the sender's memory through the kernel into the receiver's.
 
 A broken stream is a lost peer, and stays one until it is connected again: only the layers above know what the peer may
-have done already.
+have done already. When writing shows it, what the peer has said last is read first, as far as there is room for it.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
 """
@@ -49,15 +49,17 @@ class Stream(Protocol):
         """Who is at the other end, as its errors say it."""
         ...
 
+    @property
+    def gone(self) -> bool:
+        """Whether writing has shown that the peer takes nothing more."""
+        ...
+
     def fileno(self) -> int:
         """Descriptor to read from."""
         ...
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the kernel takes now; returns the bytes still queued.
-
-        None for a peer that has gone: its end is found by reading, behind what it has said last.
-        """
+        """Queue a frame and write what the kernel takes now; returns the bytes still queued, 0 for a peer that has gone."""
         ...
 
     def flush(self) -> int:
@@ -184,7 +186,7 @@ class StreamVan(StateVan):
     def _carry(self, link: int) -> None:
         """Write frames until the kernel takes no more, or the turn is over; with the guard held, in any thread."""
         wire = self._wires.get(link)
-        if wire is None:
+        if wire is None or wire.stream.gone:
             return
         if wire.pending:
             self._wake()  # what was queued may have a deadline that the thread does not know
@@ -196,7 +198,7 @@ class StreamVan(StateVan):
                 if frame is None:
                     return
                 wire.pending = wire.stream.post(frame.meta, frame.pieces) > 0
-                if wire.pending:
+                if wire.pending or wire.stream.gone:
                     break
                 self._state.frame_sent(link, now_ns)
         except CommError as exc:
@@ -291,27 +293,39 @@ class StreamVan(StateVan):
             try:
                 if wire.pending and wire.stream.flush() == 0:
                     wire.pending = False
-                    self._state.frame_sent(link, self._clock.now_ns())
+                    if not wire.stream.gone:
+                        self._state.frame_sent(link, self._clock.now_ns())
             except CommError as exc:
                 self._state.link_lost(link, _reason(exc, wire))
             if not wire.pending:
                 self._carry(link)
             self._act()
-        if not events or events & selectors.EVENT_READ:
+        if wire.stream.gone:
+            self._read_out(link, wire)
+        elif not events or events & selectors.EVENT_READ:
             self._read(link, wire)
         self._watch(link, wire)
 
-    def _read(self, link: int, wire: _Wire) -> None:
-        """Receive frames of one link, for one turn."""
+    def _read_out(self, link: int, wire: _Wire) -> None:
+        """Receive what a peer has said before it went, as far as there is room for it."""
+        while self._read(link, wire):
+            pass
+        with self._guard:
+            if link in self._wires:
+                self._state.link_lost(link, "it takes nothing more")
+                self._act()
+
+    def _read(self, link: int, wire: _Wire) -> bool:
+        """Receive frames of one link, for one turn; whether there may be more."""
         for _ in range(_FRAMES_PER_TURN):
             with self._guard:
                 if not self._state.wants_read(link):
-                    return
+                    return False
             try:
                 # Without the lock: copying a chunk takes long enough to hold up the others.
                 frame = wire.stream.try_recv(partial(self._allocate, link))
                 if frame is None:
-                    return
+                    return False
                 with self._guard:
                     self._state.frame_received(link, frame.meta, self._clock.now_ns())
                     self._act()
@@ -319,10 +333,11 @@ class StreamVan(StateVan):
                 with self._guard:
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
-                return
+                return False
         with self._guard:
             if link in self._wires:
                 self._restless.add(link)
+            return link in self._wires
 
     def _allocate(self, link: int, meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:
         with self._guard:

@@ -11,13 +11,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from braid.params.table import ParamRecord
 
-__all__ = ["GradientHooks"]
+__all__ = ["Forward", "GradientHooks"]
+
+
+class Forward(NamedTuple):
+    """One forward of a module.
+
+    Attributes:
+        number: Tells it from others.
+        weight: What its gradients count, such as its number of samples; one when None.
+    """
+
+    number: int
+    weight: float | None
 
 
 class GradientHooks:
@@ -25,7 +38,7 @@ class GradientHooks:
 
     Args:
         records: Parameters by position.
-        on_output: Bound method, called with the weight of a forward when a backward has reached an output of it.
+        on_output: Bound method, called with a forward when a backward has reached an output of it.
         on_part: Called before a part of a gradient is accumulated; may return what is accumulated instead.
         on_gradient: Called with the position of a parameter whose gradient a backward has accumulated.
     """
@@ -34,7 +47,7 @@ class GradientHooks:
         self,
         records: Sequence[ParamRecord],
         *,
-        on_output: Callable[[float | None], None],
+        on_output: Callable[[Forward], None],
         on_part: Callable[[torch.Tensor], torch.Tensor | None],
         on_gradient: Callable[[int], None],
     ) -> None:
@@ -44,7 +57,7 @@ class GradientHooks:
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._by_position: dict[int, RemovableHandle] = {}
         self._weighs = False
-        self._on_parts: dict[int, RemovableHandle] = {}
+        self._part_handles: dict[int, RemovableHandle] = {}
 
     def place(self, positions: Iterable[int]) -> None:
         """Have hooks on the parameters at these positions, and on no others."""
@@ -70,14 +83,14 @@ class GradientHooks:
         if not self._weighs:
             return
         hook = partial(_part_came, self._on_part)
-        for position in self._by_position.keys() - self._on_parts.keys():
+        for position in self._by_position.keys() - self._part_handles.keys():
             param = self._records[position].param
             if param.requires_grad:
-                self._on_parts[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._part_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def watch(self, outputs: Iterable[torch.Tensor], weight: float | None) -> None:
-        """Have `on_output` called with `weight` when a backward comes to one of these."""
-        hook = partial(_output_reached, self._on_output, weight)
+    def watch(self, outputs: Iterable[torch.Tensor], forward: Forward) -> None:
+        """Have `on_output` called with `forward` when a backward comes to one of these."""
+        hook = partial(_output_reached, self._on_output, forward)
         for output in outputs:
             if not output.is_leaf:  # a hook on a parameter that is returned would stay for ever
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -93,9 +106,9 @@ class GradientHooks:
         self._remove_parts()
 
     def _remove_parts(self) -> None:
-        for handle in self._on_parts.values():
+        for handle in self._part_handles.values():
             handle.remove()
-        self._on_parts.clear()
+        self._part_handles.clear()
 
 
 def _gradient_came(
@@ -114,10 +127,10 @@ def _part_came(
 
 
 def _output_reached(
-    on_output: weakref.WeakMethod[Callable[[float | None], None]],
-    weight: float | None,
+    on_output: weakref.WeakMethod[Callable[[Forward], None]],
+    forward: Forward,
     _grad: torch.Tensor,
 ) -> None:
     call = on_output()
     if call is not None:
-        call(weight)
+        call(forward)

@@ -33,7 +33,7 @@ from braid.params.autograd_grad import refuse_grad
 from braid.params.bucket_state import Bucket
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
-from braid.params.gradient_hooks import GradientHooks
+from braid.params.gradient_hooks import Forward, GradientHooks
 from braid.params.plans import Plan, Plans
 from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.sparse import average_sparse
@@ -82,6 +82,7 @@ class GradientReducer:
         self._ended_ns = self._now_ns()
         self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
         self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
+        self._num_forwards = 0
         self._reset_counts()
         self._hooks.place(self._plan.positions)
         self.synchronize = True
@@ -135,11 +136,10 @@ class GradientReducer:
 
         Frees the others if the last backward was left by an exception, and follows parameters that have been frozen or unfrozen.
         """
-        if _in_graph_task():  # a forward that is computed again
+        if _in_backward():  # a forward that is computed again
             return
         if self._in_backward:
             self._give_up()
-        self._num_forwards += 1
         if self._plans.follow(accumulating=self._passed > 0):
             self._hooks.place(self._plan.positions)
         else:
@@ -152,9 +152,11 @@ class GradientReducer:
             outputs: What it has returned and autograd follows.
             weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
         """
-        if not outputs and not _in_graph_task():  # a forward like one under no_grad
-            self._num_forwards -= 1
-        self._hooks.watch(outputs, weight)
+        self._num_forwards += 1
+        if outputs:
+            if not _in_backward():
+                self._unreached.add(self._num_forwards)
+            self._hooks.watch(outputs, Forward(self._num_forwards, weight))
 
     def help_others(self, weight: float) -> bool:
         """Take part in one reduction of the others; False when nobody works any more.
@@ -214,7 +216,7 @@ class GradientReducer:
         self._averages = False
         self._any_gradient = False
         self._passed = 0
-        self._num_forwards = 0
+        self._unreached: set[int] = set()  # forwards to which no backward has come
         self._weight = 0.0
         self._weighted = False
         self._broke = False
@@ -232,8 +234,10 @@ class GradientReducer:
         # runs when the engine has finished the whole backward, in the thread that called it
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
 
-    def _on_output(self, weight: float | None) -> None:
+    def _on_output(self, forward: Forward) -> None:
         self._enter()
+        self._unreached.discard(forward.number)
+        weight = forward.weight
         if self._seen_weights and weight not in self._seen_weights:
             (other,) = self._seen_weights
             msg = f"expected forwards of one weight in a backward, found {other} and {weight}: call backward for each of them"
@@ -344,7 +348,7 @@ class GradientReducer:
             spoiled=[p in self._spoiled for p in range(len(self._records))],
             trained=self._plan.trained,
             standing=standing,
-            forwards=self._num_forwards,
+            unreached=len(self._unreached),
             weight=weight,
             buffers=self.buffers_used and standing is not Standing.JOINED,
         )
@@ -439,8 +443,8 @@ class GradientReducer:
             raise MismatchError(msg)
 
 
-def _in_graph_task() -> bool:
-    """Whether autograd is running a backward in this thread."""
+def _in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - there is no public way
 
 

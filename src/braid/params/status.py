@@ -6,7 +6,7 @@ would spoil it.
 
 Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has places of its own, in which the others add zeros.
 
-    | per parameter: present, not finite, trained | per rank: standing, forwards | weight | buffers |
+    | per parameter: present, not finite, trained | per rank: standing, unreached | weight | buffers |
 
 It begins when the last gradient of this rank is there, beside buckets that are on their way, and takes the latency of a small message.
 """
@@ -37,7 +37,7 @@ class Status(NamedTuple):
         spoiled: By parameter, number of ranks whose gradient is not finite.
         trained: By parameter, number of ranks on which it requires a gradient.
         standings: By rank.
-        forwards: By rank, how many it has begun since the last averaging.
+        unreached: By rank, number of forwards since the last averaging to which no backward has come.
         weight: Sum of the weights.
         buffers: Number of ranks that have used the module in training mode since buffers were last equal.
     """
@@ -46,7 +46,7 @@ class Status(NamedTuple):
     spoiled: Sequence[int]
     trained: Sequence[int]
     standings: Sequence[Standing]
-    forwards: Sequence[int]
+    unreached: Sequence[int]
     weight: float
     buffers: int
 
@@ -79,7 +79,7 @@ class StatusLayout(NamedTuple):
         spoiled: Sequence[bool],
         trained: Sequence[bool],
         standing: Standing,
-        forwards: int,
+        unreached: int,
         weight: float,
         buffers: bool,
     ) -> list[float]:
@@ -87,12 +87,12 @@ class StatusLayout(NamedTuple):
 
         >>> layout = StatusLayout(1, 2)
         >>> layout.encode(
-        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, forwards=2, weight=4.0, buffers=False
+        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, unreached=2, weight=4.0, buffers=False
         ... )
         [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 0.0]
         """
         own = [0.0] * (2 * self.size)
-        own[rank], own[self.size + rank] = float(standing), float(forwards)
+        own[rank], own[self.size + rank] = float(standing), float(unreached)
         flags = [float(flag) for part in (present, spoiled, trained) for flag in part]
         return [*flags, *own, weight, float(buffers)]
 
@@ -106,7 +106,7 @@ class StatusLayout(NamedTuple):
             spoiled=counts[n : 2 * n],
             trained=counts[2 * n : 3 * n],
             standings=[Standing(code) for code in by_rank[:size]],
-            forwards=by_rank[size:],
+            unreached=by_rank[size:],
             weight=summed[-2],
             buffers=round(summed[-1]),
         )

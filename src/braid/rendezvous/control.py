@@ -160,7 +160,7 @@ class ControlClient:
         return news
 
     def send(self, message: FromRank) -> bool:
-        """Tell the launcher; False when it is gone: `poll` then has what it said last, and closes the connection."""
+        """Tell the launcher; False when it is gone. `poll` then has what it said last, and ends the connection."""
         connection = self._connection
         if connection is None:
             return False

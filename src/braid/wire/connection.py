@@ -82,7 +82,7 @@ class SocketConnection:
         send_timeout_s: How long `send` waits for a peer that does not read.
 
     On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind the frames that came before; what is
-    posted to it is dropped. A peer that breaks the frame format gives CommError once and the connection is closed.
+    posted to it until then is dropped, see `gone`. A peer that breaks the frame format gives CommError once and the connection is closed.
     """
 
     def __init__(
@@ -118,6 +118,11 @@ class SocketConnection:
     def closed(self) -> bool:
         """Whether this connection has ended, for whatever reason."""
         return bool(self._ended)
+
+    @property
+    def gone(self) -> bool:
+        """Whether sending has shown that the peer takes nothing more; what it has said last may still be received."""
+        return self._gone is not None
 
     def fileno(self) -> int:
         """Descriptor for a selector, -1 after `close`."""
@@ -183,7 +188,7 @@ class SocketConnection:
         Leave the buffers alone until `flush` returns 0.
 
         Returns:
-            Bytes that are still queued; call `flush` when the socket is writable. None for a peer that has gone: the socket is readable,
+            Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that has gone: the socket is readable,
             and receiving ends with PeerLostError.
 
         Raises:
