@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
@@ -193,6 +193,7 @@ def horovod_proof() -> list[str]:
     return [line for line in fusion_verdicts(report) if line.startswith("missed")]
 
 
+@cache  # what is measured is written into README.md, which is part of it
 def commit() -> str:
     """What is measured."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
