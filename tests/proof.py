@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
@@ -124,17 +124,18 @@ def main(parts: Sequence[str]) -> int:
         "horovod": horovod_proof,
         "network": network_proof,
     }
-    missed = [text for name in parts or known for text in known[name]()]
+    commit = commit_of_tree()
+    missed = [text for name in parts or known for text in known[name](commit)]
     for text in missed:
         print(f"missed: {text}", file=sys.stderr)
     return 1 if missed else 0
 
 
-def training_proof() -> list[str]:
+def training_proof(commit: str) -> list[str]:
     """Data parallel training on this host."""
     ddp = run_ddp(DdpBench(out=ROOT / "runs" / "proof-ddp"))
     told = [
-        f"Measured on {ddp.machine}, torch {ddp.torch}, by `make proof`, on commit {commit()}; `braid bench ddp` does the same.",
+        f"Measured on {ddp.machine}, torch {ddp.torch}, by `make proof`, on commit {commit}; `braid bench ddp` does the same.",
         "",
         *ddp_table(ddp),
         "",
@@ -149,16 +150,18 @@ def training_proof() -> list[str]:
     return [line for line in ddp_verdicts(ddp) if line.startswith("missed")]
 
 
-def hooks_proof() -> list[str]:
+def hooks_proof(commit: str) -> list[str]:
     """Communication hooks over a slow network."""
     reason = what_is_missing()
     if reason:
         print(f"figures of hooks are left as they are: {reason}", file=sys.stderr)
         return []
     hooks = run_hooks(HooksBench(out=ROOT / "runs" / "proof-hooks"))
-    replace_section("hooks", "\n".join(hooks_section(hooks)), ROOT / "docs" / "slow-networks.md")
+    replace_section(
+        "hooks", "\n".join(hooks_section(hooks, commit)), ROOT / "docs" / "slow-networks.md"
+    )
     told = [
-        f"Over a slow network, by communication hook ([slow networks](docs/slow-networks.md), on commit {commit()}):",
+        f"Over a slow network, by communication hook ([slow networks](docs/slow-networks.md), on commit {commit}):",
         "",
         *(f"* {line}" for line in hooks_verdicts(hooks)),
     ]
@@ -166,14 +169,14 @@ def hooks_proof() -> list[str]:
     return [line for line in hooks_verdicts(hooks) if line.startswith("missed")]
 
 
-def busy_proof() -> list[str]:
+def busy_proof(commit: str) -> list[str]:
     """Data parallel training while others compute, too: steps differ much, so it takes many of them."""
     bench = DdpBench(
         cases=CASES[:3], rounds=400, budget_s=600.0, busy=1, out=ROOT / "runs" / "proof-ddp-busy"
     )
     lines = ddp_verdicts(run_ddp(bench))
     told = [
-        f"While another process computes on one of the two cores (`braid bench ddp --busy 1`, on commit {commit()}):",
+        f"While another process computes on one of the two cores (`braid bench ddp --busy 1`, on commit {commit}):",
         "",
         *(f"* {line}" for line in lines),
     ]
@@ -181,11 +184,11 @@ def busy_proof() -> list[str]:
     return [line for line in lines if line.startswith("missed")]
 
 
-def horovod_proof() -> list[str]:
+def horovod_proof(commit: str) -> list[str]:
     """The negotiated engine, beside Gloo and beside our own wrapper."""
     report = run_fusion(FusionBench(out=ROOT / "runs" / "proof-horovod"))
     told = [
-        f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit()}; `braid bench horovod` does the same.",
+        f"Measured on {report.machine}, torch {report.torch}, {report.ranks} ranks, by `make proof`, on commit {commit}; `braid bench horovod` does the same.",
         "",
         *(f"* {line}" for line in fusion_verdicts(report)),
     ]
@@ -193,18 +196,17 @@ def horovod_proof() -> list[str]:
     return [line for line in fusion_verdicts(report) if line.startswith("missed")]
 
 
-@cache  # what is measured is written into README.md, which is part of it
-def commit() -> str:
-    """What is measured."""
+def commit_of_tree() -> str:
+    """What is measured; asked for before the figures change README.md, which is part of it."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
-def hooks_section(report: HooksReport) -> list[str]:
+def hooks_section(report: HooksReport, commit: str) -> list[str]:
     lines = [
         (
-            f"Measured on {report.machine} (load before: {report.load:.1f} a core), torch {report.torch}, by `make proof`, on commit {commit()}: an MLP of 25 million parameters, "
+            f"Measured on {report.machine} (load before: {report.load:.1f} a core), torch {report.torch}, by `make proof`, on commit {commit}: an MLP of 25 million parameters, "
             f"{report.batch} samples a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s."
         ),
         "",
@@ -223,11 +225,11 @@ def hooks_section(report: HooksReport) -> list[str]:
     return lines
 
 
-def host_proof() -> list[str]:
+def host_proof(commit: str) -> list[str]:
     """Collectives on this host, faults, the demonstration, what is shown of runs that fail."""
     comm = run_comm(CommBench(sizes_bytes=SIZES, rounds=7, out=ROOT / "runs" / "proof-comm"))
     plot(comm, ROOT / "docs" / "comm.png")
-    (ROOT / "docs" / "comm.md").write_text(comm_page(comm))
+    (ROOT / "docs" / "comm.md").write_text(comm_page(comm, commit))
     faults = run_fault_trials(
         NUM_TRIALS, SEED, ROOT / "tests" / "world" / "comm_fault_job.py", stopped_limit_s=1.0
     )
@@ -235,7 +237,7 @@ def host_proof() -> list[str]:
     demo, demo_s = run_demo()
     figures = "\n".join(
         [
-            f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`, on commit {commit()}.",
+            f"Measured on {comm.machine}, Python {platform.python_version()}, torch {comm.torch}, by `make proof`, on commit {commit}.",
             "",
             *comm_summary(comm),
             "",
@@ -266,7 +268,7 @@ def host_proof() -> list[str]:
     return targets_missed(comm, faults, import_ms, event_us, demo_s)
 
 
-def network_proof() -> list[str]:
+def network_proof(commit: str) -> list[str]:
     """Measure over network namespaces and write that section, where they can be made; what was promised and is missed."""
     reason = what_is_missing()
     if reason:
@@ -274,17 +276,17 @@ def network_proof() -> list[str]:
         return []
     net = run_net(NetBench(out=ROOT / "runs" / "proof-net"))
     model = run_model(ModelRun(out=ROOT / "runs" / "proof-net"))
-    replace_section("network", network_section(net, model))
+    replace_section("network", network_section(net, model, commit))
     told = [line for line in verdicts(model) if line.startswith("missed")]
     return [*(str(target) for target in targets(net) if not target.held), *told]
 
 
-def network_section(net: NetReport, model: ModelReport) -> str:
+def network_section(net: NetReport, model: ModelReport, commit: str) -> str:
     names = dict.fromkeys(name for case in net.cases for row in case.rows for name in row.ratio)
     wires = [name for name in names if name != "braid"]
     heads = ["bytes", "Gloo ms", "% of link", "braid ms", "% of link", "times as fast", *wires]
     lines = [
-        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`, on commit {commit()}; `sudo braid bench net` does the same.",
+        f"Measured on {net.machine} (load before: {net.load:.1f} a core), torch {net.torch}, hosts as network namespaces on this one machine, by `make proof`, on commit {commit}; `sudo braid bench net` does the same.",
         "",
         f"| network | {' | '.join(heads)} |",
         "|---|" + "--:|" * len(heads),
@@ -335,7 +337,7 @@ def comm_summary(report: CommReport) -> list[str]:
     return lines
 
 
-def comm_page(report: CommReport) -> str:
+def comm_page(report: CommReport, commit: str) -> str:
     """Every row, for docs/comm.md."""
     mpi = any("mpi" in row.seconds for row in report.rows)
     libraries = ["braid", "registered", "torch", *(["mpi"] if mpi else [])]
@@ -344,7 +346,7 @@ def comm_page(report: CommReport) -> str:
     lines = [
         "# Collectives, measured",
         "",
-        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`, on commit {commit()}.",
+        f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}; written by `make proof`, on commit {commit}.",
         "",
         (
             "Median microseconds, in the same two processes in alternating rounds; x is the median of Gloo's time over "

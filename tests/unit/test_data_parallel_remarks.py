@@ -54,8 +54,13 @@ def test_unused_parameters_are_named_once():
 def test_forwards_without_backward_are_told_once_with_their_ranks():
     own = remarks()
     (text,) = said(own, outcome(unreached=(0, 1, 0)))
-    assert "forwards without one in step 88: 0 on ranks 4, 6, 1 on rank 5. After" in text
+    assert "forwards without one in step 88: 1 on rank 5. If an exception" in text
     assert said(own, outcome(unreached=(3, 2, 1))) == []
+
+
+def test_forwards_without_backward_are_counted_by_rank():
+    (text,) = said(remarks(), outcome(unreached=(1, 2, 1)))
+    assert "in step 88: 1 on ranks 4, 6; 2 on rank 5. If" in text
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,57 @@ def test_two_links_of_one_life_count_as_one_peer_and_keep_the_order():
     assert (pair.a.peers, pair.a.next_delivery(0).message) == ((), PeerLost("cut"))
 
 
+def test_a_peer_that_takes_nothing_more_is_heard_but_not_sent_to():
+    pair = Pair()
+    chunk = pair.a.config.chunk_bytes
+    begun, waiting = outgoing(1, buffers=[bytes(2 * chunk)]), outgoing(2)
+    assert pair.a.submit("worker:1", begun)
+    assert pair.a.submit("worker:1", waiting)
+    assert pair.a.next_frame(1, 0)
+    pair.a.link_deaf(1, "it takes nothing more")
+    for sent in (begun, waiting):
+        assert (sent.done, type(sent.error)) == (True, PeerLostError)
+    assert (pair.a.peers, pair.a.is_drained, pair.a.statistics().lost) == ((), True, 2)
+    with pytest.raises(PeerLostError, match="lost worker:1: it takes nothing more"):
+        pair.a.submit("worker:1", outgoing(3))
+    pair.a.frame_sent(1, 0)
+    pair.a.tick(1000 * SECOND)  # time for a heartbeat, and for a word on silence
+    pair.a.say_bye()
+    assert pair.a.next_frame(1, 0) is None
+    assert isinstance(pair.a.next_delivery(0).message, PeerLost)
+
+
+def test_what_is_said_by_a_peer_that_takes_nothing_more_comes_before_its_loss():
+    pair = Pair()
+    pair.b.link_deaf(1, "it takes nothing more")
+    pair.send(1, text="last")
+    pair.a.say_bye()
+    pair.carry(back=False)
+    found = [pair.b.next_delivery(0).message for _ in range(2)]
+    assert found == [Note("last"), PeerLost("it closed its van", orderly=True)]
+
+
+def test_messages_leave_on_the_link_that_the_peer_listens_to():
+    pair = Pair()
+    pair.connect(2)
+    pair.a.link_deaf(1, "it takes nothing more")
+    assert pair.a.peers == ("worker:1",)
+    pair.send(1, text="on the second")
+    assert pair.b.next_delivery(0).message == Note("on the second")
+    pair.a.link_deaf(2, "it takes nothing more")
+    assert pair.a.peers == ()
+
+
+def test_a_known_peer_that_takes_nothing_more_may_come_again():
+    state = VanState("launcher", SCHEMA, VanConfig(), incarnation=1)
+    state.link_up(1, "agent:0", 0, known=True)
+    state.link_deaf(1, "it takes nothing more")
+    state.link_up(2, "agent:0", 0, known=True)
+    assert (state.peers, Close(1) in state.instructions) == (("agent:0",), True)
+    assert state.next_delivery(0).message == PeerLost("it takes nothing more")
+    assert state.submit("agent:0", outgoing(1))
+
+
 def test_a_known_peer_is_sent_to_before_it_has_spoken():
     here = VanState("launcher", SCHEMA, VanConfig(), incarnation=10)
     there = VanState("agent", SCHEMA, VanConfig(max_message_bytes=100), incarnation=11)

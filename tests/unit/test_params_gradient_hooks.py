@@ -12,7 +12,7 @@ from torch import nn
 from braid.params import ParamTable
 from braid.params.gradient_hooks import Forward, GradientHooks
 
-FORWARD = Forward(7, 3.0)
+FORWARD = Forward(3.0, 7)
 
 
 class Listener:
@@ -46,7 +46,7 @@ def backward(net, listener):
     listener.told.clear()
     net.zero_grad()
     found = net(torch.ones(1, 2))
-    listener.hooks.watch([found], FORWARD)
+    assert listener.hooks.watch([net.bias, found], FORWARD)
     found.sum().backward()
     return listener.told
 
@@ -92,7 +92,7 @@ def test_weighing_that_began_with_nothing_is_not_forgotten(net):
 
 def test_a_parameter_that_is_returned_is_not_watched(net):
     listener = Listener(net)
-    listener.hooks.watch([net.bias], FORWARD)
+    assert not listener.hooks.watch([net.bias], FORWARD)
     net.bias.sum().backward()
     assert listener.told == []
 

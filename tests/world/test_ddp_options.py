@@ -549,15 +549,45 @@ def test_gradients_that_are_not_finite_are_told_on_all_ranks(world, nonfinite, c
             assert "on rank 1 in step 1" in text
 
 
-def _loses_a_batch(group: Group) -> list[str]:
+def _takes_remarks_for_errors(group: Group, nonfinite: object) -> tuple[str, bool]:
+    net = Net()
+    net.third.unused = nn.Parameter(torch.ones(1))
+    wrapped = DistributedDataParallel(net, process_group=group, nonfinite=nonfinite)
+    said = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            (loss_of(wrapped(batch(group.rank, 0))) * float("nan")).backward()
+        except (UserWarning, NonFiniteError) as error:
+            said = str(error)
+    return said, net.first.weight.grad is None
+
+
+def test_a_remark_that_is_an_error_takes_nothing_away_from_what_is_done_about_nan(procs):
+    def raised(nonfinite):
+        return procs(2, _takes_remarks_for_errors, nonfinite)
+
+    (said, skipped), (nothing, also) = raised("skip")
+    assert "got no gradient on any rank" in said
+    assert (skipped, nothing, also) == (True, "", True)
+    for said, _ in raised("raise"):
+        assert "expected finite gradients" in said
+
+
+def _loses_a_batch(group: Group, where: str) -> list[str]:
     net = Net()
     wrapped = DistributedDataParallel(net, process_group=group)
     said = []
     for step in range(4):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            lost = (group.rank, step) == (1, 1)
+            if lost and where == "forward":
+                with pytest.raises(RuntimeError, match="shapes"):
+                    wrapped(batch(group.rank, step)[:, 1:])
+                continue
             found = wrapped(batch(group.rank, step))
-            if (group.rank, step) == (1, 1):
+            if lost:
                 continue  # its loss has raised
             loss_of(found).backward()
         said += [str(one.message) for one in caught]
@@ -572,9 +602,10 @@ def _loses_a_batch(group: Group) -> list[str]:
     return said
 
 
-def test_a_rank_that_goes_on_to_its_next_batch_alone_is_told(procs):
-    (text,), *others = procs(3, _loses_a_batch)
-    assert "forwards without one in step 2: 0 on ranks 0, 2, 1 on rank 1" in text
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_a_rank_that_goes_on_to_its_next_batch_alone_is_told(procs, where):
+    (text,), *others = procs(3, _loses_a_batch, where)
+    assert "forwards without one in step 2: 1 on rank 1. If" in text
     assert others == [[], []]
 
 
@@ -869,6 +900,28 @@ def test_compiled_modules_are_averaged(world, size):
     for found in world(size, _compiled, False):
         for a, b in zip(found, grads(net), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def _compiled_steps(group: Group) -> list[int]:
+    """Number of graphs after each step."""
+    from torch._dynamo.utils import counters  # takes a second
+
+    wrapped = DistributedDataParallel(Net(), process_group=group)
+    call = torch.compile(wrapped, backend="eager")
+    counts = []
+    for step in range(6):
+        wrapped.weigh(1.0 + step)
+        loss_of(call(batch(group.rank, step))).backward()
+        counts.append(counters["stats"]["unique_graphs"])
+    return counts
+
+
+def test_a_step_of_a_compiled_module_is_compiled_once(procs):
+    for first, second, *others in procs(2, _compiled_steps):
+        assert first > 0
+        assert set(others) == {
+            second
+        }  # what depends on whether a gradient is there is compiled twice
 
 
 def _wrong(group: Group, options: dict[str, object]) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
 from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, SocketVan, VanConfig
-from braid.message.heads import Beat, Hello, Open, pack, unpack
+from braid.message.heads import Beat, Bye, Hello, Open, pack, unpack
 from braid.testing.message_conformance import (
     CONFORMANCE_CONFIG,
     CONFORMANCE_SCHEMA,
@@ -24,7 +24,7 @@ from braid.testing.message_conformance import (
     Note,
     check_van,
 )
-from braid.wire import Address, Identity, Secret, connect
+from braid.wire import Address, Identity, Secret, connect, encode
 
 SECRET = Secret.generate()
 _names = itertools.count()
@@ -62,6 +62,11 @@ def pipes(here, there):
     """Both ends of a pair of pipes."""
     (a, b), (c, d) = os.pipe(), os.pipe()
     return PipeStream(a, d, there), PipeStream(c, b, here)
+
+
+def in_pipe(meta):
+    """A frame as its bytes."""
+    return b"".join(encode(meta))
 
 
 def test_what_a_peer_said_last_is_read_after_a_frame_that_it_did_not_take():
@@ -152,6 +157,35 @@ def test_the_end_of_a_pipe_is_told_though_nobody_has_spoken(launcher):
     launcher.attach("agent:0", again)
     assert launcher.peers == ("agent:0",)
     there.close()
+
+
+def test_one_that_takes_nothing_more_is_heard_to_its_end(launcher):
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    launcher.attach("agent:0", PipeStream(a, d, "agent:0"))
+    os.write(b, in_pipe(pack(Hello(5, 0, 1 << 20))))
+    os.close(c)
+    with pytest.raises(PeerLostError, match="lost agent:0: it takes nothing more"):
+        send_until_lost(launcher, "agent:0")
+    os.write(b, in_pipe(note_of(1)) + in_pipe(pack(Bye())))
+    found = [launcher.recv(10).message for _ in range(2)]
+    assert found == [Note(1), PeerLost("it closed its van", orderly=True)]
+    os.close(b)
+
+
+def test_one_that_takes_nothing_more_can_be_attached_again(launcher):
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    launcher.attach("agent:0", PipeStream(a, d, "agent:0"))
+    os.close(c)
+    with pytest.raises(PeerLostError):
+        send_until_lost(launcher, "agent:0")
+    here, there = pipes("launcher", "agent:0")
+    launcher.attach("agent:0", here)
+    assert launcher.recv(10).message == PeerLost("it takes nothing more")
+    with PipeVan("agent:0", CONFORMANCE_SCHEMA) as agent:
+        agent.attach("launcher", there)
+        launcher.send("agent:0", Note(1)).wait(10)
+        assert agent.recv(10).message == Note(1)
+    os.close(b)
 
 
 def test_bytes_that_were_read_with_another_protocol_are_not_lost(launcher):
@@ -378,9 +412,9 @@ def note_of(number):
     return pack(Open(number, "note", 0, 0, 0, 0, body, 0, ()))
 
 
-def send_until_lost(van):
+def send_until_lost(van, to="worker:7"):
     for _ in range(1000):  # the system may take the first ones
-        van.send("worker:7", Note(1)).wait(10)
+        van.send(to, Note(1)).wait(10)
 
 
 def test_a_message_that_has_not_left_when_its_peer_goes_was_not_sent():
@@ -397,10 +431,11 @@ def test_a_peer_that_goes_is_noticed_though_there_is_no_room_for_its_messages():
         with raw_peer(van) as peer:
             for number in range(1, 4):
                 peer.send(note_of(number))
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError, match="worker:7"):
             send_until_lost(van)
-        found = [van.recv(10).message for _ in range(2)]
-        assert (found[0], type(found[1])) == (Note(1), PeerLost)
+        assert van.peers == ()
+        found = [van.recv(10).message for _ in range(4)]
+        assert (found[:3], type(found[3])) == ([Note(1), Note(2), Note(3)], PeerLost)
 
 
 def test_what_a_peer_said_last_is_delivered_before_its_loss():

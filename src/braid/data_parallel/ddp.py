@@ -99,8 +99,9 @@ class DistributedDataParallel(nn.Module, Joinable):
     On failure:
         A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
         raises CommError in that of the others as soon as it begins its next forward; all may go on after that. One that is raised before
-        backward has come to this module (in the loss) ends nobody's step: the rank goes on with its next batch in place of this one, which is
-        said once, as far as it shows. Let the rank end, or skip the batch on all ranks.
+        backward has come to this module, in its forward or in the loss, ends nobody's step: where it is caught, the rank goes on with its next
+        batch in place of this one, and gradients of different batches are averaged from then on. A warning says so once, as far as it shows. Let
+        the rank end, or skip the batch on all ranks.
     """
 
     def __init__(  # noqa: PLR0917 - the order of torch's
@@ -150,7 +151,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = static_graph
         self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers)
         self.mixed_precision = mixed_precision
-        self._weight: float | None = None
         self._hash_every = checked_hash_every(hash_every)
         self._known = KnownParams(module.parameters())
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
@@ -204,7 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self._has_buffers and self.forward_sync_buffers and self.module.training:
                 self._reducer.buffers_used = True
             outputs = [x for x in tensors_in(found) if x.requires_grad]
-            self._reducer.watch(outputs, self._weight)
+            self._reducer.watch(outputs)
         return found
 
     @contextlib.contextmanager
@@ -226,9 +226,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if weight is not None and not 0 <= weight < float("inf"):
             msg = f"expected a weight that is finite and not negative, found {weight!r}"
             raise ConfigError(msg)
-        if weight is not None:
-            self._reducer.weigh()
-        self._weight = weight
+        self._reducer.weigh(weight)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
@@ -442,10 +440,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             and len(self._workers) < len(status.standings)
         ):
             raise CommError(EARLY)
-        try:
-            react(outcome, self.process_group.ranks, self._reaction)
-        finally:  # an error, if the program says so, and on one rank only
-            self._remarks.of(outcome)
+        react(outcome, self.process_group.ranks, self._reaction)
+        self._remarks.of(outcome)  # last: the program may turn it into an error, on one rank only
 
 
 class _Helper(JoinHook):
@@ -458,8 +454,9 @@ class _Helper(JoinHook):
     def shadow(self) -> bool:
         wrapper = self._wrapper
         # where samples are counted, a rank without any counts nothing
-        counts = self._by_all and wrapper._weight is None  # noqa: SLF001 - its continuation
-        return wrapper._reducer.help_others(1.0 if counts else 0.0)  # noqa: SLF001 - its continuation
+        reducer = wrapper._reducer  # noqa: SLF001 - its continuation
+        counts = self._by_all and reducer.weight is None
+        return reducer.help_others(1.0 if counts else 0.0)
 
     def main_hook(self) -> None:
         self.shadow()

@@ -141,7 +141,7 @@ class _Averaging:
         self._known.check(
             (r.param for r in self._records), ((r.name, r.param) for r in self._records)
         )
-        self._reducer.begin()
+        self._reducer.follow()
         self._watch()
         if self._owes:
             self._owes = False

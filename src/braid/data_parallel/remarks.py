@@ -1,7 +1,7 @@
 """What is said of steps that work, but may not be meant: once, on rank 0.
 
-Parameters that nobody uses, and forwards to which no backward has come. Of the latter torch says nothing: a rank whose loss raises an
-exception that the program catches goes on to its next batch, and from then on averages gradients of other steps than its peers do.
+Parameters that nobody uses, and forwards to which no backward has come. Of the latter torch says nothing: a rank whose forward or loss raises
+an exception that the program catches goes on to its next batch, and from then on averages gradients of other steps than its peers do.
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
     by_count: dict[int, list[int]] = {}
     for rank, count in sorted(counts.items()):
         by_count.setdefault(count, []).append(rank)
-    found = ", ".join(f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count))
+    found = "; ".join(
+        f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count) if count
+    )
     return (
-        f"expected a backward to every forward of {model} on every rank, found forwards without one in step {number}: {found}. After an exception "
-        "in the loss that was caught, ranks are at different batches from now on: skip such a batch on all ranks. Said once; run forwards that "
-        "need no backward under torch.no_grad()"
+        f"expected a backward to every forward of {model} on every rank, found forwards without one in step {number}: {found}. If an exception "
+        "(in the forward or in the loss) was caught there, that rank is one batch ahead from now on: skip such a batch on all ranks. Said once; "
+        "run forwards that need no backward under torch.no_grad()"
     )
 
 

@@ -30,7 +30,7 @@ class Peer:
         incarnation: Which life; 0 until it has said Hello.
         epoch: The latest in which it is known to be.
         max_message_bytes: What it accepts.
-        links: Numbers of its links; messages leave on the first.
+        links: Numbers of its links; messages leave on the first that the peer listens to.
         unread: Messages of it in the inbox.
         unread_bytes: Their bytes.
     """

@@ -73,7 +73,7 @@ class PipeStream:
         """Write what the pipe takes now of what is queued; returns the bytes still queued."""
         try:
             self._outbox.drain()
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             self._gone = True  # `try_recv` finds the end, behind what the peer has said last
         except OSError as exc:
             raise self._lost(exc) from exc

@@ -12,7 +12,7 @@ lanes are first in, first out. Chunks are slices of the sender's memory; nothing
     waiting                deadline, later epoch         done, with CommTimeout or StaleError
     under way              last chunk sent               done
     under way              deadline                      done once its current chunk is sent: CommTimeout, Cancel to the peer
-    any                    link lost                     done, with PeerLostError
+    any                    link lost, or one way only    done, with PeerLostError
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ class Outbox:
         self._deadlines: list[tuple[int, int, Outgoing]] = []
         self._numbers = itertools.count()
         self._in_network: Outgoing | None = None  # its chunk has left next_frame, not yet memory
+        self._has_failed = False
         self.queued = 0
         self.queued_bytes = 0
 
@@ -185,8 +186,9 @@ class Outbox:
             heapq.heappush(self._deadlines, entry)
 
     def say(self, head: Head) -> None:
-        """Queue a control head before all messages."""
-        self._control.append(pack(head))
+        """Queue a control head before all messages; one for a link that has failed is dropped."""
+        if not self._has_failed:
+            self._control.append(pack(head))
 
     def next_frame(self, now_ns: int) -> OutFrame | None:
         """What leaves next, None when nothing waits. Report with `frame_sent` before asking again."""
@@ -231,7 +233,10 @@ class Outbox:
         return self._deadlines[0][0] if self._deadlines else None
 
     def fail(self, error: BraidError) -> None:
-        """The link is gone, and all messages with it."""
+        """Nothing more leaves: all messages end with this error."""
+        self._has_failed = True
+        self._control.clear()
+        self._in_network = None
         self._end(error, "lost", also_begun=True)
 
     def fail_waiting(self, error: BraidError) -> None:

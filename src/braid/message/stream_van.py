@@ -9,7 +9,7 @@ queue when the one before it is with the kernel, so an urgent message waits for 
 already buffered. Buffers go from the sender's memory through the kernel into the receiver's.
 
 A broken stream is a lost peer, and stays one until it is connected again: only the layers above know what the peer may
-have done already. When writing shows it, what the peer has said last is read first, as far as there is room for it.
+have done already. When writing shows it, nothing more is written, and the stream is read to its end: what the peer has said last lies there.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
 """
@@ -198,13 +198,20 @@ class StreamVan(StateVan):
                 if frame is None:
                     return
                 wire.pending = wire.stream.post(frame.meta, frame.pieces) > 0
-                if wire.pending or wire.stream.gone:
+                if wire.pending or not self._written(link, wire, now_ns):
                     break
-                self._state.frame_sent(link, now_ns)
         except CommError as exc:
             self._state.link_lost(link, _reason(exc, wire))
             return
         self._rouse(link)
+
+    def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
+        """All of a frame is with the kernel, or dropped; whether the peer takes more; with the guard held."""
+        if wire.stream.gone:
+            self._state.link_deaf(link, "it takes nothing more")
+            return False
+        self._state.frame_sent(link, now_ns)
+        return True
 
     # -- the thread
 
@@ -293,39 +300,27 @@ class StreamVan(StateVan):
             try:
                 if wire.pending and wire.stream.flush() == 0:
                     wire.pending = False
-                    if not wire.stream.gone:
-                        self._state.frame_sent(link, self._clock.now_ns())
+                    self._written(link, wire, self._clock.now_ns())
             except CommError as exc:
                 self._state.link_lost(link, _reason(exc, wire))
             if not wire.pending:
                 self._carry(link)
             self._act()
-        if wire.stream.gone:
-            self._read_out(link, wire)
-        elif not events or events & selectors.EVENT_READ:
+        if not events or events & selectors.EVENT_READ:
             self._read(link, wire)
         self._watch(link, wire)
 
-    def _read_out(self, link: int, wire: _Wire) -> None:
-        """Receive what a peer has said before it went, as far as there is room for it."""
-        while self._read(link, wire):
-            pass
-        with self._guard:
-            if link in self._wires:
-                self._state.link_lost(link, "it takes nothing more")
-                self._act()
-
-    def _read(self, link: int, wire: _Wire) -> bool:
-        """Receive frames of one link, for one turn; whether there may be more."""
+    def _read(self, link: int, wire: _Wire) -> None:
+        """Receive frames of one link, for one turn."""
         for _ in range(_FRAMES_PER_TURN):
             with self._guard:
                 if not self._state.wants_read(link):
-                    return False
+                    return
             try:
                 # Without the lock: copying a chunk takes long enough to hold up the others.
                 frame = wire.stream.try_recv(partial(self._allocate, link))
                 if frame is None:
-                    return False
+                    return
                 with self._guard:
                     self._state.frame_received(link, frame.meta, self._clock.now_ns())
                     self._act()
@@ -333,11 +328,10 @@ class StreamVan(StateVan):
                 with self._guard:
                     self._state.link_lost(link, _reason(exc, wire))
                     self._act()
-                return False
+                return
         with self._guard:
             if link in self._wires:
                 self._restless.add(link)
-            return link in self._wires
 
     def _allocate(self, link: int, meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:
         with self._guard:

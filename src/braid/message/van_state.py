@@ -21,6 +21,8 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
                                            dropped, and the peers are told
     room is made again                     silence while unread is forgiven              Read
     a peer that was lost is here again     its last words come before its first ones     -
+    link_deaf(link)                        what was queued on it fails, what is sent is  -
+                                           refused; it is read on, to its end
     Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
     ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
                                            last message
@@ -80,6 +82,7 @@ class _Link:
     said_ns: int
     peer: Peer | None = None  # None until its Hello
     is_paused: bool = False  # the peer's share of the inbox is full
+    is_deaf: bool = False  # the peer takes nothing more from it
 
 
 class VanState:
@@ -127,7 +130,7 @@ class VanState:
     @property
     def peers(self) -> tuple[str, ...]:
         """Nodes to which a message can be sent, sorted."""
-        return tuple(sorted(self._peers))
+        return tuple(sorted(name for name, peer in self._peers.items() if self._way_to(peer)))
 
     @property
     def is_drained(self) -> bool:
@@ -147,6 +150,8 @@ class VanState:
         inflow = Inflow(peer, self._schema, config.max_message_bytes, self.allocators)
         entry = self._links[link] = _Link(link, peer, outbox, inflow, now_ns, now_ns)
         if known:
+            if peer in self._peers:  # it can only be one that is not in `peers` any more
+                self._lose(self._peers[peer], PeerLost(self._lost[peer]))
             entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
             self._peers[peer] = entry.peer
             self._lost.pop(peer, None)
@@ -169,6 +174,18 @@ class VanState:
             peer.links.remove(link)
         _, rank = split_node(lost.name)
         self._forget(lost, PeerLostError(f"lost a link to {lost.name}: {reason}", rank=rank))
+
+    def link_deaf(self, link: int, reason: str) -> None:
+        """The peer takes nothing more from `link`; what it still says is received until the link ends."""
+        found = self._links.get(link)
+        if found is None or found.is_deaf:
+            return
+        found.is_deaf = True
+        peer = found.peer
+        if peer is not None and self._way_to(peer) is None:
+            self._lost[peer.name] = reason
+        _, rank = split_node(found.name)
+        found.outbox.fail(PeerLostError(_lost_text(found.name, reason), rank=rank))
 
     def close(self) -> None:
         """Forget all links: what is still queued will not leave."""
@@ -193,7 +210,8 @@ class VanState:
             ConfigError: The peer does not accept messages of this size.
         """
         peer = self._peers.get(to)
-        if peer is None:
+        link = None if peer is None else self._way_to(peer)
+        if peer is None or link is None:
             raise self._absent(to)
         head = outgoing.head
         if max(peer.epoch, self.epoch) > head.epoch:
@@ -208,7 +226,6 @@ class VanState:
                 "parts, or raise max_message_bytes there"
             )
             raise ConfigError(msg)
-        link = self._links[peer.links[0]]
         if not link.outbox.has_room(head.nbytes):
             return False
         outgoing.life = peer.incarnation
@@ -353,6 +370,11 @@ class VanState:
 
     # -- inside
 
+    def _way_to(self, peer: Peer) -> _Link | None:
+        """The link on which messages to a peer leave, if there is one."""
+        links = (self._links[number] for number in peer.links)
+        return next((link for link in links if not link.is_deaf), None)
+
     def _meet(self, link: _Link, hello: Hello) -> None:
         """The first frame of a link: now it is known which life of the peer is at its other end."""
         if link.peer is not None:  # known before it spoke
@@ -437,7 +459,7 @@ class VanState:
             connected = ", ".join(self.peers) or "nobody"
             msg = f"expected {name} to be connected to {self.node}, found {connected}: connect() to it, or wait_for() it"
         else:
-            msg = f"lost {name}: {reason}; look for the first error of that process"
+            msg = _lost_text(name, reason)
         return PeerLostError(msg, rank=rank)
 
     def _beat_at_ns(self, link: _Link) -> int:
@@ -448,3 +470,7 @@ class VanState:
 
     def _count(self, name: str) -> Counter[str]:
         return self._counts.setdefault(name, Counter())
+
+
+def _lost_text(name: str, reason: str) -> str:
+    return f"lost {name}: {reason}; look for the first error of that process"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,16 +21,17 @@ from braid.params.table import ParamRecord
 __all__ = ["Forward", "GradientHooks"]
 
 
-class Forward(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Forward:
     """One forward of a module.
 
     Attributes:
-        number: Tells it from others.
         weight: What its gradients count, such as its number of samples; one when None.
+        counted: Number of averagings before it, while it counts among those that no backward has reached.
     """
 
-    number: int
     weight: float | None
+    counted: int | None
 
 
 class GradientHooks:
@@ -88,12 +89,13 @@ class GradientHooks:
             if param.requires_grad:
                 self._part_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def watch(self, outputs: Iterable[torch.Tensor], forward: Forward) -> None:
-        """Have `on_output` called with `forward` when a backward comes to one of these."""
+    def watch(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
+        """Have `on_output` called with `forward` when a backward comes to one of these; False if none of them can tell."""
         hook = partial(_output_reached, self._on_output, forward)
-        for output in outputs:
-            if not output.is_leaf:  # a hook on a parameter that is returned would stay for ever
-                output.register_hook(hook)  # type: ignore[no-untyped-call]
+        followed = [output for output in outputs if not output.is_leaf]
+        for output in followed:  # a hook on a parameter that is returned would stay for ever
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+        return bool(followed)
 
     def __del__(self) -> None:
         self.close()  # hooks whose object is gone would be called for ever

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch._compile import _disable_dynamo
 
 from braid.comm import Group, Work
 from braid.errors import CommError, ConfigError, MismatchError
@@ -53,6 +54,7 @@ class GradientReducer:
 
     Attributes:
         synchronize: False while gradients stay local and accumulate; looked at when backward begins.
+        weight: What gradients of a forward that begins now count; every backward counts one when None.
         on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
             exception; what it starts goes beside that.
         on_outcome: Called after each reduction, before gradients are used.
@@ -82,10 +84,10 @@ class GradientReducer:
         self._ended_ns = self._now_ns()
         self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
         self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
-        self._num_forwards = 0
         self._reset_counts()
         self._hooks.place(self._plan.positions)
         self.synchronize = True
+        self.weight: float | None = None
         self.buffers_used = False
         self.on_exchange: Callable[[], Sequence[Work]] | None = None
         self.on_outcome: Callable[[Outcome], None] | None = None
@@ -127,15 +129,14 @@ class GradientReducer:
             raise ConfigError(msg)
         self._hook = hook
 
-    def weigh(self) -> None:
-        """Call before the first forward that has a weight: gradients are scaled from now on where they are accumulated."""
-        self._hooks.weigh()
+    def weigh(self, weight: float | None) -> None:
+        """Set what gradients of the forwards that follow count: from now on they are scaled where they are accumulated."""
+        if weight is not None:
+            self._hooks.weigh()
+        self.weight = weight
 
-    def begin(self) -> None:
-        """Call before each forward whose gradients shall be averaged.
-
-        Frees the others if the last backward was left by an exception, and follows parameters that have been frozen or unfrozen.
-        """
+    def follow(self) -> None:
+        """Call between steps: frees the others if the last backward was left by an exception, and sees what is trained now."""
         if _in_backward():  # a forward that is computed again
             return
         if self._in_backward:
@@ -145,18 +146,20 @@ class GradientReducer:
         else:
             self._hooks.follow()
 
-    def watch(self, outputs: Sequence[torch.Tensor], weight: float | None) -> None:
-        """Call after each such forward.
+    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable` would import the compiler here, which takes a second.
+    @_disable_dynamo
+    def begin(self) -> None:
+        """Call before each forward whose gradients shall be averaged."""
+        self.follow()
+        self._unreached += not _in_backward()
 
-        Args:
-            outputs: What it has returned and autograd follows.
-            weight: What gradients of this forward count, such as its number of samples; every backward counts one when None.
-        """
-        self._num_forwards += 1
-        if outputs:
-            if not _in_backward():
-                self._unreached.add(self._num_forwards)
-            self._hooks.watch(outputs, Forward(self._num_forwards, weight))
+    @_disable_dynamo
+    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Call after each such forward that has raised nothing, with what it has returned and autograd follows."""
+        counted = None if _in_backward() else self.num_reductions
+        forward = Forward(self.weight, counted)
+        if not self._hooks.watch(outputs, forward):
+            self._reach(forward)  # no backward will come to it
 
     def help_others(self, weight: float) -> bool:
         """Take part in one reduction of the others; False when nobody works any more.
@@ -216,8 +219,8 @@ class GradientReducer:
         self._averages = False
         self._any_gradient = False
         self._passed = 0
-        self._unreached: set[int] = set()  # forwards to which no backward has come
-        self._weight = 0.0
+        self._unreached = 0  # forwards to which no backward has come
+        self._total_weight = 0.0
         self._weighted = False
         self._broke = False
         self._raised: Exception | None = None  # by `on_bucket`
@@ -236,13 +239,19 @@ class GradientReducer:
 
     def _on_output(self, forward: Forward) -> None:
         self._enter()
-        self._unreached.discard(forward.number)
+        self._reach(forward)
         weight = forward.weight
         if self._seen_weights and weight not in self._seen_weights:
             (other,) = self._seen_weights
             msg = f"expected forwards of one weight in a backward, found {other} and {weight}: call backward for each of them"
             raise ConfigError(msg)
         self._seen_weights.add(weight)
+
+    def _reach(self, forward: Forward) -> None:
+        """Count a forward no longer among those to which no backward has come."""
+        if forward.counted == self.num_reductions:
+            self._unreached -= 1
+        forward.counted = None
 
     def _on_part(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A gradient is about to be accumulated: let it count what the forward counts."""
@@ -281,7 +290,7 @@ class GradientReducer:
         self._in_backward = False
         weight = next(iter(self._seen_weights), None)
         if weight is not None and self._any_gradient:
-            self._weight += weight
+            self._total_weight += weight
             self._weighted = True
         if not self._any_gradient:
             refuse_grad(self._records)
@@ -319,7 +328,7 @@ class GradientReducer:
 
     def _own_weight(self) -> float:
         """What this rank counts."""
-        return self._weight if self._weighted else 1.0
+        return self._total_weight if self._weighted else 1.0
 
     def _give_up(self) -> None:
         """The last backward was left by an exception: let the others end theirs, and tell them."""
@@ -348,7 +357,7 @@ class GradientReducer:
             spoiled=[p in self._spoiled for p in range(len(self._records))],
             trained=self._plan.trained,
             standing=standing,
-            unreached=len(self._unreached),
+            unreached=self._unreached,
             weight=weight,
             buffers=self.buffers_used and standing is not Standing.JOINED,
         )
