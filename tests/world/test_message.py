@@ -15,7 +15,7 @@ import threading
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
-from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, SocketVan, VanConfig
+from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, Service, SocketVan, VanConfig
 from braid.message.heads import Beat, Bye, Hello, Open, pack, unpack
 from braid.testing.message_conformance import (
     CONFORMANCE_CONFIG,
@@ -172,19 +172,37 @@ def test_one_that_takes_nothing_more_is_heard_to_its_end(launcher):
     os.close(b)
 
 
-def test_one_that_takes_nothing_more_can_be_attached_again(launcher):
+@pytest.mark.parametrize("held", [False, True])
+def test_the_successor_of_one_that_takes_nothing_more_comes_after_its_last_words(launcher, held):
     (a, b), (c, d) = os.pipe(), os.pipe()
     launcher.attach("agent:0", PipeStream(a, d, "agent:0"))
+    os.write(
+        b, in_pipe(pack(Hello(5, 0, 1 << 20))) + b"".join(map(in_pipe, map(note_of, range(40))))
+    )
     os.close(c)
+    holder = os.dup(b) if held else -1  # such as a process that has inherited it
+    os.close(b)
     with pytest.raises(PeerLostError):
         send_until_lost(launcher, "agent:0")
     here, there = pipes("launcher", "agent:0")
     launcher.attach("agent:0", here)
-    assert launcher.recv(10).message == PeerLost("it takes nothing more")
+    assert [launcher.recv(10).message for _ in range(40)] == [Note(n) for n in range(40)]
+    lost = launcher.recv(10).message
+    assert (type(lost), lost.silent) == (PeerLost, False)
     with PipeVan("agent:0", CONFORMANCE_SCHEMA) as agent:
         agent.attach("launcher", there)
         launcher.send("agent:0", Note(1)).wait(10)
         assert agent.recv(10).message == Note(1)
+    if held:
+        os.close(holder)
+
+
+def test_a_call_of_one_that_takes_nothing_more_ends_with_its_loss(launcher):
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    launcher.attach("agent:0", PipeStream(a, d, "agent:0"))
+    os.close(c)
+    with Service(launcher) as service, pytest.raises(PeerLostError, match="lost agent:0"):
+        service.call("agent:0", Note(1), timeout_s=100)
     os.close(b)
 
 

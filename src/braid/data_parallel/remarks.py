@@ -69,8 +69,8 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
     )
     return (
         f"expected a backward to every forward of {model} on every rank, found forwards without one in step {number}: {found}. If an exception "
-        "(in the forward or in the loss) was caught there, that rank is one batch ahead from now on: skip such a batch on all ranks. Said once; "
-        "run forwards that need no backward under torch.no_grad()"
+        "(in the forward or in the loss) was caught there and the batch was not tried again, that rank is one batch ahead from now on: skip such "
+        "a batch on all ranks. Said once; run forwards that need no backward under torch.no_grad()"
     )
 
 

@@ -16,6 +16,7 @@ from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.message.schema import Schema
 from braid.message.stream_van import FRAME_LIMITS, Stream, StreamVan
 from braid.message.van import VanConfig, split_node
+from braid.message.van_state import LAST_WORDS_S
 from braid.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
 
 __all__ = ["PipeStream", "PipeVan"]
@@ -153,6 +154,8 @@ class PipeVan(StreamVan):
     def attach(self, peer: str, stream: Stream) -> None:
         """Make a link of a stream; its other end must be a van of the same schema.
 
+        A peer of that name that takes nothing more is heard to its end first, for a second at most.
+
         Args:
             peer: What this node calls the node at the other end, whatever that calls itself. A message can be sent to it
                 at once; `PeerLost` tells its end, even if it has never spoken. Until it has, the own limit for the
@@ -164,7 +167,10 @@ class PipeVan(StreamVan):
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)
+        until_ns = self._deadline_ns(LAST_WORDS_S)
         with self._guard:
+            while self._state.is_ending(peer) and self._wait(until_ns):
+                pass
             if peer in self._state.peers:
                 msg = f"expected a new name for a link of {self.node}, found {peer}, which it has: use another"
                 raise ConfigError(msg)

@@ -9,7 +9,7 @@ queue when the one before it is with the kernel, so an urgent message waits for 
 already buffered. Buffers go from the sender's memory through the kernel into the receiver's.
 
 A broken stream is a lost peer, and stays one until it is connected again: only the layers above know what the peer may
-have done already. When writing shows it, nothing more is written, and the stream is read to its end: what the peer has said last lies there.
+have done already. When writing shows it, nothing more is written, and the stream is read on: what the peer has said last lies there.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
 """
@@ -208,7 +208,7 @@ class StreamVan(StateVan):
     def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
         """All of a frame is with the kernel, or dropped; whether the peer takes more; with the guard held."""
         if wire.stream.gone:
-            self._state.link_deaf(link, "it takes nothing more")
+            self._state.link_deaf(link, "it takes nothing more", now_ns)
             return False
         self._state.frame_sent(link, now_ns)
         return True

@@ -22,7 +22,8 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
     room is made again                     silence while unread is forgiven              Read
     a peer that was lost is here again     its last words come before its first ones     -
     link_deaf(link)                        what was queued on it fails, what is sent is  -
-                                           refused; it is read on, to its end
+                                           refused; it is read on, to its end, or until
+                                           no message has come for LAST_WORDS_S
     Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
     ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
                                            last message
@@ -38,7 +39,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from braid.errors import CommError, ConfigError, PeerLostError, StaleError
 from braid.message.heads import Beat, Bye, Hello
@@ -48,22 +49,27 @@ from braid.message.schema import Message, PeerLost, Schema
 from braid.message.sending import Outbox, OutFrame, Outgoing
 from braid.message.van import Allocate, Delivery, VanConfig, VanStatistics, split_node
 
-__all__ = ["Carry", "Close", "Instruction", "Read", "VanState"]
+__all__ = ["LAST_WORDS_S", "Carry", "Close", "Instruction", "Read", "VanState"]
+
+LAST_WORDS_S = 1.0  # one that takes nothing more is heard until it has said nothing for so long
 
 
-class Carry(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Carry:
     """Frames wait for this link: ask `next_frame`."""
 
     link: int
 
 
-class Close(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Close:
     """The state has forgotten this link: close what carries it."""
 
     link: int
 
 
-class Read(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Read:
     """This link wants to be read again."""
 
     link: int
@@ -82,7 +88,7 @@ class _Link:
     said_ns: int
     peer: Peer | None = None  # None until its Hello
     is_paused: bool = False  # the peer's share of the inbox is full
-    is_deaf: bool = False  # the peer takes nothing more from it
+    deaf: str = ""  # why the peer takes nothing more from it
 
 
 class VanState:
@@ -150,8 +156,8 @@ class VanState:
         inflow = Inflow(peer, self._schema, config.max_message_bytes, self.allocators)
         entry = self._links[link] = _Link(link, peer, outbox, inflow, now_ns, now_ns)
         if known:
-            if peer in self._peers:  # it can only be one that is not in `peers` any more
-                self._lose(self._peers[peer], PeerLost(self._lost[peer]))
+            if peer in self._peers:
+                self._lose(self._peers[peer], PeerLost(self._deaf(peer)))
             entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
             self._peers[peer] = entry.peer
             self._lost.pop(peer, None)
@@ -172,20 +178,20 @@ class VanState:
             return
         if peer is not None:
             peer.links.remove(link)
-        _, rank = split_node(lost.name)
-        self._forget(lost, PeerLostError(f"lost a link to {lost.name}: {reason}", rank=rank))
+        msg = f"lost a link to {lost.name}: {reason}"
+        self._forget(lost, PeerLostError(msg, rank=split_node(lost.name)[1]))
 
-    def link_deaf(self, link: int, reason: str) -> None:
+    def link_deaf(self, link: int, reason: str, now_ns: int) -> None:
         """The peer takes nothing more from `link`; what it still says is received until the link ends."""
         found = self._links.get(link)
-        if found is None or found.is_deaf:
+        if found is None or found.deaf:
             return
-        found.is_deaf = True
-        peer = found.peer
-        if peer is not None and self._way_to(peer) is None:
-            self._lost[peer.name] = reason
-        _, rank = split_node(found.name)
-        found.outbox.fail(PeerLostError(_lost_text(found.name, reason), rank=rank))
+        found.deaf, found.heard_ns = reason, now_ns
+        found.outbox.fail(_lost_error(found.name, reason))
+
+    def is_ending(self, peer: str) -> bool:
+        """Whether a peer takes nothing more and may still say something: its loss has not been told."""
+        return bool(self._deaf(peer))
 
     def close(self) -> None:
         """Forget all links: what is still queued will not leave."""
@@ -268,7 +274,8 @@ class VanState:
         if found is None:
             return
         event = found.inflow.received(meta, now_ns)
-        found.heard_ns = now_ns
+        if not (found.deaf and isinstance(event, Beat)):
+            found.heard_ns = now_ns
         if isinstance(event, Hello):
             self._meet(found, event)
         elif isinstance(event, Beat) and found.peer is not None:
@@ -307,11 +314,11 @@ class VanState:
                 continue
             if self.wants_read(link.number) and now_ns >= self._silent_at_ns(link):
                 silence_s = (now_ns - link.heard_ns) / 1e9
-                reason = (
+                reason = link.deaf or (
                     f"nothing was heard of it for {silence_s:.1f} s (limit {config.lost_after_s:g} s): it is stopped, "
                     "its host is down, or the network is cut"
                 )
-                self.link_lost(link.number, reason, silent=True)
+                self.link_lost(link.number, reason, silent=not link.deaf)
             elif now_ns >= self._beat_at_ns(link) and not link.outbox.has_control:
                 link.outbox.say(Beat(self.epoch))
                 link.said_ns = now_ns
@@ -373,7 +380,14 @@ class VanState:
     def _way_to(self, peer: Peer) -> _Link | None:
         """The link on which messages to a peer leave, if there is one."""
         links = (self._links[number] for number in peer.links)
-        return next((link for link in links if not link.is_deaf), None)
+        return next((link for link in links if not link.deaf), None)
+
+    def _deaf(self, name: str) -> str:
+        """Why a peer that is not lost takes nothing more; empty if it does, or is no peer."""
+        peer = self._peers.get(name)
+        if peer is None or self._way_to(peer) is not None:
+            return ""
+        return self._links[peer.links[0]].deaf
 
     def _meet(self, link: _Link, hello: Hello) -> None:
         """The first frame of a link: now it is known which life of the peer is at its other end."""
@@ -453,24 +467,26 @@ class VanState:
         self.instructions.append(Close(link.number))
 
     def _absent(self, name: str) -> PeerLostError:
-        _, rank = split_node(name)
-        reason = self._lost.get(name)
-        if reason is None:
-            connected = ", ".join(self.peers) or "nobody"
-            msg = f"expected {name} to be connected to {self.node}, found {connected}: connect() to it, or wait_for() it"
-        else:
-            msg = _lost_text(name, reason)
-        return PeerLostError(msg, rank=rank)
+        reason = self._deaf(name) or self._lost.get(name)
+        if reason is not None:
+            return _lost_error(name, reason)
+        connected = ", ".join(self.peers) or "nobody"
+        msg = f"expected {name} to be connected to {self.node}, found {connected}: connect() to it, or wait_for() it"
+        return PeerLostError(msg, rank=split_node(name)[1])
 
     def _beat_at_ns(self, link: _Link) -> int:
         return link.said_ns + round(self.config.heartbeat_s * 1e9)
 
     def _silent_at_ns(self, link: _Link) -> int:
-        return link.heard_ns + round(self.config.lost_after_s * 1e9)
+        limit_s = self.config.lost_after_s
+        if link.deaf:
+            limit_s = min(limit_s, LAST_WORDS_S)
+        return link.heard_ns + round(limit_s * 1e9)
 
     def _count(self, name: str) -> Counter[str]:
         return self._counts.setdefault(name, Counter())
 
 
-def _lost_text(name: str, reason: str) -> str:
-    return f"lost {name}: {reason}; look for the first error of that process"
+def _lost_error(name: str, reason: str) -> PeerLostError:
+    msg = f"lost {name}: {reason}; look for the first error of that process"
+    return PeerLostError(msg, rank=split_node(name)[1])

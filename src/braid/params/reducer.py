@@ -146,7 +146,8 @@ class GradientReducer:
         else:
             self._hooks.follow()
 
-    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable` would import the compiler here, which takes a second.
+    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable` would do if it did not import the
+    # compiler here, which takes a second; this takes it in the first call, if no optimizer of torch has done so.
     @_disable_dynamo
     def begin(self) -> None:
         """Call before each forward whose gradients shall be averaged."""
