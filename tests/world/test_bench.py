@@ -105,6 +105,40 @@ def test_every_wrapper_trains(tmp_path, quiet):
     assert len(ddp.ddp_verdicts(report)) == 6
 
 
+def measured(alone_s):
+    return ddp_worker.Measured(
+        model="mlp",
+        num_params=1,
+        batch=4,
+        ranks=2,
+        step_s={},
+        speedup={},
+        gone={},
+        gone_between={},
+        exposed_s={},
+        spread={},
+        rounds_s={"alone": alone_s},
+    )
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "busy", "doubts"),
+    [
+        ([0.1, 0.101, 0.102] * 10, 0, 0),
+        ([0.1] * 29 + [0.9], 0, 0),  # one round tells little
+        ([0.1] * 20 + [0.14] * 10, 0, 1),
+        ([0.1] * 20 + [0.14] * 10, 1, 0),  # asked for
+        ([0.1, 0.9], 0, 0),
+    ],
+)
+def test_figures_of_a_machine_that_was_not_quiet_are_doubted(alone_s, busy, doubts):
+    report = ddp.DdpReport(braid="", torch="", machine="", models=[measured(alone_s)], busy=busy)
+    found = ddp.ddp_doubts(report)
+    assert len(found) == doubts
+    for line in found:
+        assert "mlp, batch 4: steps without communication took 100 to 140 ms" in line
+
+
 def test_shares_of_exposed_communication_are_quotients_of_means():
     times = {"silent": [1.0] * 4, "gloo": [1.5, 2.0, 2.0, 2.5]}
     slow_once = [1.0, 1.0, 1.0, 2.0]  # who waits for a peer in one step of four has waited

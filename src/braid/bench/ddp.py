@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 
 import msgspec
 from rich import box
@@ -30,6 +30,7 @@ from braid.errors import ConfigError
 __all__ = [
     "DdpBench",
     "DdpReport",
+    "ddp_doubts",
     "ddp_table",
     "ddp_verdicts",
     "print_ddp",
@@ -48,6 +49,7 @@ CASES = (
 LEAST_ROUNDS = 24
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
 AS_FAST = 0.98  # means of equal steps differ by as much
+STEADY = 1.3  # steps of one process alone differ by less, on a machine that has nothing else to do
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",
@@ -173,6 +175,22 @@ def ddp_verdicts(report: DdpReport) -> list[str]:
     return lines
 
 
+def ddp_doubts(report: DdpReport) -> list[str]:
+    """Which figures were taken while something else slowed the machine down, in words; looked at where it should have been quiet."""
+    lines = []
+    for found in [] if report.busy else report.models:
+        alone_s = found.rounds_s["alone"]
+        if len(alone_s) < LEAST_ROUNDS:
+            continue
+        low_s, *_, high_s = quantiles(alone_s, n=10)
+        if high_s > STEADY * low_s:
+            lines.append(
+                f"unsteady  {found.model}, batch {found.batch}: steps without communication took {low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
+                "and ninetieth percentile): something else has slowed the machine down; measure again"
+            )
+    return lines
+
+
 def share_text(found: Measured, variant: str) -> str:
     """How much of Gloo's exposed communication `variant` does not have, and how sure that is."""
     if variant not in found.gone:
@@ -216,6 +234,6 @@ def print_ddp(report: DdpReport, out: Path) -> None:
     if not console.is_terminal:
         console = RichConsole(width=120)
     console.print(ddp_table(report))
-    for line in ddp_verdicts(report):
+    for line in [*ddp_verdicts(report), *ddp_doubts(report)]:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"figures  {out / 'ddp.json'}")
