@@ -160,12 +160,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
-        self._remarks = Remarks(
-            type(module).__name__,
-            group.ranks,
-            speaks=group.rank == 0,
-            names_unused=not find_unused_parameters,
-        )
         self._reaction = reaction_of(nonfinite, [record.param for record in table])
         self._precision = precision_of(mixed_precision, module)
         wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
@@ -400,6 +394,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         }
 
     def _listen(self) -> None:
+        group = self.process_group
+        self._remarks = Remarks(
+            type(self.module).__name__,
+            group.ranks,
+            speaks=group.rank == 0,
+            names_unused=not self.find_unused_parameters,
+        )
         reference = weakref.ref(self)  # the reducer must not keep the wrapper alive
 
         def on_outcome(outcome: Outcome) -> None:
