@@ -27,7 +27,7 @@ from braid.data_parallel.applying import parallel_apply
 from braid.data_parallel.devices import DeviceLike, as_device, devices_for
 from braid.data_parallel.gathering import gather
 from braid.data_parallel.memory import NOTHING_YET, LastForward, MemoryReport, memory_of
-from braid.data_parallel.replicas import replicate, write_back
+from braid.data_parallel.replicas import refuse_compiled, replicate, write_back
 from braid.data_parallel.scattering import num_samples, scatter
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import ConfigError
@@ -59,7 +59,8 @@ class DataParallel(nn.Module):
         With `target`: one loss, that of the whole batch up to the order of sums.
 
     Raises:
-        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch disagree, SyncBatchNorm inside.
+        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch disagree; for several devices, SyncBatchNorm
+            inside, or anything compiled.
 
     Determinism:
         Outputs and gradients are bitwise those of a loop over the shares that sums gradients in the order of replicas, if kernels
@@ -98,6 +99,9 @@ class DataParallel(nn.Module):
             raise ConfigError(msg)
         if len(self.device_ids) > 1:
             _refuse_sync_batch_norm(module)
+            for part in (module, criterion):
+                if isinstance(part, nn.Module):
+                    refuse_compiled(part)
         self.module = module.to(self.device_ids[0])
         if isinstance(criterion, nn.Module):
             criterion.to(self.device_ids[0])

@@ -11,13 +11,17 @@ in float32 and rounded once. A device that occurs twice gets one copy, and on th
 What a forward changes: replica 0 has the module's own buffers, so changes in place survive, and `write_back` hands over what it
 assigned to itself. What the others change is dropped, as they saw the same batch's other shares.
 
+What torch.compile returns is bound to the one module that it was given: copies of it would run that one, without a word, and a
+wrapper of it hands what is assigned to its copies on to that one. So it is refused before anything is copied.
+
 Source: torch's DataParallel (`torch/nn/parallel/replicate.py`); Li et al., VLDB 2020, section 2.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import MethodType
+import inspect
+from collections.abc import Collection, Sequence
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -28,10 +32,11 @@ from braid.comm.reduction import combine
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 
-__all__ = ["replicate", "write_back"]
+__all__ = ["refuse_compiled", "replicate", "write_back"]
 
 M = TypeVar("M", bound=nn.Module)
 GIVEN = "_braid_given"  # attribute of replica 0: what it was made with
+COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of what torch.compile returns
 
 
 def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
@@ -45,7 +50,7 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
         Replicas in the order of devices; used for one forward.
 
     Raises:
-        ConfigError: A module of TorchScript, or one whose parameters have no shapes yet.
+        ConfigError: A module of TorchScript, one that is compiled, or one whose parameters have no shapes yet.
 
     Cost:
         l bytes to each other device, l = bytes of parameters and buffers; as much back in backward.
@@ -87,6 +92,28 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
         for name, value in vars(twin).items():
             if name not in attributes or value is not attributes[name]:
                 vars(original)[name] = value
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Find out what torch.compile has bound to a module, which copies of it could not run.
+
+    Args:
+        module: That is to be replicated; it is not changed.
+
+    Raises:
+        ConfigError: It, or a module in it, is compiled.
+    """
+    named = dict(module.named_modules())
+    ids = {id(child) for child in named.values()}
+    found = [name for name, child in named.items() if _is_compiled(child, ids)]
+    if found:
+        where = f"{', '.join(found)} of it" if found[0] else "it"
+        msg = (
+            f"expected a module that is not compiled to make replicas of, found that torch.compile has bound {where} to this one "
+            f"{_kind(module)}: pass the module itself, or use one process per device, where DistributedDataParallel takes compiled "
+            "modules"
+        )
+        raise ConfigError(msg)
 
 
 class _Spread(torch.autograd.Function):
@@ -184,7 +211,25 @@ def _twins(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
     return [twins[id(original)] for original in module.modules()]
 
 
+def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:
+    """Whether it is a compiled one, or calls what was compiled of one of the modules with these ids."""
+    attributes = vars(module)
+    if COMPILED_FROM in attributes or attributes.get("_compiled_call_impl") is not None:
+        return True
+    for value in attributes.values():
+        if isinstance(value, FunctionType) and COMPILED_FROM in vars(value):
+            inner = inspect.unwrap(value, stop=lambda found: isinstance(found, MethodType))
+            if id(getattr(inner, "__self__", None)) in ids:  # functions of no module are anyone's
+                return True
+    return False
+
+
+def _kind(module: nn.Module) -> str:
+    return type(vars(module)["_modules"].get("_orig_mod", module)).__name__
+
+
 def _check_replicable(module: nn.Module) -> None:
+    refuse_compiled(module)
     scripted = [type(m).__name__ for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         msg = f"expected modules of Python to replicate, found {scripted[0]} of TorchScript in {type(module).__name__}: use the original"
