@@ -514,7 +514,6 @@ def _scripted() -> None:
         (lambda: DataParallel(nn.Identity(), []), "at least one device"),
         (lambda: DataParallel(nn.Identity(), ["cpu"], 99), "CUDA devices that this process sees, found 99"),
         (lambda: DataParallel(nn.Identity(), ["cpu"], reduction="max"), "mean, sum, none, found 'max'"),
-        (lambda: DataParallel(nn.Identity(), ["cpu"], criterion=nn.CrossEntropyLoss(torch.ones(2))), "weighs by classes"),
         (lambda: DataParallel(nn.Sequential(nn.SyncBatchNorm(1)), ["cpu"] * 2), "no SyncBatchNorm .* found 0 is one"),
         (_elsewhere, r"on cpu, the first of device_ids, found weight on meta: call \.to\('cpu'\)"),
         (_scripted, "found Scripted of TorchScript"),

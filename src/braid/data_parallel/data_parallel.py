@@ -26,6 +26,13 @@ from torch import nn
 from braid.data_parallel.applying import parallel_apply
 from braid.data_parallel.devices import DeviceLike, as_device, devices_for
 from braid.data_parallel.gathering import gather
+from braid.data_parallel.judging import (
+    check_criterion,
+    is_mean_of_targets,
+    mean_of,
+    reduction_of,
+    share_of_mean,
+)
 from braid.data_parallel.memory import NOTHING_YET, LastForward, MemoryReport, memory_of
 from braid.data_parallel.replicas import refuse_compiled, replicate, write_back
 from braid.data_parallel.scattering import num_samples, scatter
@@ -50,8 +57,10 @@ class DataParallel(nn.Module):
         criterion: `criterion(output, target)` is computed on every replica with its own share; used by forwards that are passed
             `target=`. Others return outputs, as in evaluation. A module is replicated with the other one.
         reduction: Of the criterion: `mean` over samples, `sum`, or `none`, which returns what replicas' criteria return as outputs.
-            By default that of the criterion's attribute of this name, else `mean`. A mean that leaves targets out (`ignore_index`) is
-            no mean over samples: use `sum`, and divide by the number of those that count.
+            By default the criterion's own: its attribute or argument of this name, also where a `functools.partial` binds it. One
+            that says nothing, such as a lambda, is taken for a mean over samples; if it is another one, say so here. torch's cross
+            entropies (`CrossEntropyLoss`, `NLLLoss` and their functions) may have class weights and targets that do not count
+            (`ignore_index`): of other means, such as in a lambda, use the sum, and divide by what its targets count.
 
     Returns (of forward):
         Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module computes itself, become a
@@ -59,8 +68,8 @@ class DataParallel(nn.Module):
         With `target`: one loss, that of the whole batch up to the order of sums.
 
     Raises:
-        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch disagree; for several devices, SyncBatchNorm
-            inside, or anything compiled.
+        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch disagree, a criterion that weighs samples
+            or leaves some out in a way that is not known here; for several devices, SyncBatchNorm inside, or anything compiled.
 
     Determinism:
         Outputs and gradients are bitwise those of a loop over the shares that sums gradients in the order of replicas, if kernels
@@ -87,16 +96,12 @@ class DataParallel(nn.Module):
         )
         self.dim = dim
         self.criterion = criterion
-        self.reduction = _reduction_of(criterion) if reduction is None else reduction
+        self.reduction = reduction_of(criterion) if reduction is None else reduction
         if self.reduction not in REDUCTIONS:
             msg = f"expected a reduction out of {', '.join(REDUCTIONS)}, found {self.reduction!r}"
             raise ConfigError(msg)
-        if self.reduction == "mean" and getattr(criterion, "weight", None) is not None:
-            msg = (
-                f"expected a mean over samples, found one that {type(criterion).__name__} weighs by classes: the means of shares do "
-                "not make that of the batch; use reduction='sum' and divide by the weights of its targets"
-            )
-            raise ConfigError(msg)
+        if self.reduction == "mean":
+            check_criterion(criterion, told=reduction is not None)
         if len(self.device_ids) > 1:
             _refuse_sync_batch_norm(module)
             for part in (module, criterion):
@@ -109,20 +114,27 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run one replica per share of the inputs; see the class."""
-        called = self.module
         judging = self.criterion is not None and "target" in kwargs
         if judging:
-            called = _Judged(self.module, self.criterion)
             inputs = (*inputs, kwargs.pop("target"))
-        self._check_home(called)
         shares, options = self.scatter(inputs, kwargs, self.device_ids)
         used = self.device_ids[: len(shares)]
+        counts = (
+            judging
+            and len(used) > 1
+            and self.reduction == "mean"
+            and is_mean_of_targets(self.criterion)
+        )
+        called = _Judged(self.module, self.criterion, counts=counts) if judging else self.module
+        self._check_home(called)
         # a single one is the module itself, with everything that its forward may do to it
         replicas = [called] if len(used) == 1 else self.replicate(called, used)
         outputs = self.parallel_apply(replicas, shares, options)
         if len(used) > 1:
             write_back(called, replicas[0])
-        if judging and self.reduction != "none":
+        if counts:
+            gathered = mean_of(outputs, self.output_device)
+        elif judging and self.reduction != "none":
             gathered = self._total_loss(outputs, [*zip(shares, options, strict=True)])
         else:
             gathered = self.gather(outputs, self.output_device)
@@ -198,20 +210,20 @@ class DataParallel(nn.Module):
 
 
 class _Judged(nn.Module):
-    """A module and what its output is judged by, as one that can be replicated."""
+    """A module and what its output is judged by, as one that can be replicated; with `counts` it returns shares of a mean."""
 
-    def __init__(self, module: nn.Module, criterion: Any) -> None:
+    def __init__(self, module: nn.Module, criterion: Any, *, counts: bool) -> None:
         super().__init__()
         self.module = module
         self.criterion = criterion
+        self.counts = counts
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         *args, target = inputs
-        return self.criterion(self.module(*args, **kwargs), target)
-
-
-def _reduction_of(criterion: Any) -> str:
-    return str(getattr(criterion, "reduction", "mean"))
+        output = self.module(*args, **kwargs)
+        if self.counts:
+            return share_of_mean(self.criterion, output, target)
+        return self.criterion(output, target)
 
 
 def _refuse_sync_batch_norm(module: nn.Module) -> None:
