@@ -6,6 +6,9 @@ Problem: matrices in bfloat16 multiply faster and their gradients are half as lo
 Idea: the module is called with a 16-bit copy of each parameter in its place (`torch.func.functional_call`). The copy is made by an operation
 that autograd follows, so gradients arrive at the 32-bit parameter by themselves, in 32 bits, and what averages them needs to know nothing.
 
+Layers that keep running statistics (batch normalisation) take 16-bit inputs, but weight and bias of the statistics' dtype: theirs stay
+as they are where the statistics do.
+
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
 
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
 
 from braid.data_parallel.outputs import mapped
 from braid.errors import ConfigError
@@ -31,7 +35,7 @@ class MixedPrecision:
     """Which dtype is used for what; None leaves it as it is.
 
     Attributes:
-        param_dtype: Of parameters and inputs in forward and backward.
+        param_dtype: Of parameters and inputs in forward and backward; not of parameters beside running statistics of another dtype.
         reduce_dtype: Of gradients on their way over a network.
         buffer_dtype: Of floating buffers, from wrapping on.
         cast_forward_inputs: Whether floating inputs are cast, too.
@@ -75,15 +79,28 @@ class Precision:
                 mapped(given, lambda x: x.to(dtype) if x.is_floating_point() else x)
                 for given in (args, kwargs)
             )
-        # tied parameters share one copy; without remove_duplicate every name gets its own
-        cast: dict[int, torch.Tensor] = {}
-        named = {
-            name: cast.setdefault(
-                id(param), param.to(dtype) if param.is_floating_point() else param
-            )
-            for name, param in module.named_parameters(remove_duplicate=False)
-        }
-        return functional_call(module, named, args, kwargs, tie_weights=False)
+        return functional_call(module, _cast(module, dtype), args, kwargs, tie_weights=False)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Parameters in `dtype` by every name that they have; tied ones share one copy."""
+    copies: dict[int, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        as_it_is = _has_statistics_in_another(owner, dtype)
+        own = owner.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        for name, param in own:
+            if as_it_is or not param.is_floating_point():
+                named[name] = param
+            else:
+                named[name] = copies.setdefault(id(param), param.to(dtype))
+    return named
+
+
+def _has_statistics_in_another(module: nn.Module, dtype: torch.dtype) -> bool:
+    if not isinstance(module, _NormBase):
+        return False
+    return module.running_mean is not None and module.running_mean.dtype != dtype
 
 
 def precision_of(wanted: Any, module: nn.Module) -> Precision:
