@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,20 +29,50 @@ def tensors_in(found: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same structure with every tensor in lists, tuples, dicts and dataclasses changed."""
+    """The same structure with every tensor in lists, tuples, mappings and dataclasses changed.
+
+    A tensor that occurs twice is one afterwards, too: modules ask whether `query is key`. Containers in which nothing changes stay the
+    same objects, others are copied. Mappings that cannot be assigned to stay as they are, unless they are a `MappingProxyType`.
+    """
+    made: dict[int, torch.Tensor] = {}
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        if id(x) not in made:
+            made[id(x)] = change(x)
+        return made[id(x)]
+
+    return _mapped(found, once)
+
+
+def _mapped(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(found, torch.Tensor):
         return change(found)
-    if isinstance(found, dict):
-        return type(found)((key, mapped(value, change)) for key, value in found.items())
-    if isinstance(found, tuple) and hasattr(found, "_fields"):
-        return type(found)(*(mapped(value, change) for value in found))
+    parts = _parts(found)
+    new = {key: _mapped(value, change) for key, value in parts.items()}
+    if all(new[key] is parts[key] for key in parts):
+        return found
+    if isinstance(found, MappingProxyType):
+        return MappingProxyType(new)
+    if isinstance(found, tuple):
+        values: Iterable[Any] = new.values()
+        return type(found)(*values) if hasattr(found, "_fields") else type(found)(values)
+    twin = copy.copy(
+        found
+    )  # a subclass keeps what else it has, such as the default of a defaultdict
+    for key, value in new.items():
+        if isinstance(found, MutableMapping | list):
+            twin[key] = value
+        else:
+            object.__setattr__(twin, key, value)  # also where it is frozen
+    return twin
+
+
+def _parts(found: Any) -> dict[Any, Any]:
+    """What a container holds that can be changed; nothing of anything else."""
+    if isinstance(found, MutableMapping | MappingProxyType):
+        return dict(found)
     if isinstance(found, list | tuple):
-        return type(found)(mapped(value, change) for value in found)
+        return dict(enumerate(found))
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        changed = {
-            f.name: mapped(getattr(found, f.name), change)
-            for f in dataclasses.fields(found)
-            if f.init
-        }
-        return dataclasses.replace(found, **changed)
-    return found
+        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    return {}
