@@ -377,3 +377,24 @@ def _conversions(group: Group) -> None:
 
 def test_conversion_keeps_parameters_hooks_modes_and_what_is_shared(world):
     world(1, _conversions)
+
+
+def _compiled(group: Group) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+    from torch._dynamo.utils import counters  # takes a second
+
+    x = _inputs(group.rank, 4, (), torch.float32)
+    found = []
+    for compiles in (False, True):
+        norm = _affine(SyncBatchNorm(C, process_group=group))
+        module = nn.Sequential(norm, nn.Tanh())
+        call = torch.compile(module, backend="eager") if compiles else module
+        for _ in range(3):
+            call(x).sum().backward()
+        found.append([*(p.grad for p in norm.parameters()), *norm.buffers()])
+    return counters["stats"]["unique_graphs"], *found
+
+
+def test_messages_are_no_part_of_a_compiled_graph(procs):
+    for num_graphs, plain, compiled in procs(2, _compiled):
+        assert num_graphs <= 2  # what comes before, and what comes behind
+        assert all(map(torch.equal, plain, compiled))

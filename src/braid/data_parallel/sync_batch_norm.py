@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
@@ -117,6 +118,10 @@ class SyncBatchNorm(_BatchNorm):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, own, 0.0, self.eps
             )
+        return self._over_ranks(x)
+
+    @_disable_dynamo  # messages are no part of a graph
+    def _over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         moments = _moments(x, self.process_group)
         if moments.num_values < 2:
             msg = (
