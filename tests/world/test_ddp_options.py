@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import random
 import warnings
 from collections.abc import Callable
@@ -860,27 +859,23 @@ def test_forward_in_16_bits_leaves_gradients_in_32(world):
         assert_same(found, [(a + b) / 2 for a, b in zip(*own, strict=True)])
 
 
-def _passes(group: Group) -> tuple[float, list[str], str, int, int]:
+def _passes(group: Group) -> tuple[float, list[str], str, int]:
     wrapped = DistributedDataParallel(Net(), process_group=group)
     loss_of(wrapped(batch(0, 0))).backward()
-    saved = io.BytesIO()
-    torch.save(wrapped.module.first.bias.grad, saved)
     missing = said_by(lambda: wrapped.nothing, AttributeError)
     logged = wrapped._get_ddp_logging_data()
     return (
         wrapped.scale,
         list(wrapped.state_dict())[:1],
         missing,
-        saved.tell(),
         logged["iteration"],
     )
 
 
 def test_attributes_of_the_module_are_those_of_the_wrapper(world):
-    ((scale, names, missing, nbytes, iteration),) = world(1, _passes)
+    ((scale, names, missing, iteration),) = world(1, _passes)
     assert (scale, names, iteration) == (2.0, ["module.first.weight"], 1)
     assert "'Net' object has no attribute 'nothing'" in missing
-    assert nbytes < 5000
 
 
 def _compiled(group: Group, outside: bool) -> Gradients:

@@ -77,6 +77,9 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
     Raises:
         ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing to do.
     """
+    if not isinstance(text, str):
+        msg = f"expected the name of a communication hook, found {text!r}: hand functions and objects to register_comm_hook(state, hook)"  # type: ignore[unreachable]  # users without a type checker
+        raise ConfigError(msg)
     wire, _, rest = text.rpartition("+")
     kind, _, options = rest.partition(":")
     if kind == POWERSGD:

@@ -17,7 +17,7 @@ from braid.comm import Group, Request, Work
 from braid.errors import ConfigError
 from braid.events import Span
 from braid.params.bucket_state import Bucket
-from braid.params.flat import FlatBuffer, allocator, shaped
+from braid.params.flat import FlatBuffer, allocator, alone, shaped
 from braid.params.grad_bucket import GradBucket, Hook, Steps, steps_of
 from braid.params.table import ParamRecord
 
@@ -65,7 +65,7 @@ class Buckets:
                 group.persistent("all_reduce", buffer.tensor, op="avg", wire=numbers)
             )
             self._firsts.append(buffer.firsts())
-            self.views.update(zip(bucket.members, buffer.views, strict=True))
+            self.views.update(zip(bucket.members, map(alone, buffer.views), strict=True))
         self._under_way: dict[int, tuple[Steps, Span]] = {}
         self._full: dict[int, tuple[StateHook, Span]] = {}  # hooks that are not called yet
         self._next = 0  # bucket whose hook is called next
@@ -108,6 +108,8 @@ class Buckets:
     def spoiled(self, number: int) -> list[int]:
         """Positions whose gradients are not finite, as far as they are looked at."""
         buffer, bucket = self._buffers[number], self.plan[number]
+        if not buffer.tensor.numel():
+            return []
         if self._check_all:
             if bool(buffer.tensor.abs().sum().isfinite()):
                 return []

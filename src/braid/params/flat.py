@@ -13,7 +13,7 @@ import torch
 
 from braid.comm import Group
 
-__all__ = ["FlatBuffer", "allocator", "shaped"]
+__all__ = ["FlatBuffer", "allocator", "alone", "shaped"]
 
 
 class FlatBuffer:
@@ -74,6 +74,13 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.is_contiguous() or not _is_dense(like):
         return flat.view(like.shape)
     return flat.as_strided(like.size(), like.stride(), flat.storage_offset())
+
+
+def alone(view: torch.Tensor) -> torch.Tensor:
+    """The same memory with a storage of its own: what is saved of it is these numbers, not the buffer that it is a view of."""
+    if not view.numel():
+        return torch.empty_like(view)
+    return torch.utils.dlpack.from_dlpack(view)
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -14,16 +14,19 @@ steps of generators are taken in that order, too. A hook may start collectives w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from braid.comm import Group, Work
-from braid.errors import ConfigError
+from braid.errors import CommTimeout, ConfigError
 from braid.params.flat import shaped
 
 __all__ = ["Answer", "Awaited", "GradBucket", "Hook", "Steps", "steps_of"]
+
+FUTURE_S = 300.0  # as long as a collective may take
 
 
 class Awaited(Protocol):
@@ -173,4 +176,12 @@ def _stepwise(steps: Steps, bucket: GradBucket) -> Steps:
 
 def _wait_for(future: torch.futures.Future[Any], bucket: GradBucket) -> Steps:
     yield from ()
+    if (
+        type(future).wait is torch.futures.Future.wait
+    ):  # others bring their value about, by collectives with deadlines
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        if not ended.wait(FUTURE_S):
+            msg = f"expected the future of the communication hook for {bucket!r} within {FUTURE_S:g} s, found it without a value: set its result"
+            raise CommTimeout(msg)
     bucket.settle(future.wait())
