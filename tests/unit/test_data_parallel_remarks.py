@@ -21,6 +21,7 @@ def outcome(*, unreached=(0, 0, 0), standings=(Standing.WORKS,) * 3, present=(3,
         standings=standings,
         unreached=unreached,
         weight=3.0,
+        weighed=0,
         buffers=0,
     )
     return Outcome(88, status, RECORDS)
@@ -92,6 +93,7 @@ def test_a_great_many_names_and_ranks_are_cut_short():
         standings=[Standing.WORKS] * size,
         unreached=[1 + rank % 2 for rank in range(size)],
         weight=1.0,
+        weighed=0,
         buffers=0,
     )
     unused, ahead = said(remarks(tuple(range(size))), Outcome(1, status, records))

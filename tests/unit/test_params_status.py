@@ -16,6 +16,7 @@ rank = st.fixed_dictionaries(
         "standing": st.sampled_from(Standing),
         "unreached": st.integers(0, 1 << 30),
         "weight": st.integers(0, 1 << 30).map(float),
+        "weighed": st.booleans(),
         "buffers": st.booleans(),
     }
 )
@@ -33,6 +34,7 @@ def test_the_sum_of_what_ranks_say_says_what_each_said(ranks):
     assert heard.standings == [one["standing"] for one in ranks]
     assert heard.unreached == [one["unreached"] for one in ranks]
     assert heard.weight == sum(one["weight"] for one in ranks)
+    assert heard.weighed == sum(one["weighed"] for one in ranks)
     assert heard.buffers == sum(one["buffers"] for one in ranks)
     for standing in Standing:
         assert heard.ranks(standing) == [

@@ -21,8 +21,11 @@ from torch import nn
 from braid.comm import Group, Work
 from braid.data_parallel.data_parallel import DataParallel
 from braid.data_parallel.ddp_arguments import (
+    arguments_in_common,
     caps_of,
     checked_hash_every,
+    checked_names,
+    checked_weight,
     first_given,
     table_of,
     trigger_of,
@@ -30,13 +33,13 @@ from braid.data_parallel.ddp_arguments import (
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks import hook_of
-from braid.data_parallel.join import EARLY, Join, Joinable, JoinHook
+from braid.data_parallel.join import Join, Joinable, JoinHook, syncs_in_forward
 from braid.data_parallel.known_params import KnownParams
 from braid.data_parallel.mixed_precision import precision_of
 from braid.data_parallel.module_buffers import ModuleBuffers
 from braid.data_parallel.outputs import tensors_in
 from braid.data_parallel.remarks import Remarks
-from braid.errors import CommError, ConfigError
+from braid.errors import ConfigError
 from braid.params import (
     GradientReducer,
     Hook,
@@ -155,29 +158,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._known = KnownParams(module.parameters())
         self._buffers_of_all = ModuleBuffers(group, module, ignored)
         self._has_buffers = self._buffers_of_all.any()
-        if init_sync:
-            table.make_equal(group)
-            if broadcast_buffers is not False:
-                self._buffers_of_all.broadcast()
         self._workers = list(range(group.size))
         self._reaction = reaction_of(nonfinite, [record.param for record in table])
         self._precision = precision_of(mixed_precision, module)
         wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
-        self._reducer = GradientReducer(
-            group,
-            table,
-            ReducerOptions(
-                caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
-                wire=wire or self._precision.wire,
-                every=every,
-                static_graph=static_graph,
-                delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
-                delayed_after=trigger_of(
-                    table, param_to_hook_all_reduce, delay_all_reduce_named_params
-                ),
-                check_all=check_all,
+        options = ReducerOptions(
+            caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
+            wire=wire or self._precision.wire,
+            every=every,
+            static_graph=static_graph,
+            delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
+            delayed_after=trigger_of(
+                table, param_to_hook_all_reduce, delay_all_reduce_named_params
             ),
+            check_all=check_all,
         )
+        if init_sync:
+            others = {"buffers": self.forward_sync_buffers, "hash_every": hash_every, "hook": hook}
+            common = arguments_in_common(options, nonfinite=nonfinite, **others)
+            table.make_equal(group, common)
+            if broadcast_buffers is not False:
+                self._buffers_of_all.broadcast()
+        self._reducer = GradientReducer(group, table, options)
         self._comm_hook = comm_hook
         self._hook_name = hook
         if comm_hook is not None:
@@ -212,15 +214,21 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks since the last one: what one process
         finds whose loss is a mean over all of them. None counts every rank's backwards once. Gradients are multiplied where they are
-        accumulated, so in 16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers expect.
+        accumulated, so in 16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers expect. What backward reaches
+        by no output of a forward, as where outputs hide their tensors, counts what was set last.
 
         Raises:
             ConfigError: It is negative or not finite.
+            MismatchError: In backward, on all ranks: only some of them weigh.
         """
-        if weight is not None and not 0 <= weight < float("inf"):
-            msg = f"expected a weight that is finite and not negative, found {weight!r}"
-            raise ConfigError(msg)
-        self._reducer.weigh(weight)
+        self._reducer.weigh(checked_weight(weight))
+
+    def average_next(self) -> None:
+        """Let the next backward average, whichever of `every` it is, on all ranks: the last one of an epoch that is no multiple of it.
+
+        An optimizer's step after any other backward is refused in the next forward. Gradients that are set to None restart the count.
+        """
+        self._reducer.average_next()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
@@ -257,12 +265,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         Returns:
             The optimizers by the parameter's name, for schedules and checkpoints.
         """
-        trained = [record for record in self._table.trained if not record.sparse]
-        steps = {record.name: optimizer([record.param]) for record in trained}
+        dense = [record for record in self._table if not record.sparse]  # frozen ones may thaw
+        steps = {record.name: optimizer([record.param]) for record in dense}
 
-        def step(records: Sequence[ParamRecord]) -> None:
+        def step(records: Sequence[ParamRecord], usable: bool) -> None:
             for record in records:
-                steps[record.name].step()
+                if usable:
+                    steps[record.name].step()
                 record.param.grad = None
 
         self._reducer.on_bucket = step
@@ -312,7 +321,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         Args:
             divide_by_initial_world_size: Whether averages are over all ranks, or over those that still have inputs.
             enable: False for inputs that are known to be even.
-            throw_on_early_termination: Raise on all ranks as soon as one has no more.
+            throw_on_early_termination: Raise on all ranks as soon as one has no more; costs one small all-reduce a forward.
+
+        Raises:
+            ConfigError: The module has batch statistics of all ranks, which a rank without input cannot help with, and nothing shall be thrown.
         """
         return Join(
             [self],
@@ -366,7 +378,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
         """Leave parameters and buffers with these names, as `named_parameters` tells them, to each rank; before wrapping."""
-        setattr(module, IGNORED, tuple(params_and_buffers_to_ignore))
+        setattr(module, IGNORED, checked_names(params_and_buffers_to_ignore))
 
     def _set_static_graph(self) -> None:
         msg = "expected static_graph=True at wrapping, found that it is asked for afterwards"
@@ -435,12 +447,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._hash_every and outcome.number % self._hash_every == 0 and all_work:
             when = f"before the optimizer's step {outcome.number}"
             compare_values(self.process_group, self._table.records, when)
-        if (
-            self._join is not None
-            and self._join.throws
-            and len(self._workers) < len(status.standings)
-        ):
-            raise CommError(EARLY)
         react(outcome, self.process_group.ranks, self._reaction)
         self._remarks.of(outcome)  # last: the program may turn it into an error, on one rank only
 
@@ -461,6 +467,9 @@ class _Helper(JoinHook):
 
     def main_hook(self) -> None:
         self.shadow()
+
+    def refusal(self) -> str | None:
+        return syncs_in_forward(self._wrapper.module)
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
         """Those that joined early have not taken the last steps: the model of one that has is everybody's."""

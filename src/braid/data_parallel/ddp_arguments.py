@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from braid.errors import ConfigError
-from braid.params import Caps, ParamTable
+from braid.params import Caps, ParamTable, ReducerOptions
 
-__all__ = ["caps_of", "checked_hash_every", "first_given", "table_of", "trigger_of"]
+__all__ = [
+    "arguments_in_common",
+    "caps_of",
+    "checked_hash_every",
+    "checked_names",
+    "checked_weight",
+    "first_given",
+    "table_of",
+    "trigger_of",
+]
 
 MIB = 1 << 20
 
@@ -18,8 +29,16 @@ def table_of(module: nn.Module, ignored: Collection[str]) -> ParamTable:
     """Parameters that are averaged.
 
     Raises:
-        ConfigError: None requires a gradient.
+        ConfigError: None requires a gradient, or some have no shape yet.
     """
+    lazy = [
+        name
+        for name, param in module.named_parameters()
+        if isinstance(param, UninitializedParameter)
+    ]
+    if lazy:
+        msg = f"expected parameters that have a shape, found {lazy[0]!r} of a lazy module: run the module once before it is wrapped"
+        raise ConfigError(msg)
     table = ParamTable.of(module, ignored)
     if not table.trained:
         msg = (
@@ -39,7 +58,16 @@ def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | Non
 
 
 def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
-    """When buckets are closed."""
+    """When buckets are closed.
+
+    Raises:
+        ConfigError: A cap is no number.
+    """
+    given = [*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))]
+    wrong = [cap for cap in given if not isinstance(cap, int | float)]
+    if wrong:
+        msg = f"expected a bucket's cap as a number of MiB, found {wrong[0]!r}"
+        raise ConfigError(msg)
     if caps_mb:
         return Caps(tuple(int(cap * MIB) for cap in caps_mb))
     return Caps.of_mb(cap_mb)
@@ -55,6 +83,47 @@ def checked_hash_every(steps: int) -> int:
         msg = f"expected hash_every to be a number of steps, or 0, found {steps!r}"
         raise ConfigError(msg)
     return steps
+
+
+def checked_weight(weight: object) -> float | None:
+    """A weight as a number, also where it is a tensor of one element.
+
+    Raises:
+        ConfigError: It is negative, not finite or no number.
+    """
+    if weight is None:
+        return None
+    try:
+        number = -1.0 if isinstance(weight, str) else float(weight)  # type: ignore[arg-type]  # whatever the program has
+    except (TypeError, ValueError, RuntimeError):
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        msg = f"expected a weight that is finite and not negative, found {weight!r}"
+        raise ConfigError(msg)
+    return number
+
+
+def checked_names(names: Collection[str]) -> tuple[str, ...]:
+    """Names of parameters and buffers.
+
+    Raises:
+        ConfigError: It is one name, whose letters would be taken for names.
+    """
+    if isinstance(names, str):
+        msg = f"expected a list of names, found the string {names!r}: put it in brackets"
+        raise ConfigError(msg)
+    return tuple(names)
+
+
+def arguments_in_common(options: ReducerOptions, **others: object) -> dict[str, object]:
+    """What all ranks must have said alike, or their collectives would not meet; in a form that compares as text."""
+    own = {field.name: getattr(options, field.name) for field in fields(options)}
+    own["delayed"] = sorted(options.delayed)
+    named = {
+        name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
+        for name, value in others.items()
+    }
+    return own | named
 
 
 def trigger_of(

@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from braid.comm import Group, Work
+from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import CommError, ConfigError
 
-__all__ = ["EARLY", "Join", "JoinHook", "Joinable"]
+__all__ = ["EARLY", "Join", "JoinHook", "Joinable", "syncs_in_forward"]
 
 EARLY = (
     "expected inputs on all ranks as long as on one, found that a rank has no more (throw_on_early_termination=True): give all ranks equally "
@@ -41,6 +43,10 @@ class JoinHook:
 
     def shadow(self) -> bool | None:
         """Shadow one step of the others if they still work; None when this joinable cannot tell."""
+        return None
+
+    def refusal(self) -> str | None:
+        """Why others' steps cannot be shadowed; None if they can."""
         return None
 
 
@@ -76,7 +82,7 @@ class Join:
         **kwargs: Handed to all join hooks.
 
     Raises:
-        ConfigError: No joinables, or of different groups.
+        ConfigError: No joinables, or of different groups, or one whose steps cannot be shadowed, and nothing shall be thrown.
         CommError: A rank has no more input, and that shall be raised.
     """
 
@@ -98,13 +104,17 @@ class Join:
         self._joinables = tuple(joinables)
         self._enable = enable
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        refusal = next(filter(None, (hook.refusal() for hook in self._hooks)), None)
+        if enable and not self.throws and refusal is not None:
+            raise ConfigError(refusal)
         self._group = joinables[0].join_process_group
         self._device = joinables[0].join_device
 
     @property
     def tells_by_itself(self) -> bool:
-        """Whether the only joinable knows by itself whether others work."""
-        return len(self._hooks) == 1 and type(self._hooks[0]).shadow is not JoinHook.shadow
+        """Whether the only joinable knows by itself, in the middle of a step, whether others work; too late to throw."""
+        alone = len(self._hooks) == 1 and not self.throws
+        return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
     def __enter__(self) -> Join:
         for joinable in self._joinables:
@@ -124,8 +134,6 @@ class Join:
         num_helped = 0
         while self._help():
             num_helped += 1
-            if self.throws:
-                raise CommError(EARLY)
         for hook in self._hooks:
             hook.post_hook(is_last_joiner=not num_helped)
 
@@ -137,6 +145,8 @@ class Join:
         self._group.all_reduce(working)
         if not working.item():
             return False
+        if self.throws:
+            raise CommError(EARLY)
         for hook in self._hooks:
             hook.main_hook()
         return True
@@ -159,3 +169,14 @@ class Join:
             return None
         work: Work = join._group.all_reduce(working, async_op=True)  # noqa: SLF001
         return work
+
+
+def syncs_in_forward(module: nn.Module) -> str | None:
+    """Why ranks without input cannot shadow steps of this module; None if they can."""
+    for name, part in module.named_modules():
+        if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
+            return (
+                f"expected a module whose forward waits for no other rank, found {type(part).__name__} {name!r}, which a rank without input cannot help "
+                "with: give all ranks equally many batches, say throw_on_early_termination=True, or use BatchNorm"
+            )
+    return None

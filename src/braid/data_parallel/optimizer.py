@@ -18,19 +18,21 @@ import contextlib
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
+from braid.data_parallel.ddp_arguments import arguments_in_common, caps_of
 from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.known_params import KnownParams
 from braid.errors import ConfigError
-from braid.params import Caps, GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
+from braid.params import GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
 
 __all__ = ["DistributedOptimizer"]
 
@@ -44,17 +46,18 @@ class DistributedOptimizer:
     Stays itself: what is returned is `optimizer`, of a class that derives from its own.
 
     Args:
-        optimizer: Any of torch's, or of the same interface.
+        optimizer: Any `torch.optim.Optimizer`.
         named_parameters: Names for messages, such as `model.named_parameters()`; numbers when None.
         process_group: See `DistributedDataParallel`.
-        backward_passes_per_step: Average in every k-th backward; the others accumulate.
+        backward_passes_per_step: Average in every k-th backward; the others accumulate. A step that comes earlier averages what there is, on all ranks;
+            gradients that are zeroed earlier restart the count.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Copy rank 0's parameters to all first, and compare what there is.
         nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`; a `Rollback` is made before, with `optimizer`.
         check_all: Look at every number for that, rather than at one of each gradient.
 
     Raises:
-        ConfigError: Parameters without a name, or names of others; no group.
+        ConfigError: Parameters without a name, or names of others; no group; an optimizer that averages already.
         MismatchError: Ranks have other parameters.
 
     The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when backward has ended, so there is nothing to wait for; except
@@ -76,14 +79,17 @@ class DistributedOptimizer:
         check_all: bool = False,
     ) -> Any:
         """See the class."""
+        if isinstance(optimizer, _Averaging):
+            msg = f"expected an optimizer that does not average yet, found that {type(optimizer).__name__} does: pass it once"
+            raise ConfigError(msg)
         group = group_of(process_group)
         table = ParamTable.named(_named(optimizer, named_parameters))
-        if init_sync:
-            table.make_equal(group)
         reaction = reaction_of(nonfinite, [record.param for record in table])
         options = ReducerOptions(
-            every=backward_passes_per_step, caps=Caps.of_mb(bucket_cap_mb), check_all=check_all
+            every=backward_passes_per_step, caps=caps_of(bucket_cap_mb, None), check_all=check_all
         )
+        if init_sync:
+            table.make_equal(group, arguments_in_common(options, nonfinite=nonfinite))
         reducer = GradientReducer(group, table, options)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
@@ -110,25 +116,14 @@ class _Averaging:
     _entrances: dict[int, RemovableHandle]  # by parameter
     _owes: bool  # an average of what checkpoints have left
     _was_said: bool
-
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """As the optimizer's own, if gradients have been averaged."""
-        owed = self._owes
-        self.synchronize()
-        if owed and not self._was_said:
-            self._was_said = True
-            warnings.warn(
-                "gradients have been averaged in step(), not in backward, as all parameters lie in re-entrant checkpoints: if they are read or "
-                "clipped before, call synchronize() before that, or checkpoint with use_reentrant=False. Said once",
-                UserWarning,
-                stacklevel=2,
-            )
-        return super().step() if closure is None else super().step(closure)  # type: ignore[misc]  # of the optimizer
+    _step_handle: RemovableHandle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's own; and if the last backward was left by an exception, the others are told."""
-        self.synchronize()
+        self._follow()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
+        if self._reducer.accumulates:
+            self._reducer.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: parameters that come later would not be averaged."""
@@ -137,7 +132,13 @@ class _Averaging:
         raise ConfigError(msg)
 
     def synchronize(self) -> None:
-        """See to it that gradients are averaged; tell the others if the last backward was left by an exception, and see what is trained now."""
+        """See to it that what there is of gradients is averaged; tell the others if the last backward was left by an exception."""
+        self._follow()
+        if self._reducer.accumulates and self._reducer.synchronize:
+            self._reducer.finish()
+
+    def _follow(self) -> None:
+        """Between steps: what checkpoints have left is averaged, an exception told, and what is trained now seen."""
         self._known.check(
             (r.param for r in self._records), ((r.name, r.param) for r in self._records)
         )
@@ -146,6 +147,16 @@ class _Averaging:
         if self._owes:
             self._owes = False
             self._reducer.finish()
+
+    def _say_owed(self) -> None:
+        if self._owes and not self._was_said:
+            self._was_said = True
+            warnings.warn(
+                "gradients have been averaged in step(), not in backward, as all parameters lie in re-entrant checkpoints: if they are read or "
+                "clipped before, call synchronize() before that, or checkpoint with use_reentrant=False. Said once",
+                UserWarning,
+                stacklevel=2,
+            )
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,8 +167,14 @@ class _Averaging:
     def close(self) -> None:
         """Average no more."""
         _remove(self._entrances)
+        self._step_handle.remove()
         self._owes = False
         self._reducer.close()
+
+    def __getstate__(self) -> NoReturn:
+        """Asked for by copy and pickle, which would share hooks of this optimizer's parameters."""
+        msg = "expected an optimizer that averages to stay where it is, found that it is copied or pickled: use state_dict(), and make another one"
+        raise ConfigError(msg)
 
     def _listen(self, ranks: tuple[int, ...]) -> None:
         reference = weakref.ref(self)  # hooks of parameters must not keep what has the parameters
@@ -169,6 +186,9 @@ class _Averaging:
                 react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
 
         self._reducer.on_outcome = on_outcome
+        # not a method `step`, which a scheduler that was made before would go round
+        before = partial(_before_step, reference)
+        self._step_handle = self.register_step_pre_hook(before)  # type: ignore[attr-defined]  # of the optimizer
         # parameters live on when the optimizer is gone
         weakref.finalize(self, _remove, self._entrances).atexit = False
         self._watch()
@@ -204,6 +224,30 @@ class _Averaging:
             reducer._passed = passed  # noqa: SLF001 - it is the whole that counts
 
         torch.autograd.Variable._execution_engine.queue_callback(on_end)  # noqa: SLF001 - there is no public way
+
+
+def _before_step(
+    reference: weakref.ref[_Averaging], _inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A step of the optimizer begins: gradients are averaged before it, and those of a closure when that has ended."""
+    optimizer = reference()
+    if optimizer is None:
+        return args, kwargs
+    optimizer._say_owed()  # noqa: SLF001 - its continuation
+    optimizer.synchronize()
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return args, kwargs
+
+    def averaged() -> Any:
+        loss = closure()
+        optimizer._say_owed()  # noqa: SLF001 - its continuation
+        optimizer.synchronize()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], averaged, *args[2:]), kwargs
+    return args, {**kwargs, "closure": averaged}
 
 
 def _remove(handles: dict[int, RemovableHandle]) -> None:

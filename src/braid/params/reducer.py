@@ -34,7 +34,14 @@ from braid.params.autograd_grad import refuse_grad
 from braid.params.bucket_state import Bucket
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
+from braid.params.disagreements import (
+    OWN_GRADIENTS,
+    left_backward,
+    trained_apart,
+    weighed_apart,
+)
 from braid.params.gradient_hooks import Forward, GradientHooks
+from braid.params.local_steps import LocalSteps
 from braid.params.plans import Plan, Plans
 from braid.params.reducer_options import Outcome, ReducerOptions
 from braid.params.sparse import average_sparse
@@ -58,8 +65,8 @@ class GradientReducer:
         on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
             exception; what it starts goes beside that.
         on_outcome: Called after each reduction, before gradients are used.
-        on_bucket: Called with the parameters of each bucket that is there, while others are on their way; not where some gradient is
-            not finite.
+        on_bucket: Called with the parameters of each bucket that is there, while others are on their way, and whether their averages may be used: not
+            where some gradient is not finite, or an earlier call has raised.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class GradientReducer:
         self._ended_ns = self._now_ns()
         self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
         self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
+        self._local_steps = LocalSteps()
         self._reset_counts()
         self._hooks.place(self._plan.positions)
         self.synchronize = True
@@ -91,7 +99,7 @@ class GradientReducer:
         self.buffers_used = False
         self.on_exchange: Callable[[], Sequence[Work]] | None = None
         self.on_outcome: Callable[[Outcome], None] | None = None
-        self.on_bucket: Callable[[list[ParamRecord]], None] | None = None
+        self.on_bucket: Callable[[list[ParamRecord], bool], None] | None = None
 
     @property
     def num_buckets(self) -> int:
@@ -101,7 +109,23 @@ class GradientReducer:
     @property
     def averages_next(self) -> bool:
         """Whether the next backward averages."""
-        return self.synchronize and self._passed + 1 >= self._options.every
+        return self.synchronize and (self._due or self._passed + 1 >= self._options.every)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier backwards wait to be averaged."""
+        return self._passed > 0
+
+    def average_next(self) -> None:
+        """Let the next backward average, whichever number it has."""
+        self._due = True
+
+    def restart(self) -> None:
+        """What has accumulated has been dropped: count backwards from the next one."""
+        self._passed = 0
+        self._total_weight = 0.0
+        self._weighted = False
+        self._local_steps.forget()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -141,6 +165,8 @@ class GradientReducer:
             return
         if self._in_backward:
             self._give_up()
+        if self._passed and not self._broke and self._holds_nothing():
+            self.restart()
         if self._plans.follow(accumulating=self._passed > 0):
             self._hooks.place(self._plan.positions)
         else:
@@ -152,6 +178,8 @@ class GradientReducer:
     def begin(self) -> None:
         """Call before each forward whose gradients shall be averaged."""
         self.follow()
+        if self._passed and not _in_backward():
+            self._local_steps.check(self._passed, self._options.every)
         self._unreached += not _in_backward()
 
     @_disable_dynamo
@@ -219,10 +247,9 @@ class GradientReducer:
         self._in_backward = False
         self._averages = False
         self._any_gradient = False
-        self._passed = 0
+        self._due = False
+        self.restart()
         self._unreached = 0  # forwards to which no backward has come
-        self._total_weight = 0.0
-        self._weighted = False
         self._broke = False
         self._raised: Exception | None = None  # by `on_bucket`
         self._seen_weights: set[float | None] = set()
@@ -256,7 +283,12 @@ class GradientReducer:
 
     def _on_part(self, grad: torch.Tensor) -> torch.Tensor | None:
         """A gradient is about to be accumulated: let it count what the forward counts."""
-        weight = next(iter(self._seen_weights), None)
+        self._enter()
+        if (
+            not self._seen_weights
+        ):  # of a parameter that the loss uses itself, or behind an output that hides its tensors
+            self._seen_weights.add(self.weight)
+        (weight,) = self._seen_weights
         return None if weight is None else grad * weight
 
     def _on_gradient(self, position: int) -> None:
@@ -299,6 +331,10 @@ class GradientReducer:
             self.finish()
         else:
             self._passed += 1
+            if self.synchronize:
+                self._local_steps.note(self._records)
+            else:
+                self._local_steps.forget()
 
     def finish(self) -> None:
         """Start what has not been started, and wait for all buckets; `.grad` then holds the averages."""
@@ -326,6 +362,10 @@ class GradientReducer:
             if numbers is not None and not bool(numbers.isfinite().all()):
                 self._spoiled.add(position)
         return holding
+
+    def _holds_nothing(self) -> bool:
+        """Whether gradients that had accumulated are gone, as after `zero_grad()`."""
+        return all(record.param.grad is None for record in self._records)
 
     def _own_weight(self) -> float:
         """What this rank counts."""
@@ -360,6 +400,7 @@ class GradientReducer:
             standing=standing,
             unreached=self._unreached,
             weight=weight,
+            weighed=self._weighted and standing in OWN_GRADIENTS,
             buffers=self.buffers_used and standing is not Standing.JOINED,
         )
         self._status.copy_(torch.tensor(own, dtype=torch.float64))
@@ -368,7 +409,10 @@ class GradientReducer:
         for work in beside:
             work.wait()
         status = self._layout.decode(self._status.tolist())
-        self._check_trained(status)
+        differ = trained_apart(status, self._records)
+        if differ is not None:
+            self._group.abort(differ)  # buckets on their way will never be matched
+            raise MismatchError(differ)
         self._plans.agree()
         return status
 
@@ -380,13 +424,13 @@ class GradientReducer:
                 self._start(number)
 
     def _conclude(self, status: Status, standing: Standing, *, brings: bool) -> None:
-        broke = status.ranks(Standing.BROKE)
-        if broke:
+        broken = left_backward(status, self._group.ranks)
+        if broken is not None:
             self.buckets.wait()
             self._end_step()
             if standing is Standing.JOINED:
                 return
-            raise CommError(_broken(self._group, broke))
+            raise CommError(broken)
         mean = status.weight / self._group.size
         self.buckets.wait(partial(self._bucket_came, status, mean))
         for position in self._plan.sparse:
@@ -404,6 +448,9 @@ class GradientReducer:
                 self._plans.improve(self._status.device)
         raised = self._raised
         self._end_step()
+        differ = weighed_apart(status)
+        if differ is not None:
+            raise MismatchError(differ)
         if self.on_outcome is not None:
             self.on_outcome(outcome)
         if raised is not None:
@@ -421,10 +468,11 @@ class GradientReducer:
             param = self._records[position].param
             if param.grad is None:  # some other rank has used it
                 param.grad = self.buckets.views[position].detach()
-        if self.on_bucket is None or any(status.spoiled) or self._raised is not None:
+        if self.on_bucket is None:
             return
+        usable = not any(status.spoiled) and self._raised is None
         try:
-            self.on_bucket([self._records[position] for position in present])
+            self.on_bucket([self._records[position] for position in present], usable)
         except Exception as error:  # noqa: BLE001 - raised when this rank has gone with the others to the end of the step
             self._raised = error
 
@@ -434,23 +482,6 @@ class GradientReducer:
         self._ended_ns = self._now_ns()
         self._plan.state.reset()
         self._reset_counts()
-
-    # What must not be.
-
-    def _check_trained(self, status: Status) -> None:
-        size = self._group.size
-        differ = [
-            f"{record.name!r} requires a gradient on {count} of {size} ranks"
-            for record, count in zip(self._records, status.trained, strict=True)
-            if 0 < count < size
-        ]
-        if differ:
-            msg = (
-                f"expected the same parameters to be trained on every rank, found that {'; '.join(differ[:8])}: freeze and unfreeze "
-                "parameters on all ranks in the same step"
-            )
-            self._group.abort(msg)  # buckets on their way will never be matched
-            raise MismatchError(msg)
 
 
 def _in_backward() -> bool:
@@ -462,12 +493,3 @@ def _device(group: Group) -> torch.device:
     """Where a group takes small messages."""
     kinds = group.engine.device_types
     return torch.device("cpu" if "cpu" in kinds else min(kinds))
-
-
-def _broken(group: Group, broke: list[int]) -> str:
-    ranks = [group.ranks[rank] for rank in broke]
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return (
-        f"expected gradients of all {group.size} ranks, found that {named} left backward by an exception (see there): gradients of this step "
-        "mean nothing on any rank; zero them and go on with the next batch, or stop"
-    )

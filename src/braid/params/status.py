@@ -6,7 +6,7 @@ would spoil it.
 
 Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has places of its own, in which the others add zeros.
 
-    | per parameter: present, not finite, trained | per rank: standing, unreached | weight | buffers |
+    | per parameter: present, not finite, trained | per rank: standing, unreached | weight | weighed | buffers |
 
 It begins when the last gradient of this rank is there, beside buckets that are on their way, and takes the latency of a small message.
 """
@@ -39,6 +39,7 @@ class Status(NamedTuple):
         standings: By rank.
         unreached: By rank, number of forwards since the last averaging to which no backward has come.
         weight: Sum of the weights.
+        weighed: Number of ranks whose gradients count what the program has said.
         buffers: Number of ranks that have used the module in training mode since buffers were last equal.
     """
 
@@ -48,6 +49,7 @@ class Status(NamedTuple):
     standings: Sequence[Standing]
     unreached: Sequence[int]
     weight: float
+    weighed: int
     buffers: int
 
     def ranks(self, standing: Standing) -> list[int]:
@@ -69,7 +71,7 @@ class StatusLayout(NamedTuple):
     @property
     def length(self) -> int:
         """Of the vector."""
-        return 3 * self.num_params + 2 * self.size + 2
+        return 3 * self.num_params + 2 * self.size + 3
 
     def encode(
         self,
@@ -81,20 +83,21 @@ class StatusLayout(NamedTuple):
         standing: Standing,
         unreached: int,
         weight: float,
+        weighed: bool,
         buffers: bool,
     ) -> list[float]:
         """What rank `rank` puts in.
 
         >>> layout = StatusLayout(1, 2)
         >>> layout.encode(
-        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, unreached=2, weight=4.0, buffers=False
+        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, unreached=2, weight=4.0, weighed=True, buffers=False
         ... )
-        [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 0.0]
+        [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 1.0, 0.0]
         """
         own = [0.0] * (2 * self.size)
         own[rank], own[self.size + rank] = float(standing), float(unreached)
         flags = [float(flag) for part in (present, spoiled, trained) for flag in part]
-        return [*flags, *own, weight, float(buffers)]
+        return [*flags, *own, weight, float(weighed), float(buffers)]
 
     def decode(self, summed: Sequence[float]) -> Status:
         """What the sum says."""
@@ -107,6 +110,7 @@ class StatusLayout(NamedTuple):
             trained=counts[2 * n : 3 * n],
             standings=[Standing(code) for code in by_rank[:size]],
             unreached=by_rank[size:],
-            weight=summed[-2],
+            weight=summed[-3],
+            weighed=round(summed[-2]),
             buffers=round(summed[-1]),
         )

@@ -10,7 +10,7 @@ shows which lines differ on which rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from braid.types import TensorSpec, text_digest
 __all__ = ["ParamRecord", "ParamTable"]
 
 MAX_LINES_SHOWN = 8
+_BORDER = "\n\n"  # between arguments and parameters
 
 
 class ParamRecord(NamedTuple):
@@ -101,27 +102,32 @@ class ParamTable:
         """One line per parameter; equal tables mean models that can be trained together."""
         return "\n".join(map(str, self.records))
 
-    def compare(self, group: Group) -> None:
+    def compare(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
         """Check that every member has the same table.
+
+        Args:
+            group: Of the members.
+            arguments: What else must be the same, by name, such as options; compared as text.
 
         Raises:
             MismatchError: On every member, with the lines that differ.
 
         Cost: one all_gather of 8 bytes a member.
         """
-        text = self.digest_table()
+        text = "\n".join([f"{name}={value!r}" for name, value in (arguments or {}).items()])
+        text += _BORDER + self.digest_table()
         digests = group.all_gather(torch.tensor([text_digest(text)], device="cpu"))
         if bool((digests == digests[0]).all()):
             return
         raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
 
-    def make_equal(self, group: Group) -> None:
-        """Compare, and copy rank 0's values to all; a collective.
+    def make_equal(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
+        """Compare as `compare`, and copy rank 0's values to all; a collective.
 
         Raises:
             MismatchError: See `compare`.
         """
-        self.compare(group)
+        self.compare(group, arguments)
         with torch.no_grad():
             for record in self.records:
                 group.broadcast(record.param.detach(), 0)
@@ -143,21 +149,35 @@ def _spec(param: nn.Parameter) -> TensorSpec:
 
 
 def _gather_texts(group: Group, text: str) -> list[str]:
-    raw = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     lengths = group.all_gather(torch.tensor([raw.numel()], device="cpu")).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
     padded[: raw.numel()] = raw
     rows = group.all_gather(padded).view(group.size, -1)
-    texts = [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
-    return [found.rstrip("\n") for found in texts]
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:
-    tables = [text.split("\n") if text else [] for text in texts]
-    counts = ", ".join(f"{len(t)} on rank {r}" for r, t in zip(ranks, tables, strict=True))
-    lines = [
-        f"expected the same parameters in the same order on every rank, found {counts}, which differ at"
-    ]
+    parts = [text.partition(_BORDER) for text in texts]
+    arguments = [before.split("\n") for before, _, _ in parts]
+    tables = [behind.split("\n") if behind else [] for _, _, behind in parts]
+    lines = []
+    if any(own != arguments[0] for own in arguments):
+        lines.append("expected the same arguments on every rank, found")
+        lines += _differing("argument", arguments, ranks)
+        lines.append("give them the same on every rank")
+    if any(own != tables[0] for own in tables):
+        counts = ", ".join(f"{len(t)} on rank {r}" for r, t in zip(ranks, tables, strict=True))
+        lines.append(
+            f"expected the same parameters in the same order on every rank, found {counts}, which differ at"
+        )
+        lines += _differing("parameter", tables, ranks)
+        lines.append("build the model the same way on every rank")
+    return "\n".join(lines)
+
+
+def _differing(what: str, tables: list[list[str]], ranks: tuple[int, ...]) -> list[str]:
+    lines = []
     differing = 0
     for index in range(max(map(len, tables))):
         column = [table[index] if index < len(table) else "(none)" for table in tables]
@@ -165,9 +185,8 @@ def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:
             continue
         differing += 1
         if differing <= MAX_LINES_SHOWN:
-            lines.append(f"  parameter {index}")
-            lines += [f"    rank {r}  {what}" for r, what in zip(ranks, column, strict=True)]
+            lines.append(f"  {what} {index}")
+            lines += [f"    rank {r}  {found}" for r, found in zip(ranks, column, strict=True)]
     if differing > MAX_LINES_SHOWN:
         lines.append(f"  and {differing - MAX_LINES_SHOWN} more")
-    lines.append("build the model the same way on every rank")
-    return "\n".join(lines)
+    return lines

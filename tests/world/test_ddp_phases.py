@@ -1,0 +1,545 @@
+"""Averages in every k-th backward, weights, and options that differ: what is meant is done, what cannot be meant is said."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from braid.comm import Group
+from braid.data_parallel import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    Rollback,
+    SyncBatchNorm,
+    bf16_hook,
+)
+from braid.errors import BraidError, CommError, CommTimeout, ConfigError, MismatchError
+from braid.params import grad_bucket
+
+LR = 0.1
+
+
+def linear(width: int, out: int) -> nn.Linear:
+    layer = nn.utils.skip_init(nn.Linear, width, out)
+    generator = torch.Generator().manual_seed(width * out)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return layer
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(linear(4, 6), nn.Tanh(), linear(6, 2))
+
+
+def batch(rank: int, number: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(50 * rank + number))
+
+
+def loss_of(module: nn.Module, rank: int, number: int) -> torch.Tensor:
+    return module(batch(rank, number)).square().mean()
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=LR)
+
+
+def said_by(call: Callable[[], object], kind: type[BaseException] = BraidError) -> str:
+    try:
+        call()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, found, expected))
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def in_one_process(size: int, steps: list[list[int]]) -> list[torch.Tensor]:
+    """Steps of SGD on mean gradients of the ranks' batches of these numbers."""
+    module = net()
+    optimizer = sgd(module)
+    for numbers in steps:
+        optimizer.zero_grad()
+        for number in numbers:
+            for rank in range(size):
+                (loss_of(module, rank, number) / size).backward()
+        optimizer.step()
+    return values(module)
+
+
+# Accumulation that ends early.
+
+
+def _epochs_of_three(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
+    module = net()
+    if wrap is DistributedOptimizer:
+        optimizer = DistributedOptimizer(
+            sgd(module), process_group=group, backward_passes_per_step=2
+        )
+        wrapped: nn.Module = module
+    else:
+        wrapped = DistributedDataParallel(module, process_group=group, every=2)
+        optimizer = sgd(module)
+    for epoch in range(2):
+        for number in range(3):
+            if number == 2 and isinstance(wrapped, DistributedDataParallel):
+                wrapped.average_next()
+            loss_of(wrapped, group.rank, 3 * epoch + number).backward()
+            if number:
+                optimizer.step()
+                optimizer.zero_grad()
+    return values(module)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DistributedOptimizer])
+def test_the_last_batch_of_an_epoch_is_averaged_alone(world, size, wrap):
+    first, *others = world(size, _epochs_of_three, wrap)
+    for other in others:
+        assert_equal(other, first)
+    assert_close(first, in_one_process(size, [[0, 1], [2], [3, 4], [5]]))
+
+
+def _steps_too_early(group: Group) -> tuple[str, str]:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group, every=2)
+    optimizer = sgd(module)
+    loss_of(wrapped, group.rank, 0).backward()
+    optimizer.step()
+    said = said_by(lambda: wrapped(batch(group.rank, 1)), ConfigError)
+    return said, said_by(lambda: wrapped(batch(group.rank, 1)), ConfigError)
+
+
+def test_a_step_on_gradients_of_one_rank_alone_is_refused_in_the_next_forward(world):
+    for said, again in world(2, _steps_too_early):
+        assert "'2.bias' has changed after number 1, by gradients of this rank alone" in said
+        assert "average_next()" in said
+        assert again == "nothing happened"  # once
+
+
+def _exchanged_weights(group: Group) -> str:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group, every=2)
+    loss_of(wrapped, group.rank, 0).backward()
+    own = values(module)
+    with torch.no_grad():
+        for numbers in ([torch.zeros_like(one) for one in own], own):  # as averaged weights are
+            for param, one in zip(module.parameters(), numbers, strict=True):
+                param.copy_(one)
+    return said_by(lambda: loss_of(wrapped, group.rank, 1).backward())
+
+
+def test_weights_that_are_exchanged_and_come_back_are_no_step(world):
+    assert world(2, _exchanged_weights) == ["nothing happened"] * 2
+
+
+def _steps_within_no_sync(group: Group) -> tuple[str, bool]:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group, every=3)
+    optimizer = sgd(module)
+    before = values(module)
+    with wrapped.no_sync():
+        loss_of(wrapped, group.rank, 0).backward()
+    optimizer.step()
+    said = said_by(lambda: wrapped(batch(group.rank, 1)))
+    return said, torch.equal(values(module)[0], before[0])
+
+
+def test_a_local_step_that_is_meant_is_taken(world):
+    assert world(2, _steps_within_no_sync) == [("nothing happened", False)] * 2
+
+
+def _drops(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
+    module = net()
+    if wrap is DistributedOptimizer:
+        optimizer = DistributedOptimizer(
+            sgd(module), process_group=group, backward_passes_per_step=2
+        )
+        wrapped: nn.Module = module
+    else:
+        wrapped = DistributedDataParallel(module, process_group=group, every=2)
+        wrapped.weigh(3.0)
+        optimizer = sgd(module)
+    loss_of(wrapped, group.rank, 0).backward()
+    optimizer.zero_grad()
+    for number in (1, 2):
+        loss_of(wrapped, group.rank, number).backward()
+    optimizer.step()
+    return values(module)
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, DistributedOptimizer])
+def test_gradients_that_are_dropped_restart_the_count(world, wrap):
+    first, other = world(2, _drops, wrap)
+    assert_equal(first, other)
+    module = net()
+    optimizer = sgd(module)
+    for number in (1, 2):  # with weights the mean over all samples, without the sum over backwards
+        share = 4 if wrap is DistributedDataParallel else 2
+        for rank in range(2):
+            (loss_of(module, rank, number) / share).backward()
+    optimizer.step()
+    assert_close(first, values(module))
+
+
+# Optimizers that are known to others already.
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+        return found
+
+
+def _scheduler_made_before(group: Group) -> list[torch.Tensor]:
+    module = _Checkpointed()
+    plain = sgd(module)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 100)
+    optimizer = DistributedOptimizer(plain, module.named_parameters(), process_group=group)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(module, group.rank, number).backward()
+        optimizer.step()
+        scheduler.step()
+    return values(module)
+
+
+def _closure(group: Group, kind: Callable[[], nn.Module]) -> list[torch.Tensor]:
+    module = kind()
+    optimizer = DistributedOptimizer(sgd(module), process_group=group)
+    for number in range(3):
+
+        def closure(number: int = number) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(module, group.rank, number)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure) if number else optimizer.step(closure)
+    return values(module)
+
+
+def test_gradients_of_a_closure_are_averaged(world):
+    for found in world(2, _closure, net):
+        assert_close(found, in_one_process(2, [[0], [1], [2]]))
+
+
+def _in_checkpoints(group: Group, by_closure: bool) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gradients have been averaged in step")
+        return _closure(group, _Checkpointed) if by_closure else _scheduler_made_before(group)
+
+
+@pytest.mark.parametrize("by_closure", [True, False])
+def test_neither_a_closure_nor_a_scheduler_goes_round_the_average_of_checkpoints(procs, by_closure):
+    for found in procs(2, _in_checkpoints, by_closure):
+        assert_close(found, in_one_process(2, [[0], [1], [2]]))
+
+
+def _twice(group: Group) -> list[str]:
+    optimizer = DistributedOptimizer(sgd(net()), process_group=group)
+    return [
+        said_by(lambda: DistributedOptimizer(optimizer, process_group=group), ConfigError),
+        said_by(lambda: copy.deepcopy(optimizer), ConfigError),
+    ]
+
+
+def test_an_optimizer_that_averages_is_neither_made_to_do_so_again_nor_copied(world):
+    again, copied = world(1, _twice)[0]
+    assert "found that SGD does: pass it once" in again
+    assert "use state_dict()" in copied
+
+
+# Weights.
+
+
+class _Hidden(nn.Module):
+    """Returns something whose tensors nobody finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.scale = nn.Parameter(torch.ones(2))  # used by the loss alone
+
+    def forward(self, x: torch.Tensor) -> object:
+        return torch.distributions.Normal(self.body(x), 1.0, validate_args=False)
+
+
+def _hidden_loss(module: _Hidden, wrapped: Callable[..., object], x: torch.Tensor) -> torch.Tensor:
+    return (wrapped(x).mean * module.scale).square().mean() + module.scale.square().mean()
+
+
+def _weighs(group: Group) -> list[torch.Tensor]:
+    module = _Hidden()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    rows = (6, 2)[group.rank]
+    wrapped.weigh(torch.tensor(float(rows)))
+    _hidden_loss(module, wrapped, batch(group.rank, 0, rows)).backward()
+    return [param.grad.clone() for param in module.parameters()]
+
+
+def test_weights_hold_for_outputs_that_hide_their_tensors_and_for_parameters_of_the_loss(world):
+    module = _Hidden()
+    x = torch.cat([batch(0, 0, 6), batch(1, 0, 2)])
+    _hidden_loss(module, module, x).backward()
+    for found in world(2, _weighs):
+        assert_close(found, [param.grad for param in module.parameters()])
+
+
+class _LossParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def _loss_parameter(group: Group) -> list[torch.Tensor]:
+    module = _LossParameter()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    rows = (6, 2)[group.rank]
+    wrapped.weigh(rows)
+    output = wrapped(batch(group.rank, 0, rows))
+    # the last parameter has its gradient before backward comes to an output
+    (output.square().mean() + module.scale.square().sum()).backward()
+    return [param.grad.clone() for param in module.parameters()]
+
+
+def test_a_parameter_that_the_loss_alone_uses_counts_what_the_forward_does(world):
+    module = _LossParameter()
+    output = module(torch.cat([batch(0, 0, 6), batch(1, 0, 2)]))
+    (output.square().mean() + module.scale.square().sum()).backward()
+    for found in world(2, _loss_parameter):
+        assert_close(found, [param.grad for param in module.parameters()])
+
+
+def _weighs_alone(group: Group) -> list[str]:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    if group.rank:
+        wrapped.weigh(100)
+    said = [said_by(lambda: loss_of(wrapped, group.rank, 0).backward(), MismatchError)]
+    wrapped.weigh(2)
+    said.append(said_by(lambda: loss_of(wrapped, group.rank, 1).backward()))
+    return [*said, *(said_by(lambda w=w: wrapped.weigh(w)) for w in ("3", -1, torch.ones(2)))]
+
+
+def test_weights_on_some_ranks_only_are_told_on_all(world):
+    for alone, together, *wrong in world(3, _weighs_alone):
+        assert "weigh() on all ranks or on none, found it on 2 of 3" in alone
+        assert together == "nothing happened"
+        assert all("finite and not negative" in said for said in wrong)
+
+
+# A step inside of backward.
+
+
+def _steps_inside(group: Group, nonfinite: str) -> tuple[list[bool], list[torch.Tensor]]:
+    module = net()
+    wrapped = DistributedDataParallel(
+        module, process_group=group, bucket_cap_mb=1e-5, nonfinite=nonfinite
+    )
+    wrapped.step_in_backward(lambda params: torch.optim.SGD(params, lr=LR))
+    moved = []
+    for number in range(4):
+        before = values(module)
+        loss = loss_of(wrapped, group.rank, number)
+        if group.rank == 1 and number == 1:
+            loss = loss * float("nan")
+        said_by(loss.backward)
+        moved.append(not all(map(torch.equal, before, values(module))))
+    return moved, values(module)
+
+
+@pytest.mark.parametrize("nonfinite", ["ignore", "raise", "skip"])
+def test_training_goes_on_after_gradients_that_were_not_finite(world, nonfinite):
+    for moved, found in world(2, _steps_inside, nonfinite):
+        assert moved == [True, False, True, True]
+        assert_close(found, in_one_process(2, [[0], [2], [3]]))
+
+
+def _thaws(group: Group) -> list[torch.Tensor]:
+    module = net()
+    module[0].weight.requires_grad_(False)
+    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped.step_in_backward(lambda params: torch.optim.SGD(params, lr=LR))
+    loss_of(wrapped, group.rank, 0).backward()
+    module[0].weight.requires_grad_(True)
+    loss_of(wrapped, group.rank, 1).backward()
+    return values(module)
+
+
+def test_a_parameter_that_is_unfrozen_later_takes_its_steps_inside_backward(world):
+    first, other = world(2, _thaws)
+    assert_equal(first, other)
+    assert not torch.equal(first[0], values(net())[0])
+
+
+# Ranks that have no more input.
+
+
+class _Synced(nn.Module):
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(4, 6), SyncBatchNorm(6, process_group=group))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def _joins(group: Group, synced: bool) -> tuple[str, str]:
+    module = _Synced(group) if synced else net()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    refused = said_by(wrapped.join, ConfigError)
+
+    def train() -> None:
+        with wrapped.join(throw_on_early_termination=True):
+            for number in range((4, 2)[group.rank]):
+                loss_of(wrapped, group.rank, number).backward()
+
+    return refused, said_by(train, CommError)
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_an_early_end_is_thrown_before_a_forward_that_waits_for_others(world, synced):
+    for refused, thrown in world(2, _joins, synced):
+        assert ("found SyncBatchNorm 'layers.1'" in refused) == synced
+        assert "found that a rank has no more" in thrown
+
+
+# Ranks that differ, and what cannot be.
+
+
+def _differs(group: Group, arguments: dict[str, object]) -> str:
+    own = arguments if group.rank == 0 else {}
+    return said_by(lambda: DistributedDataParallel(net(), process_group=group, **own))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"hook": "powersgd:rank=1"}, "hook='powersgd:rank=1'"),
+        ({"every": 3}, "every=3"),
+        ({"static_graph": True}, "static_graph=True"),
+        ({"hash_every": 5}, "hash_every=5"),
+        ({"nonfinite": "skip"}, "nonfinite='skip'"),
+        ({"broadcast_buffers": False}, "buffers=False"),
+    ],
+)
+def test_arguments_that_differ_between_ranks_are_shown(world, arguments, shown):
+    for said in world(3, _differs, arguments):
+        assert said.startswith("MismatchError: expected the same arguments on every rank")
+        assert f"rank 0  {shown}" in said
+        assert "rank 2  " in said
+        assert "parameters in the same order" not in said
+
+
+def _same_reaction(group: Group) -> str:
+    module = net()
+    back = Rollback(module, sgd(module), every=5)
+    return said_by(lambda: DistributedDataParallel(module, process_group=group, nonfinite=back))
+
+
+def test_reactions_of_one_kind_are_the_same_argument(world):
+    assert world(2, _same_reaction) == ["nothing happened"] * 2
+
+
+def _no_value(group: Group) -> str:
+    wrapped = DistributedDataParallel(net(), process_group=group)
+    wrapped.register_comm_hook(None, lambda _state, _bucket: torch.futures.Future())
+    return said_by(lambda: loss_of(wrapped, group.rank, 0).backward(), CommTimeout)
+
+
+def test_a_future_that_never_has_a_value_is_named(world, monkeypatch):
+    monkeypatch.setattr(grad_bucket, "FUTURE_S", 0.01)
+    assert (
+        "expected the future of the communication hook for GradBucket(0: " in world(1, _no_value)[0]
+    )
+
+
+def _saves(group: Group) -> tuple[int, bool]:
+    module = nn.Sequential(linear(500, 400), linear(400, 4))
+    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped(torch.ones(2, 500)).sum().backward()
+    saved = io.BytesIO()
+    torch.save(module[1].bias.grad, saved)
+    size = saved.tell()
+    saved.seek(0)
+    return size, torch.equal(torch.load(saved), torch.full((4,), 2.0))
+
+
+def test_a_gradient_that_is_saved_leaves_its_bucket_behind(world):
+    for nbytes, right in world(2, _saves):
+        assert nbytes < 5000 < 400 * 500 * 4
+        assert right
+
+
+class _WithEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x) + self.empty.sum().float()
+        return found
+
+
+def _empty(group: Group) -> tuple[str, list[int]]:
+    module = _WithEmpty()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    said = said_by(lambda: loss_of(wrapped, group.rank, 0).backward(), Exception)
+    return said, list(module.empty.grad.shape)
+
+
+def test_a_bucket_of_empty_gradients_is_averaged(world):
+    assert world(2, _empty) == [("nothing happened", [0])] * 2
+
+
+def _wrong(group: Group) -> list[str]:
+    def wrap(module: nn.Module | None = None, **arguments: object) -> str:
+        return said_by(
+            lambda: DistributedDataParallel(module or net(), process_group=group, **arguments),
+            ConfigError,
+        )
+
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    return [
+        wrap(nn.Sequential(nn.LazyLinear(3))),
+        wrap(hook=bf16_hook),
+        wrap(bucket_cap_mb="25"),
+        said_by(lambda: ignore(net(), "0.weight"), ConfigError),
+    ]
+
+
+def test_what_cannot_be_meant_is_refused(world):
+    lazy, hook, cap, names = world(1, _wrong)[0]
+    assert "found '0.weight' of a lazy module: run the module once" in lazy
+    assert "register_comm_hook(state, hook)" in hook
+    assert "a number of MiB, found '25'" in cap
+    assert "put it in brackets" in names
