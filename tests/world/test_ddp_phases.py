@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 from collections.abc import Callable
@@ -497,6 +498,23 @@ def test_a_gradient_that_is_saved_leaves_its_bucket_behind(world):
     for nbytes, right in world(2, _saves):
         assert nbytes < 5000 < 400 * 500 * 4
         assert right
+
+
+def _outlives(group: Group) -> bool:
+    module = linear(300, 300)
+    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped(torch.ones(2, 300)).sum().backward()
+    grad = module.weight.grad
+    before = grad.clone()
+    del wrapped, module
+    gc.collect()
+    for _ in range(5):
+        group.empty((300 * 301,), torch.float32).fill_(-7.0)  # where memory is free again
+    return torch.equal(grad, before)
+
+
+def test_a_gradient_that_is_kept_keeps_its_memory(procs):
+    assert procs(2, _outlives) == [True, True]
 
 
 class _WithEmpty(nn.Module):
