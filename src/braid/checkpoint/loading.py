@@ -23,9 +23,10 @@ from braid.checkpoint.manifest import (
     TensorEntry,
     decode_manifest,
 )
+from braid.checkpoint.snapshot import own_name, owner_of
 from braid.checkpoint.tensor_file import DTYPES, hash_file, read_piece
 from braid.comm import Group
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, ConfigError
 from braid.types import TensorSpec
 
 __all__ = ["Checkpoint", "Skipped", "load", "read_manifest", "verify"]
@@ -48,23 +49,55 @@ class Checkpoint:
         path: Its directory.
         manifest: Its contents.
         skipped: Later ones that could not be used, and why.
+        own_of: Rank whose tensors are read where each rank wrote its own; None to read none of these.
 
     Args:
         path: See above.
         manifest: See above.
         skipped: See above.
+        own_of: See above.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, skipped: Sequence[Skipped] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        skipped: Sequence[Skipped] = (),
+        *,
+        own_of: int | None = None,
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self.skipped = tuple(skipped)
+        self.own_of = own_of
+
+    def names(self) -> dict[str, str]:
+        """Name -> name in the manifest, which differs for the own tensors of the rank that is read."""
+        found = ((*owner_of(full), full) for full in self.manifest.tensors)
+        return {name: full for rank, name, full in found if rank in {None, self.own_of}}
+
+    def require_own(self, roots: Sequence[str]) -> None:
+        """Check that it is known whose tensors to read, if ranks wrote their own of what begins with one of `roots`.
+
+        Raises:
+            CheckpointError: It was written by another number of ranks.
+        """
+        owned = [owner_of(full) for full in self.manifest.tensors]
+        own = {name for rank, name in owned if rank is not None}
+        wanted = sorted(name for name in own if name.partition("/")[0] in roots)
+        if wanted and self.own_of is None:
+            num_owners = _num_owners(self.manifest)
+            msg = (
+                f"expected to load {self.path} on {num_owners} ranks, as each wrote its own of {len(wanted)} tensors ({', '.join(wanted[:3])}, ...), "
+                "found another number: load(..., own_of=0) takes those of rank 0, or of the rank that is named"
+            )
+            raise CheckpointError(msg)
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
         """A tensor, or a part of it.
 
         Args:
-            name: Name of the tensor.
+            name: Name of the tensor, without `own/` and rank where it is the one of `own_of`.
             box: A slice per dim, step 1; None for all of it.
 
         Returns:
@@ -76,6 +109,8 @@ class Checkpoint:
         Cost: reads the bytes of the box, from a mapped file.
         """
         entry = self.manifest.tensors.get(name)
+        if entry is None and self.own_of is not None:
+            entry = self.manifest.tensors.get(own_name(self.own_of, name))
         if entry is None:
             msg = f"expected tensor {name!r} in {self.path}, found {len(self.manifest.tensors)} others"
             raise CheckpointError(msg)
@@ -99,9 +134,10 @@ class Checkpoint:
             CheckpointError: The table of all missing, unexpected and differing ones.
         """
         roots = {name.partition("/")[0] for name in expected}
+        entries = {name: self.manifest.tensors[full] for name, full in self.names().items()}
         there = {
             name: TensorSpec(entry.shape, entry.dtype)
-            for name, entry in self.manifest.tensors.items()
+            for name, entry in entries.items()
             if name.partition("/")[0] in roots
         }
         rows = [
@@ -154,7 +190,7 @@ class _Choice(Report, frozen=True):
     skipped: tuple[Skipped, ...] = ()
 
 
-def load(where: str | os.PathLike[str], *, group: Group) -> Checkpoint:
+def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = None) -> Checkpoint:
     """Open a checkpoint, or the last complete one of a directory; collective.
 
     Rank 0 chooses and verifies; all ranks open the same one or raise the same error.
@@ -162,9 +198,11 @@ def load(where: str | os.PathLike[str], *, group: Group) -> Checkpoint:
     Args:
         where: A checkpoint (`.../step-00000200`), or the directory of a run's checkpoints.
         group: The ranks that load together.
+        own_of: Rank whose tensors this one reads where each rank wrote its own; its own rank's when None, if as many ranks load as have written.
 
     Raises:
         CheckpointError: There is no complete checkpoint; each one that was looked at, with its reason.
+        ConfigError: No rank `own_of` has written any.
 
     Cost: rank 0 reads and hashes all files once.
     """
@@ -175,7 +213,14 @@ def load(where: str | os.PathLike[str], *, group: Group) -> Checkpoint:
     if choice.problem:
         raise CheckpointError(choice.problem)
     path = Path(choice.path)
-    return Checkpoint(path, read_manifest(path), choice.skipped)
+    manifest = read_manifest(path)
+    num_owners = _num_owners(manifest)
+    if own_of is None and num_owners == group.size:
+        own_of = group.rank
+    if own_of is not None and num_owners and not 0 <= own_of < num_owners:
+        msg = f"expected own_of from 0 to {num_owners - 1}, the ranks that wrote {path}, found {own_of}"
+        raise ConfigError(msg)
+    return Checkpoint(path, manifest, choice.skipped, own_of=own_of if num_owners else None)
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
@@ -224,6 +269,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         msg = f"{MANIFEST_NAME} cannot be read: {exc.strerror}"
         raise CheckpointError(msg) from exc
     return decode_manifest(data)
+
+
+def _num_owners(manifest: Manifest) -> int:
+    """How many ranks wrote tensors of their own."""
+    return len({rank for rank, _ in map(owner_of, manifest.tensors) if rank is not None})
 
 
 def _choose(where: Path) -> _Choice:

@@ -6,16 +6,40 @@ every rank has everything: each writes an n-th of the bytes.
 
     bytes of all tensors   |--- a ---|------------- b -------------|-- c --|
     ranks                  |      0      |      1      |      2      |         boundaries moved to whole rows (dim 0)
+
+What differs from rank to rank, such as the moments of an optimizer that takes steps alone, cannot be divided like that: each rank writes all of its
+own, and says so by a name: `own/model/w` here is `own/00001/model/w` of rank 1 in the checkpoint.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["ReplicatedSnapshot", "Slice", "Snapshot"]
+__all__ = ["OWN", "ReplicatedSnapshot", "Slice", "Snapshot", "own_name", "owner_of"]
+
+OWN = "own/"
+
+
+OWN_NAME = re.compile(r"own/(\d{5,})/(.+)", re.DOTALL)
+
+
+def own_name(rank: int, name: str) -> str:
+    """What a rank's own tensor is called in a checkpoint."""
+    return f"{OWN}{rank:05d}/{name}"
+
+
+def owner_of(name: str) -> tuple[int | None, str]:
+    """The rank, and the name without it, of a tensor in a checkpoint; None if it is no rank's own.
+
+    >>> owner_of("own/00001/model/w"), owner_of("model/w")
+    ((1, 'model/w'), (None, 'model/w'))
+    """
+    found = OWN_NAME.fullmatch(name)
+    return (int(found[1]), found[2]) if found else (None, name)
 
 
 class Slice(NamedTuple):
@@ -46,7 +70,7 @@ class ReplicatedSnapshot:
     """Tensors that every rank has; ownership is divided by bytes.
 
     Args:
-        tensors: By name; the same names, shapes and dtypes on every rank.
+        tensors: By name; the same names, shapes and dtypes on every rank, and the same values, except for names that begin with `own/`.
         rank: This rank.
         size: Number of ranks.
     """
@@ -59,10 +83,15 @@ class ReplicatedSnapshot:
         self._size = size
 
     def pieces(self) -> Iterable[Slice]:
-        """This rank's rows."""
-        total = max(1, sum(t.numel() * t.element_size() for t in self._tensors.values()))
+        """This rank's rows, and its own tensors."""
+        for name in sorted(name for name in self._tensors if name.startswith(OWN)):
+            tensor = self._tensors[name].detach()
+            full = own_name(self._rank, name.removeprefix(OWN))
+            yield Slice(full, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        shared = sorted(name for name in self._tensors if not name.startswith(OWN))
+        total = max(1, sum(self._tensors[name].nbytes for name in shared))
         start = 0
-        for name in sorted(self._tensors):
+        for name in shared:
             tensor = self._tensors[name].detach()
             nbytes = tensor.numel() * tensor.element_size()
             rows = tensor.shape[0] if tensor.dim() and nbytes else 1

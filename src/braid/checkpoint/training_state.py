@@ -5,8 +5,12 @@ the wrong moments. Idea: everything is filed under the parameter's name.
 
     model/blocks.0.attention.weight                     parameters (tied ones once) and persistent buffers
     optimizer/blocks.0.attention.weight/exp_avg         tensors of the optimizer's state
-    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}], "numbers": {name: {...}}}}
+    optimizer_state_dict/diloco/start/0                 other tensors in its state_dict(), and such inside of lists
+    own/...                                             those of the above that other ranks have another value of
+    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}], "numbers": {name: {...}}, "rest": {"diloco": {...}}}}
     state: {"generators": {name: base64 of its state}}
+
+An optimizer whose ranks take steps alone has a method `is_own(name, tensor)` that tells of these names whether the tensor is this rank's own.
 """
 
 from __future__ import annotations
@@ -19,12 +23,16 @@ import torch
 from torch import nn
 
 from braid.checkpoint.loading import Checkpoint
+from braid.checkpoint.plain_values import from_plain, to_plain
+from braid.checkpoint.snapshot import OWN
 from braid.errors import CheckpointError, ConfigError
 from braid.types import TensorSpec
 
 __all__ = ["restore_training", "training_numbers", "training_tensors"]
 
 Generators = Mapping[str, torch.Generator]
+REST = "optimizer_state_dict"
+ROOTS = ("optimizer", REST)
 
 
 def training_tensors(
@@ -32,17 +40,18 @@ def training_tensors(
 ) -> dict[str, torch.Tensor]:
     """Parameters, buffers and the optimizer's tensors by name; not copied.
 
+    Names of those that are this rank's own begin with `own/`, as `ReplicatedSnapshot` knows them.
+
     Raises:
-        ConfigError: The optimizer holds a parameter that the model does not.
+        ConfigError: The optimizer holds a parameter that the model does not, or something that cannot be filed.
     """
     tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(model).items()}
     if optimizer is not None:
-        names = _names_of(model, optimizer)
-        for param, entries in optimizer.state.items():
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"optimizer/{names[param]}/{key}"] = value
-    return tensors
+        tensors.update(_filed(model, optimizer)[0])
+    is_own = getattr(optimizer, "is_own", None)
+    if is_own is None:
+        return tensors
+    return {OWN * bool(is_own(name, tensor)) + name: tensor for name, tensor in tensors.items()}
 
 
 def training_numbers(
@@ -51,22 +60,14 @@ def training_numbers(
     *,
     generators: Generators | None = None,
 ) -> dict[str, Any]:
-    """What of a training is no tensor, for a checkpoint's `state`."""
+    """What of a training is no tensor, for a checkpoint's `state`; the same on all ranks.
+
+    Raises:
+        ConfigError: As for `training_tensors`.
+    """
     numbers: dict[str, Any] = {}
     if optimizer is not None:
-        names = _names_of(model, optimizer)
-        numbers["optimizer"] = {
-            "type": type(optimizer).__name__,
-            "groups": [
-                {"names": [names[p] for p in group["params"]], **_plain(group)}
-                for group in optimizer.param_groups
-            ],
-            "numbers": {
-                names[param]: scalars
-                for param, entries in optimizer.state.items()
-                if (scalars := _plain(entries))
-            },
-        }
+        numbers["optimizer"] = _filed(model, optimizer)[1]
     if generators:
         numbers["generators"] = {
             name: base64.b64encode(bytes(generator.get_state().tolist())).decode()
@@ -85,10 +86,11 @@ def restore_training(
     """Put a checkpoint's values into a model, an optimizer and generators.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or optimizer: the table of what differs;
-            nothing has been changed.
+        CheckpointError: The checkpoint is of another model or optimizer: the table of what differs; or ranks wrote tensors of their own,
+            and other numbers of ranks load. Nothing has been changed.
     """
     params = _model_tensors(model)
+    checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
     checkpoint.require(
         {
             f"model/{name}": TensorSpec(tuple(t.shape), str(t.dtype).removeprefix("torch."))
@@ -128,21 +130,73 @@ def _optimizer_state(
         raise CheckpointError(msg)
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
     state: dict[int, dict[str, Any]] = {
-        order[name]: dict(scalars) for name, scalars in kept.get("numbers", {}).items()
+        order[name]: {key: from_plain(value, checkpoint.read) for key, value in entries.items()}
+        for name, entries in kept.get("numbers", {}).items()
     }
-    for full in checkpoint.manifest.tensors:
-        root, _, rest = full.partition("/")
-        name, _, key = rest.rpartition("/")
+    for full in checkpoint.names():
+        root, _, tail = full.partition("/")
+        name, _, key = tail.rpartition("/")
         if root == "optimizer" and name in order:
             state.setdefault(order[name], {})[key] = checkpoint.read(full)
     groups = [
         {
-            **{k: _tuples(v) for k, v in theirs_group.items() if k != "names"},
+            **{
+                key: _tuples(from_plain(value, checkpoint.read))
+                for key, value in theirs_group.items()
+                if key != "names"
+            },
             "params": [order[name] for name in members],
         }
         for theirs_group, members in zip(kept["groups"], mine, strict=True)
     ]
-    return {"state": state, "param_groups": groups}
+    in_order: list[str] = []
+
+    def read(name: str) -> torch.Tensor:
+        in_order.append(name)
+        return checkpoint.read(name)
+
+    rest = {key: from_plain(x, read) for key, x in kept.get("rest", {}).items()}
+    if in_order and mine != theirs:
+        msg = (
+            f"expected the parameters of {kind} in the order of {checkpoint.path}, as {in_order[0]!r} is not filed by parameter, found another "
+            "one: make the model and the optimizer as they were made then"
+        )
+        raise CheckpointError(msg)
+    return {**rest, "state": state, "param_groups": groups}
+
+
+def _filed(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The optimizer's tensors by name, and what JSON holds of it."""
+    names = _names_of(model, optimizer)
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer/{names[param]}/{key}"] = value
+            else:
+                plain = to_plain(value, f"{REST}/state/{names[param]}/{key}", tensors)
+                numbers.setdefault(names[param], {})[key] = plain
+    groups = [
+        {
+            "names": [names[p] for p in group["params"]],
+            **{
+                key: to_plain(value, f"{REST}/param_groups/{number}/{key}", tensors)
+                for key, value in group.items()
+                if key != "params"
+            },
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    rest = {
+        key: to_plain(value, f"{REST}/{key}", tensors)
+        for key, value in optimizer.state_dict().items()
+        if key not in {"state", "param_groups"}
+    }
+    kind = type(optimizer).__name__
+    return tensors, {"type": kind, "groups": groups, "numbers": numbers, "rest": rest}
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -165,14 +219,6 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.
     return names  # type: ignore[return-value]  # keys are Parameters
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: value
-        for key, value in values.items()
-        if key != "params" and isinstance(value, (int, float, str, bool, tuple, list, type(None)))
-    }
-
-
 def _tuples(value: Any) -> Any:
-    """JSON has no tuples; betas must be one."""
+    """Betas must be a tuple, and are lists in older checkpoints."""
     return tuple(value) if isinstance(value, list) else value

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from braid.comm import Group
 from braid.data_parallel.flat_params import FlatParams, Params, mean, parameters_in
 from braid.data_parallel.groups import group_of
@@ -56,6 +58,7 @@ class ModelAverager(ABC):
         self.warmup_steps = warmup_steps
         self.step = 0
         self._flat: FlatParams | None = None
+        self._all_averaged = False
 
     def average_parameters(self, params: Params) -> None:
         """Call after every step of the optimizer, on all ranks alike; a collective in some steps.
@@ -67,12 +70,21 @@ class ModelAverager(ABC):
             MismatchError: Ranks have other parameters, or another order.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
+        self._all_averaged = group is self.process_group
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
                 self._flat = FlatParams.agreed(found, self.process_group)
             mean(self._flat, group)
         self.step += 1
+
+    def has_just_averaged(self, tensor: torch.Tensor) -> bool:
+        """Whether all ranks have averaged this one in the last call, and so have the same."""
+        return (
+            self._all_averaged
+            and self._flat is not None
+            and any(tensor is param for param in self._flat.params)
+        )
 
     @abstractmethod
     def _group_now(self) -> Group | None:

@@ -17,7 +17,8 @@ Inner optimizers keep their state through outer steps, as there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +79,10 @@ class DiLoCo(WrappedOptimizer):
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
         self._ways = FlatParams.agreed(parameters_in(optim.param_groups), group)
+        own = [flat.clone() for flat in self._ways.read()]
         make_equal(self._ways, group)
+        moved = not all(map(torch.equal, own, self._ways.flats))
+        self._replaced = own if moved else None  # until the first step
         self._starts = [flat.clone() for flat in self._ways.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
         self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint
@@ -97,6 +101,7 @@ class DiLoCo(WrappedOptimizer):
         """
         for group in self.param_groups:
             refuse_others(self._ways, group["params"], "DiLoCo")
+        self._replaced = None
         loss = self.optim.step(closure)
         self.num_steps += 1
         if self.num_steps % self.period == 0:
@@ -122,10 +127,16 @@ class DiLoCo(WrappedOptimizer):
             way.copy_(start)
         self._ways.write()
 
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:
+        """All are, except for trained parameters right after an outer step, its starts and its momentum."""
+        outer = (f"optimizer_state_dict/{KEY}/{part}/" for part in ("start", "momentum"))
+        equal = self.num_steps % self.period == 0 and any(tensor is p for p in self._ways.params)
+        return not (equal or name.startswith(tuple(outer)))
+
     def state_dict(self) -> dict[str, Any]:
         """That of the inner optimizer, and under `diloco` the outer one's: parameters at the last outer step, momentum, what a format left out.
 
-        The latter is this rank's own, like the inner state.
+        The latter is this rank's own, like the inner state (`is_own`).
         """
         residuals = [
             owed.clone() if (found := request.residual()) is None else found
@@ -136,11 +147,14 @@ class DiLoCo(WrappedOptimizer):
             "start": [start.clone() for start in self._starts],
             "momentum": [moment.clone() for moment in self._moments],
             "residual": residuals,
+            "checksum": _checksum(self._ways.read()),
         }
         return {**self.optim.state_dict(), KEY: outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's.
+        """Go on from it; the parameters are loaded by the program.
+
+        If it has loaded them before this was made, which copied rank 0's, this rank gets its own back.
 
         Raises:
             ConfigError: It is that of another optimizer or model.
@@ -155,6 +169,7 @@ class DiLoCo(WrappedOptimizer):
             raise ConfigError(msg)
         self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self.num_steps = outer["num_steps"]
+        self._give_back(outer.get("checksum"))
         for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
             for into, x in zip(kept, loaded, strict=True):
                 into.copy_(x)
@@ -163,3 +178,18 @@ class DiLoCo(WrappedOptimizer):
         self._owed = [
             x.to(flat) for x, flat in zip(outer["residual"], self._ways.flats, strict=True)
         ]
+
+    def _give_back(self, checksum: torch.Tensor | None) -> None:
+        """This rank's parameters as they were before rank 0's were copied, if they are those of the state."""
+        own, self._replaced = self._replaced, None
+        if own is None or checksum is None or not torch.equal(_checksum(own), checksum.cpu()):
+            return
+        for flat, values in zip(self._ways.flats, own, strict=True):
+            flat.copy_(values)
+        self._ways.write()
+
+
+def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One for each, each rank's own."""
+    found = [zlib.crc32(flat.cpu().view(torch.uint8).numpy().data) for flat in flats]
+    return torch.tensor(found, device="cpu")

@@ -96,6 +96,10 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.averager.average_parameters(self.param_groups)
         return loss
 
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - of its base
+        """All are, except for trained parameters in a step in which all ranks have averaged them."""
+        return not self.averager.has_just_averaged(tensor)
+
     def state_dict(self) -> dict[str, Any]:
         """That of the optimizer inside, and the averager's step."""
         return {**self.optim.state_dict(), "step": self.averager.step}

@@ -74,6 +74,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Go on from it."""
         self.optim.load_state_dict(state_dict)
 
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - for those that are not all own
+        """Whether a tensor of a checkpoint (`checkpoint.training_tensors`) has another value on other ranks, as far as is known."""
+        return True
+
     def __getstate__(self) -> NoReturn:
         """Ranks cannot be copied.
 

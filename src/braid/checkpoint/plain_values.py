@@ -1,0 +1,76 @@
+"""Nested values as JSON and tensors, and back: what an optimizer's `state_dict` holds besides the state of parameters.
+
+JSON knows no tensors, tuples or infinities, and would return them as something else or not at all. So each stands behind a tag:
+
+    {"start": [x], "step": 3, "betas": (0.9, 0.99)}
+    {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}      and x under NAME/start/0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from braid.errors import CheckpointError, ConfigError
+
+__all__ = ["from_plain", "to_plain"]
+
+
+def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON knows it; its tensors are added to `tensors`, under names that begin with `name`.
+
+    Raises:
+        ConfigError: There is something in it that cannot be filed.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int):
+        if isinstance(value, kind):
+            return kind(value)  # derived ones, such as numpy's, are unknown to JSON
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": str(float(value))}
+    if isinstance(value, torch.Tensor) and name not in tensors:
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, list | tuple):
+        items = [to_plain(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
+        return {"tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {k: to_plain(x, f"{name}/{k}", tensors) for k, x in value.items()}}
+    found = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
+    found = "a second tensor of this name" if isinstance(value, torch.Tensor) else found
+    msg = (
+        f"expected tensors, numbers, text, lists, tuples and dicts with text as keys in what the optimizer remembers, found {found} as {name!r}, "
+        "which a checkpoint cannot hold: let state_dict() return it as one of these, or leave it out there"
+    )
+    raise ConfigError(msg)
+
+
+def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
+    """The value that `to_plain` made this of.
+
+    Args:
+        value: Out of JSON.
+        read: Returns the tensor of a name.
+
+    Raises:
+        CheckpointError: It is not that.
+    """
+    if isinstance(value, list):
+        return [from_plain(item, read) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [("tensor", str(name))]:
+            return read(name)
+        case [("float", "inf" | "-inf" | "nan" as text)]:
+            return float(text)
+        case [("tuple", list(items))]:
+            return tuple(from_plain(item, read) for item in items)
+        case [("dict", dict(items))]:
+            return {key: from_plain(item, read) for key, item in items.items()}
+    msg = f"expected a tensor, float, tuple or dict in the optimizer's state, found {str(value)[:80]!r}"
+    raise CheckpointError(msg)
