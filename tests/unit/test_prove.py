@@ -13,7 +13,7 @@ from rich.console import Console
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.prove import Difference, Proof, load_task, ulps_between
-from braid.prove.compare import difference
+from braid.prove.compare import difference, difference_of_ranks
 from braid.prove.show import show
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -100,3 +100,23 @@ def test_imaginary_parts_and_opposite_signs_count():
     assert difference("w", a, b).differing == 1
     far = difference("w", torch.tensor([2.0, 1.0]).double(), torch.tensor([-2.0, 1.0]).double())
     assert (far.place, far.ulps) == ((0,), torch.iinfo(torch.int64).max)
+
+
+def test_the_rank_that_differs_from_most_is_named():
+    rows = [torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])]
+    where = difference_of_ranks("w", rows, (4, 5, 6))
+    assert where == Difference("w", (1,), "3.0", "2.0", 1 << 22, 1, 2, ranks=(5,), usual=4)
+    assert str(where).startswith("w[1] is 3.0 on rank 5 and 2.0 on rank 4, 4,194,304 ulps apart;")
+    assert difference_of_ranks("w", [rows[0], rows[2]], (0, 1)) is None
+    rows[0] = torch.tensor([1.5, 2.0])
+    assert difference_of_ranks("w", rows, (0, 1, 2)).ranks == (1, 2)
+
+
+def test_ranks_that_drifted_are_told_what_keeps_them_equal():
+    where = Difference("a", (0,), "1.5", "1.25", 7, 2, 9, ranks=(2, 1))
+    out = io.StringIO()
+    show(Proof(3, 1, 8, 99, 1, where, (), (("0.5", "0.5"),)), Console(file=out, width=200))
+    text = out.getvalue()
+    assert "a[0] is 1.5 on rank 2 and 1.25 on rank 0, 7 ulps apart" in text
+    assert "on rank 1 there are others, too" in text
+    assert "what wrap() returns must average all gradients" in text

@@ -59,3 +59,32 @@ def test_a_slip_is_found_after_its_step(tmp_path, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "differs after step 1: 3.bias" in out
     assert "ulps apart" in out
+
+
+DRIFTS = {
+    "unwrapped": """
+def wrap(model, group):
+    return model
+""",
+    "changed": """
+def loss(model, rank, size, step):
+    if rank == 1 and step == 1 and isinstance(model, braid.DistributedDataParallel):
+        with torch.no_grad():
+            model.module[3].bias.mul_(1.001)
+    return model(torch.ones(2, 8)).square().mean()
+""",
+}
+
+
+@pytest.mark.parametrize(("how", "step", "name"), [("unwrapped", 1, "0"), ("changed", 2, "3.bias")])
+def test_ranks_that_drift_apart_are_a_difference(tmp_path, capsys, how, step, name):
+    file = tmp_path / "task.py"
+    file.write_text(TASK + DRIFTS[how])
+    told = ["prove", str(file), "-n", "3", "--steps", "3", "--log-dir", str(tmp_path / "logs")]
+    assert main(told) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"differs after step {step}: {name}" in out
+    assert "on rank 1 and " in out or how == "unwrapped"
+    assert "on rank 0, " in out
+    assert "ulps apart" in out
+    assert "ranks have no longer the same parameters" in out

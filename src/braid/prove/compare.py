@@ -9,11 +9,12 @@ Source: D. Goldberg, "What Every Computer Scientist Should Know About Floating-P
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Difference", "difference", "ulps_between"]
+__all__ = ["Difference", "difference", "difference_of_ranks", "ulps_between"]
 
 _BITS = {
     torch.float64: torch.int64,
@@ -34,6 +35,8 @@ class Difference(NamedTuple):
         ulps: Floating-point numbers between them.
         differing: Numbers of the parameter that differ.
         numel: Numbers that it has.
+        ranks: Ranks that have others than `usual` has, the one of `found` first; empty where all ranks have the same, and one process another.
+        usual: Rank of `expected` where ranks differ.
     """
 
     parameter: str
@@ -43,12 +46,20 @@ class Difference(NamedTuple):
     ulps: int
     differing: int
     numel: int
+    ranks: tuple[int, ...] = ()
+    usual: int = 0
 
     def __str__(self) -> str:
         at = f"[{', '.join(map(str, self.place))}]" if self.place else ""
+        sides = ("in the parallel run", "in one process")
+        also = ""
+        if self.ranks:
+            sides = (f"on rank {self.ranks[0]}", f"on rank {self.usual}")
+            rest = ", ".join(map(str, self.ranks[1:]))
+            also = f"; on rank {rest} there are others, too" if rest else ""
         return (
-            f"{self.parameter}{at} is {self.found} in the parallel run and {self.expected} in one process, {self.ulps:,} ulps apart; "
-            f"{self.differing:,} of its {self.numel:,} numbers differ"
+            f"{self.parameter}{at} is {self.found} {sides[0]} and {self.expected} {sides[1]}, {self.ulps:,} ulps apart; "
+            f"{self.differing:,} of its {self.numel:,} numbers differ{also}"
         )
 
 
@@ -94,6 +105,29 @@ def difference(name: str, found: torch.Tensor, expected: torch.Tensor) -> Differ
         int((apart > 0).sum()),
         found.numel(),
     )
+
+
+def difference_of_ranks(
+    name: str, rows: Sequence[torch.Tensor], ranks: Sequence[int]
+) -> Difference | None:
+    """Where ranks differ most from what most of them have; None where they do not.
+
+    Args:
+        name: Of the parameter.
+        rows: Its values, by rank.
+        ranks: Their numbers.
+    """
+    alike = [sum(torch.equal(row, other) for other in rows) for row in rows]
+    usual = alike.index(max(alike))
+    found = [
+        (difference(name, row, rows[usual]), rank) for row, rank in zip(rows, ranks, strict=True)
+    ]
+    odd = [(one, rank) for one, rank in found if one is not None]
+    if not odd:
+        return None
+    worst, its = max(odd, key=lambda pair: pair[0].ulps)
+    others = (rank for _, rank in odd if rank != its)
+    return worst._replace(ranks=(its, *others), usual=ranks[usual])
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,13 @@ def show(proof: Proof, console: Console | None = None) -> None:
         more = len(proof.others) - MAX_NAMES
         names = ", ".join(proof.others[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
         console.print(f"         likewise {names}", soft_wrap=True)
+    if proof.difference.ranks:
+        console.print(
+            "         ranks have no longer the same parameters as each other: what wrap() returns must average all gradients, and nothing but the "
+            "optimizer may change parameters, on all ranks alike",
+            soft_wrap=True,
+        )
+        return
     console.print(
         "         a few ulps are another order of additions (a hook, a format, hosts), millions a mistake: a share that is not the same in both "
         "runs, state that one of them has not, a parameter that is not averaged",
