@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.data_parallel.flat_params import FlatParams, Params, mean, parameters_in
+from braid.data_parallel.flat_params import FiniteCheck, FlatParams, Params, mean, parameters_in
 from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 
@@ -41,6 +41,7 @@ class ModelAverager(ABC):
     Args:
         process_group: As for DistributedDataParallel.
         warmup_steps: Steps before the first averaging.
+        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all ranks, before their parameters are replaced.
 
     Attributes:
         process_group: The group of braid.
@@ -50,13 +51,16 @@ class ModelAverager(ABC):
         ConfigError: No group, or a negative number of steps.
     """
 
-    def __init__(self, process_group: Any = None, *, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, process_group: Any = None, *, warmup_steps: int = 0, nonfinite: str = "warn"
+    ) -> None:
         if warmup_steps < 0:
             msg = f"expected warmup_steps from 0, found {warmup_steps!r}"
             raise ConfigError(msg)
         self.process_group = group_of(process_group)
         self.warmup_steps = warmup_steps
         self.step = 0
+        self._check = FiniteCheck(nonfinite, type(self).__name__)
         self._flat: FlatParams | None = None
         self._all_averaged = False
 
@@ -68,15 +72,18 @@ class ModelAverager(ABC):
 
         Raises:
             MismatchError: Ranks have other parameters, or another order.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the step counts.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
-        self._all_averaged = group is self.process_group
+        step = self.step
+        self.step += 1
+        self._all_averaged = False
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
                 self._flat = FlatParams.agreed(found, self.process_group)
-            mean(self._flat, group)
-        self.step += 1
+            mean(self._flat, group, self._check, step)
+            self._all_averaged = group is self.process_group
 
     def has_just_averaged(self, tensor: torch.Tensor) -> bool:
         """Whether all ranks have averaged this one in the last call, and so have the same."""
@@ -98,6 +105,7 @@ class PeriodicModelAverager(ModelAverager):
         period: Steps from one averaging to the next.
         warmup_steps: Steps before the first one.
         process_group: As for DistributedDataParallel.
+        nonfinite: See `ModelAverager`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -105,8 +113,15 @@ class PeriodicModelAverager(ModelAverager):
     Cost: 2 (n-1)/n l / period bytes a step and rank.
     """
 
-    def __init__(self, period: int, warmup_steps: int = 0, process_group: Any = None) -> None:
-        super().__init__(process_group, warmup_steps=warmup_steps)
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        nonfinite: str = "warn",
+    ) -> None:
+        super().__init__(process_group, warmup_steps=warmup_steps, nonfinite=nonfinite)
         if period < 1:
             msg = f"expected a period of at least one step, found {period!r}"
             raise ConfigError(msg)
@@ -128,6 +143,7 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: Period in steps -> ranks in a group; both grow, and the last group is everybody.
         warmup_steps: Steps before the first averaging.
         process_group: As for DistributedDataParallel.
+        nonfinite: See `ModelAverager`.
 
     Raises:
         ConfigError: Periods or sizes do not fit.
@@ -140,8 +156,10 @@ class HierarchicalModelAverager(ModelAverager):
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
         process_group: Any = None,
+        *,
+        nonfinite: str = "warn",
     ) -> None:
-        super().__init__(process_group, warmup_steps=warmup_steps)
+        super().__init__(process_group, warmup_steps=warmup_steps, nonfinite=nonfinite)
         sizes = dict(period_group_size_dict or {})
         _check_hierarchy(sizes, self.process_group.size)
         if max(sizes) == 1:

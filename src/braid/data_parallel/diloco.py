@@ -23,7 +23,13 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.flat_params import FlatParams, make_equal, parameters_in, refuse_others
+from braid.data_parallel.flat_params import (
+    FiniteCheck,
+    FlatParams,
+    make_equal,
+    parameters_in,
+    refuse_others,
+)
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
@@ -47,6 +53,7 @@ class DiLoCo(WrappedOptimizer):
         nesterov: Whether the outer step looks ahead.
         wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is added the next time. float32 only.
         process_group: As for DistributedDataParallel.
+        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all ranks, before an outer step is taken.
 
     Raises:
         ConfigError: No group, or a number is out of range.
@@ -66,6 +73,7 @@ class DiLoCo(WrappedOptimizer):
         nesterov: bool = True,
         wire: str | None = None,
         process_group: Any = None,
+        nonfinite: str = "warn",
     ) -> None:
         super().__init__(optim)
         if period < 1 or not 0 < lr < float("inf") or not 0 <= momentum < 1:
@@ -76,6 +84,7 @@ class DiLoCo(WrappedOptimizer):
             raise ConfigError(msg)
         self.process_group = group = group_of(process_group)
         self.period = period
+        self._check = FiniteCheck(nonfinite, "DiLoCo")
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
         self._ways = FlatParams.agreed(parameters_in(optim.param_groups), group)
@@ -98,6 +107,7 @@ class DiLoCo(WrappedOptimizer):
 
         Raises:
             ConfigError: Parameters have been unfrozen or added since it was made.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the inner step has been taken.
         """
         for group in self.param_groups:
             refuse_others(self._ways, group["params"], "DiLoCo")
@@ -117,6 +127,7 @@ class DiLoCo(WrappedOptimizer):
         self._owed = [owed[:0] for owed in self._owed]
         for work in [request.start(lazily=True) for request in self._requests]:
             work.wait()
+        self._check(self._ways, self.process_group, self.num_steps)
         for way, start, moment in zip(flats, self._starts, self._moments, strict=True):
             moment.mul_(self._momentum).add_(way)
             if self._nesterov:
