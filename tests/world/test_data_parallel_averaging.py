@@ -21,6 +21,7 @@ from braid.data_parallel import (
     PeriodicModelAverager,
     PostLocalSGDHook,
     PostLocalSGDOptimizer,
+    PowerSGDOptions,
 )
 from braid.errors import ConfigError, MismatchError, StaleError
 
@@ -121,6 +122,12 @@ def _refused(group: Group, case: str) -> str:
         "shrinks": lambda: HierarchicalModelAverager({4: 1, 2: 2}, 0, group),
         "start": lambda: PostLocalSGDHook(-1),
         "lr": lambda: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), lr=0),
+        "broken period": lambda: PeriodicModelAverager(2.5, 0, group),
+        "broken warmup": lambda: PeriodicModelAverager(2, 0.5, group),
+        "broken level": lambda: HierarchicalModelAverager({1.5: 2}, 0, group),
+        "broken start": lambda: PostLocalSGDHook(1.5),
+        "diloco's": lambda: DiLoCo(torch.optim.SGD([nn.Parameter(torch.ones(1))]), period=2.5),
+        "powersgd's": lambda: PowerSGDOptions(rank=1.5, start=0.5),
     }
     try:
         calls[case]()
@@ -141,6 +148,12 @@ def _refused(group: Group, case: str) -> str:
         ("shrinks", "growing periods"),
         ("start", "found -1"),
         ("lr", "lr=0"),
+        ("broken period", "whole number of steps from 1 as period, found 2.5"),
+        ("broken warmup", "whole number from 0 as warmup_steps, found 0.5"),
+        ("broken level", "of whole numbers with growing periods"),
+        ("broken start", "whole number of steps from 0 as start, found 1.5"),
+        ("diloco's", "period=2.5"),
+        ("powersgd's", "found rank=1.5, start=0.5"),
     ],
 )
 def test_what_makes_no_sense_is_refused(world, case, words):

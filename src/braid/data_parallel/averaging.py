@@ -28,6 +28,7 @@ import torch
 from braid.comm import Group
 from braid.data_parallel.flat_params import FiniteCheck, FlatParams, Params, mean, parameters_in
 from braid.data_parallel.groups import group_of
+from braid.data_parallel.whole_numbers import is_whole
 from braid.errors import ConfigError
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
@@ -48,14 +49,14 @@ class ModelAverager(ABC):
         step: Number of calls so far.
 
     Raises:
-        ConfigError: No group, or a negative number of steps.
+        ConfigError: No group, or a number of steps that is negative or broken.
     """
 
     def __init__(
         self, process_group: Any = None, *, warmup_steps: int = 0, nonfinite: str = "warn"
     ) -> None:
-        if warmup_steps < 0:
-            msg = f"expected warmup_steps from 0, found {warmup_steps!r}"
+        if not is_whole(warmup_steps, 0):
+            msg = f"expected a whole number from 0 as warmup_steps, found {warmup_steps!r}"
             raise ConfigError(msg)
         self.process_group = group_of(process_group)
         self.warmup_steps = warmup_steps
@@ -122,8 +123,8 @@ class PeriodicModelAverager(ModelAverager):
         nonfinite: str = "warn",
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps, nonfinite=nonfinite)
-        if period < 1:
-            msg = f"expected a period of at least one step, found {period!r}"
+        if not is_whole(period, 1):
+            msg = f"expected a whole number of steps from 1 as period, found {period!r}"
             raise ConfigError(msg)
         if period == 1:
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)
@@ -193,10 +194,11 @@ def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
         ConfigError: Says how it should be.
     """
     levels = list(sizes.items())
-    grows = all(a < c and b < d and d % b == 0 for (a, b), (c, d) in pairwise(levels))
-    if not levels or levels[0][0] < 1 or levels[0][1] < 1 or not grows or levels[-1][1] != total:
+    whole = all(is_whole(number, 1) for level in levels for number in level)
+    grows = whole and all(a < c and b < d and d % b == 0 for (a, b), (c, d) in pairwise(levels))
+    if not levels or not grows or levels[-1][1] != total:
         msg = (
-            "expected period_group_size_dict with growing periods from 1 and growing group sizes, each a divisor of the next and the last "
+            "expected period_group_size_dict of whole numbers with growing periods from 1 and growing group sizes, each a divisor of the next and the last "
             f"one {total}, the size of the group, such as {_example(total)}, found {dict(sizes)}"
         )
         raise ConfigError(msg)

@@ -31,6 +31,7 @@ from braid.data_parallel.flat_params import (
     refuse_others,
 )
 from braid.data_parallel.groups import group_of
+from braid.data_parallel.whole_numbers import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
 
@@ -76,9 +77,9 @@ class DiLoCo(WrappedOptimizer):
         nonfinite: str = "warn",
     ) -> None:
         super().__init__(optim)
-        if period < 1 or not 0 < lr < float("inf") or not 0 <= momentum < 1:
+        if not is_whole(period, 1) or not 0 < lr < float("inf") or not 0 <= momentum < 1:
             msg = (
-                "expected a period from 1, a positive lr and a momentum from 0 to below 1 for the outer steps, found "
+                "expected a whole number of steps from 1 as period, a positive lr and a momentum from 0 to below 1 for the outer steps, found "
                 f"period={period!r}, lr={lr!r}, momentum={momentum!r}"
             )
             raise ConfigError(msg)

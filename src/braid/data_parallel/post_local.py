@@ -18,6 +18,7 @@ import torch
 
 from braid.comm import Group
 from braid.data_parallel.averaging import ModelAverager
+from braid.data_parallel.whole_numbers import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
 from braid.params import GradBucket
@@ -37,12 +38,12 @@ class PostLocalSGDHook:
         subgroup: Ranks that go on averaging gradients, such as those of one host; None for each by itself.
 
     Raises:
-        ConfigError: `start` is negative.
+        ConfigError: `start` is negative or broken.
     """
 
     def __init__(self, start: int, subgroup: Group | None = None) -> None:
-        if start < 0:
-            msg = f"expected a step from 0 as start, found {start!r}"
+        if not is_whole(start, 0):
+            msg = f"expected a whole number of steps from 0 as start, found {start!r}"
             raise ConfigError(msg)
         self.start = start
         self.subgroup = subgroup

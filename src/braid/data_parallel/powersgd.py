@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from braid.comm.formats import ErrorFeedback, LowRank
+from braid.data_parallel.whole_numbers import is_whole
 from braid.errors import ConfigError
 from braid.params import GradBucket
 from braid.params.grad_bucket import Steps
@@ -61,14 +62,14 @@ class PowerSGDOptions:
         wrong = [
             f"{name}={value!r}"
             for name, value, good in (
-                ("rank", self.rank, self.rank >= 1),
-                ("start", self.start, self.start >= 0),
+                ("rank", self.rank, is_whole(self.rank, 1)),
+                ("start", self.start, is_whole(self.start, 0)),
                 ("rate", self.rate, 0 < self.rate < float("inf")),
             )
             if not good
         ]
         if wrong:
-            msg = f"expected rank from 1, start from 0 and a positive rate for powersgd, found {', '.join(wrong)}"
+            msg = f"expected whole numbers as rank, from 1, and start, from 0, and a positive rate for powersgd, found {', '.join(wrong)}"
             raise ConfigError(msg)
 
     def compresses(self, param: torch.Tensor) -> bool:
