@@ -18,6 +18,7 @@ import torch
 
 from braid.comm import Group
 from braid.data_parallel.averaging import ModelAverager
+from braid.data_parallel.hook_agreement import agree
 from braid.data_parallel.whole_numbers import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
@@ -48,10 +49,17 @@ class PostLocalSGDHook:
         self.start = start
         self.subgroup = subgroup
         self._num_steps: Counter[str] = Counter()
+        self._agreed: set[str] = set()  # names on whose steps all ranks have agreed
 
     def __call__(self, state: object, bucket: GradBucket) -> Steps:
         """Average a bucket; `state` is not looked at."""
         del state
+        fresh = [name for name in bucket.names if name not in self._agreed]
+        if fresh:
+            self._agreed.update(fresh)
+            counts = [self._num_steps[name] for name in fresh]
+            agreed = agree("PostLocalSGDHook", bucket, fresh, counts)
+            self._num_steps |= dict(zip(fresh, agreed.counts, strict=True))
         begins = min(self._num_steps[name] for name in bucket.names) < self.start
         self._num_steps.update(bucket.names)
         group = bucket.group if begins else self.subgroup
@@ -65,7 +73,7 @@ class PostLocalSGDHook:
         return {"steps": dict(self._num_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Go on from what `state_dict` returned, on all ranks of that time; ranks that are new go on with their steps.
 
         Raises:
             ConfigError: It is not that.
@@ -74,6 +82,7 @@ class PostLocalSGDHook:
             msg = f"expected steps, and nothing else, in the state of PostLocalSGDHook, found {sorted(state)}"
             raise ConfigError(msg)
         self._num_steps = Counter(state["steps"])
+        self._agreed.clear()
 
     def __repr__(self) -> str:
         return f"PostLocalSGDHook({self.start}, {self.subgroup!r})"
