@@ -89,16 +89,19 @@ def in_one_process(size: int, steps: list[list[int]]) -> list[torch.Tensor]:
 # Accumulation that ends early.
 
 
-def _epochs_of_three(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
+def in_every_second(
+    group: Group, wrap: Callable[..., object]
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """A module, what to call, and its optimizer, which average in every second backward."""
     module = net()
-    if wrap is DistributedOptimizer:
-        optimizer = DistributedOptimizer(
-            sgd(module), process_group=group, backward_passes_per_step=2
-        )
-        wrapped: nn.Module = module
-    else:
-        wrapped = DistributedDataParallel(module, process_group=group, every=2)
-        optimizer = sgd(module)
+    if wrap is DistributedDataParallel:
+        return module, DistributedDataParallel(module, process_group=group, every=2), sgd(module)
+    optimizer = DistributedOptimizer(sgd(module), process_group=group, backward_passes_per_step=2)
+    return module, module, optimizer
+
+
+def _epochs_of_three(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
+    module, wrapped, optimizer = in_every_second(group, wrap)
     for epoch in range(2):
         for number in range(3):
             if number == 2 and isinstance(wrapped, DistributedDataParallel):
@@ -169,16 +172,9 @@ def test_a_local_step_that_is_meant_is_taken(world):
 
 
 def _drops(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
-    module = net()
-    if wrap is DistributedOptimizer:
-        optimizer = DistributedOptimizer(
-            sgd(module), process_group=group, backward_passes_per_step=2
-        )
-        wrapped: nn.Module = module
-    else:
-        wrapped = DistributedDataParallel(module, process_group=group, every=2)
+    module, wrapped, optimizer = in_every_second(group, wrap)
+    if isinstance(wrapped, DistributedDataParallel):
         wrapped.weigh(3.0)
-        optimizer = sgd(module)
     loss_of(wrapped, group.rank, 0).backward()
     optimizer.zero_grad()
     for number in (1, 2):
