@@ -179,3 +179,9 @@ def test_a_container_keeps_what_else_it_has():
     found = gather(outputs, "cpu")
     assert found["other"] == []
     assert found["y"].tolist() == [1.0, 1.0]
+
+
+def test_mappings_of_every_kind_are_gathered():
+    found = gather([collections.UserDict(y=torch.ones(1)) for _ in range(2)], "cpu")
+    assert isinstance(found, collections.UserDict)
+    assert found["y"].tolist() == [1.0, 1.0]

@@ -8,13 +8,12 @@ replica, and adds dtypes up to the wider one.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from braid.data_parallel.containers import parts_of, rebuilt
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 
@@ -25,7 +24,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     """One result of those of all replicas. Differentiable.
 
     Args:
-        outputs: Of the replicas, in their order: lists, tuples, named tuples, dicts and dataclasses of tensors.
+        outputs: Of the replicas, in their order: lists, tuples, named tuples, mappings and dataclasses of tensors.
         device: Where the result goes.
         dim: Along which samples lie.
 
@@ -50,11 +49,11 @@ def _gathered(found: list[Any], device: torch.device, dim: int, where: str) -> A
         raise _differ(where, "type", f"{names[0]} on replica 0 and {names[1]} on replica {odd}")
     if isinstance(first, torch.Tensor):
         return _joined(found, device, dim, where)
-    parts = _parts(first)
+    parts = parts_of(first)
     if parts is None:
         return _same(found, where)
     keys = list(parts)
-    columns = [_parts(other) or {} for other in found]
+    columns = [parts_of(other) or {} for other in found]
     for index, column in enumerate(columns):
         if column.keys() != parts.keys():
             told = f"{keys} on replica 0 and {list(column)} on replica {index}"
@@ -63,31 +62,7 @@ def _gathered(found: list[Any], device: torch.device, dim: int, where: str) -> A
         key: _gathered([column[key] for column in columns], device, dim, f"{where}[{key!r}]")
         for key in keys
     }
-    return _rebuilt(first, joined)
-
-
-def _parts(found: Any) -> dict[Any, Any] | None:
-    """What a container holds; None of anything else."""
-    if isinstance(found, dict):
-        return dict(found)
-    if isinstance(found, list | tuple):
-        return dict(enumerate(found))
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return None
-
-
-def _rebuilt(first: Any, parts: dict[Any, Any]) -> Any:
-    if isinstance(first, tuple):
-        values: Iterable[Any] = parts.values()
-        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
-    twin = copy.copy(first)  # a subclass keeps what else it has
-    for key, value in parts.items():
-        if isinstance(first, dict | list):
-            twin[key] = value
-        else:
-            object.__setattr__(twin, key, value)  # also where it is frozen
-    return twin
+    return rebuilt(first, joined)
 
 
 def _joined(found: list[torch.Tensor], device: torch.device, dim: int, where: str) -> torch.Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from braid.data_parallel.containers import parts_of, rebuilt
 
 __all__ = ["mapped", "tensors_in"]
 
@@ -47,32 +47,6 @@ def mapped(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _mapped(found: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(found, torch.Tensor):
         return change(found)
-    parts = _parts(found)
+    parts = parts_of(found) or {}
     new = {key: _mapped(value, change) for key, value in parts.items()}
-    if all(new[key] is parts[key] for key in parts):
-        return found
-    if isinstance(found, MappingProxyType):
-        return MappingProxyType(new)
-    if isinstance(found, tuple):
-        values: Iterable[Any] = new.values()
-        return type(found)(*values) if hasattr(found, "_fields") else type(found)(values)
-    twin = copy.copy(
-        found
-    )  # a subclass keeps what else it has, such as the default of a defaultdict
-    for key, value in new.items():
-        if isinstance(found, MutableMapping | list):
-            twin[key] = value
-        else:
-            object.__setattr__(twin, key, value)  # also where it is frozen
-    return twin
-
-
-def _parts(found: Any) -> dict[Any, Any]:
-    """What a container holds that can be changed; nothing of anything else."""
-    if isinstance(found, MutableMapping | MappingProxyType):
-        return dict(found)
-    if isinstance(found, list | tuple):
-        return dict(enumerate(found))
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    return {}
+    return found if all(new[key] is parts[key] for key in parts) else rebuilt(found, new)
