@@ -107,6 +107,20 @@ def test_what_else_a_container_has_is_kept():
     assert (batch.x.tolist(), batch.scaled.tolist()) == ([1.0, 1.0], [3.0, 3.0])
 
 
+@dataclasses.dataclass
+class Unfinished:
+    """Has a field that is set later."""
+
+    x: torch.Tensor
+    cache: torch.Tensor = dataclasses.field(init=False)
+
+
+def test_fields_that_are_not_set_stay_unset():
+    found = mapped(Unfinished(torch.ones(2)), _low)
+    assert found.x.dtype == torch.bfloat16
+    assert not hasattr(found, "cache")
+
+
 def test_a_tensor_that_is_passed_twice_stays_one():
     x, whole = torch.ones(2), torch.ones(2, dtype=torch.int64)
     query, named, count = mapped((x, {"key": x}, whole), _low)

@@ -20,6 +20,7 @@ class Listener:
 
     def __init__(self, net):
         self.told = []
+        self.parts = []
         records = ParamTable.of(net).records
         self.hooks = GradientHooks(
             records, on_output=self.output, on_part=self.part, on_gradient=self.gradient
@@ -28,8 +29,9 @@ class Listener:
     def output(self, forward):
         self.told.append(forward)
 
-    def part(self, grad):
+    def part(self, position, grad):
         self.told.append("part")
+        self.parts.append(position)
         return 2 * grad
 
     def gradient(self, position):
@@ -79,6 +81,7 @@ def test_what_is_frozen_while_weighing_begins_is_weighed_later(net):
     net.bias.requires_grad_(True)
     listener.hooks.follow()
     assert backward(net, listener).count("part") == 2
+    assert sorted(listener.parts) == [0, 1]
 
 
 def test_weighing_that_began_with_nothing_is_not_forgotten(net):

@@ -18,7 +18,7 @@ from braid.data_parallel import (
     PeriodicModelAverager,
     PostLocalSGDOptimizer,
 )
-from braid.errors import ConfigError
+from braid.errors import ConfigError, MismatchError
 
 
 def _sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -127,6 +127,24 @@ def _after(group: Group) -> list[float]:
 
 def test_training_goes_on_when_the_rank_has_good_parameters_again(world):
     assert world(2, _after) == [[4.0, 4.0]] * 2
+
+
+def _differing(group: Group, kind: str) -> str:
+    params = [nn.Parameter(torch.zeros(2))]
+    try:
+        optimizer = MAKERS[kind](params, group, nonfinite="ignore" if group.rank else "warn")
+        for _ in range(2):
+            optimizer.step()
+    except MismatchError as found:
+        return str(found)
+    return ""
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_reactions_that_differ_between_ranks_are_shown(world, kind):
+    for text in world(2, _differing, kind):
+        assert "rank 0  nonfinite='warn'" in text
+        assert "rank 1  nonfinite='ignore'" in text
 
 
 def _overflown(group: Group) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +23,7 @@ from braid.checkpoint import (
     training_tensors,
 )
 from braid.comm import Group
-from braid.data_parallel import DiLoCo, PeriodicModelAverager, PostLocalSGDOptimizer
+from braid.data_parallel import DiLoCo, NonFiniteError, PeriodicModelAverager, PostLocalSGDOptimizer
 from braid.errors import CheckpointError, ConfigError
 from braid.testing.worlds import run_threads
 
@@ -130,6 +133,31 @@ def _owing(group: Group, path: Path) -> tuple[bool, list[torch.Tensor]]:
 
 
 @pytest.mark.procs
+def _refused_to_meet(group: Group, path: Path) -> bool:
+    """Whether each rank finds what it saved after an outer step that did not take place."""
+    net = Net()
+    optimizer = DiLoCo(
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        period=1,
+        process_group=group,
+        nonfinite="raise",
+    )
+    for param in net.parameters():
+        param.grad = torch.full_like(param, float("nan") if group.rank == 0 else 1.0)
+    with contextlib.suppress(NonFiniteError):
+        optimizer.step()
+    _save(group, path, net, optimizer, 1)
+    found = load(path, group=group)
+    return all(
+        torch.equal(found.read(f"model/{name}").isnan(), param.isnan())
+        for name, param in net.named_parameters()
+    )
+
+
+def test_parameters_of_an_average_that_was_refused_are_each_ranks_own(world, tmp_path):
+    assert world(2, _refused_to_meet, tmp_path) == [True, True]
+
+
 def test_what_a_format_left_out_is_each_ranks_own(hosts, tmp_path):
     told = hosts(3, _owing, tmp_path)
     assert all(same for same, _ in told)
@@ -200,6 +228,18 @@ def test_diloco_keeps_rank_0s_parameters_where_its_own_are_not_those_of_the_stat
 # Optimizers of other kinds.
 
 
+class Mode(str, enum.Enum):
+    """Text with a name."""
+
+    FAST = "fast"
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    HIGH = 7
+
+
 class Odd(torch.optim.SGD):
     """Remembers something of its own."""
 
@@ -232,6 +272,11 @@ def test_all_that_a_state_dict_holds_comes_back_as_it_was(tmp_path):
     found = _remembered(tmp_path, {**memory, "x": (torch.arange(3.0),)})
     assert torch.equal(found.pop("x")[0], torch.arange(3.0))
     assert found == memory
+
+
+def test_derived_text_and_numbers_are_filed_as_what_they_are(tmp_path):
+    memory = [Mode.FAST, Level.HIGH, np.int64(3), np.float32(0.5), np.float64("inf")]
+    assert _remembered(tmp_path, memory) == ["fast", 7, 3, 0.5, float("inf")]
 
 
 @pytest.mark.parametrize(

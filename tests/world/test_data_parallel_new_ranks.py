@@ -85,6 +85,29 @@ def test_a_new_rank_averages_no_gradients_where_the_others_have_ended_that(world
     assert not torch.equal(found[0][1][0], found[2][1][0])
 
 
+def _goes_on_in_a_larger_group(group: Group, kind: str) -> list[torch.Tensor]:
+    hook = _hook(kind)
+    pair = group.split(0 if group.rank < 2 else None)
+    model = _model()
+    for members, steps in ((pair, range(3)), (group, range(3, 4))):
+        if members is None:
+            continue
+        wrapped = DistributedDataParallel(model, process_group=members)
+        wrapped.register_comm_hook(None, hook)
+        for step in steps:
+            wrapped.zero_grad()
+            generator = torch.Generator().manual_seed(100 * group.rank + step)
+            wrapped(torch.randn(8, WIDTH, generator=generator)).square().mean().backward()
+    counts = torch.tensor(list(hook.state_dict()["steps"].values()))
+    return [*(p.grad.clone() for p in model.parameters()), counts]
+
+
+def test_a_hook_that_goes_to_a_larger_group_agrees_with_who_is_there(world):
+    first, *others = world(3, _goes_on_in_a_larger_group, "powersgd")
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
 def _of_different_steps(group: Group, kind: str, states: dict[int, Any]) -> str:
     try:
         _trained(group, kind, states, range(1))

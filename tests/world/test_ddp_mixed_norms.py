@@ -118,6 +118,26 @@ def test_weights_beside_statistics_have_their_dtype(world, buffers, synchronised
     assert world(RANKS, _dtypes, precision, synchronised) == [expected] * RANKS
 
 
+class _Own(nn.BatchNorm1d):
+    """Computes by itself, from what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(0)) * self.weight + self.bias
+
+
+def _own_forward(group: Group) -> torch.dtype:
+    net = _filled(nn.Sequential(_Own(3), nn.utils.skip_init(nn.Linear, 3, 2)))
+    precision = MixedPrecision(param_dtype=LOW)
+    wrapped = DistributedDataParallel(net, process_group=group, mixed_precision=precision)
+    y = wrapped(torch.ones(4, 3))
+    y.sum().backward()
+    return y.dtype
+
+
+def test_a_layer_with_a_forward_of_its_own_gets_16_bits(world):
+    assert world(1, _own_forward) == [LOW]
+
+
 def _synchronised(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     net = SyncBatchNorm.convert_sync_batchnorm(_net("batch"), group)
     wrapped = DistributedDataParallel(

@@ -56,7 +56,10 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=LR)
 
 
-def said_by(call: Callable[[], object], kind: type[BaseException] = BraidError) -> str:
+def said_by(
+    call: Callable[[], object],
+    kind: type[BaseException] | tuple[type[BaseException], ...] = BraidError,
+) -> str:
     try:
         call()
     except kind as error:
@@ -122,53 +125,83 @@ def test_the_last_batch_of_an_epoch_is_averaged_alone(world, size, wrap):
     assert_close(first, in_one_process(size, [[0, 1], [2], [3, 4], [5]]))
 
 
-def _steps_too_early(group: Group) -> tuple[str, str]:
+def _warned(group: Group, train: Callable[..., object], *arguments: object) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(group, *arguments)
+    return [str(one.message) for one in caught if "this rank's alone" in str(one.message)]
+
+
+def _steps_too_early(group: Group, kind: str) -> None:
     module = net()
     wrapped = DistributedDataParallel(module, process_group=group, every=2)
     optimizer = sgd(module)
-    loss_of(wrapped, group.rank, 0).backward()
-    optimizer.step()
-    said = said_by(lambda: wrapped(batch(group.rank, 1)), ConfigError)
-    return said, said_by(lambda: wrapped(batch(group.rank, 1)), ConfigError)
+    for number in range(6):
+        loss_of(wrapped, group.rank, number).backward()
+        last = number % 3 == 2  # an epoch of three batches
+        if kind == "each" or last or (kind == "odd" and number % 3):
+            optimizer.step()
+        if kind != "keeps":
+            optimizer.zero_grad()
 
 
-def test_a_step_on_gradients_of_one_rank_alone_is_refused_in_the_next_forward(world):
-    for said, again in world(2, _steps_too_early):
-        assert "'2.bias' has changed after number 1, by gradients of this rank alone" in said
-        assert "average_next()" in said
-        assert again == "nothing happened"  # once
+@pytest.mark.parametrize("kind", ["each", "odd", "keeps"])
+def test_a_step_on_gradients_of_one_rank_alone_is_told_once(procs, kind):
+    for said in procs(2, _warned, _steps_too_early, kind):
+        assert len(said) == 1
+        assert "'2.bias' has changed after number 1" in said[0]
+        assert "average_next()" in said[0]
 
 
-def _exchanged_weights(group: Group) -> str:
-    module = net()
-    wrapped = DistributedDataParallel(module, process_group=group, every=2)
-    loss_of(wrapped, group.rank, 0).backward()
-    own = values(module)
-    with torch.no_grad():
-        for numbers in ([torch.zeros_like(one) for one in own], own):  # as averaged weights are
-            for param, one in zip(module.parameters(), numbers, strict=True):
-                param.copy_(one)
-    return said_by(lambda: loss_of(wrapped, group.rank, 1).backward())
-
-
-def test_weights_that_are_exchanged_and_come_back_are_no_step(world):
-    assert world(2, _exchanged_weights) == ["nothing happened"] * 2
-
-
-def _steps_within_no_sync(group: Group) -> tuple[str, bool]:
+def _changes(group: Group, kind: str) -> None:
     module = net()
     wrapped = DistributedDataParallel(module, process_group=group, every=3)
     optimizer = sgd(module)
-    before = values(module)
-    with wrapped.no_sync():
+    own = values(module)
+    if kind == "no_sync":
+        with wrapped.no_sync():
+            loss_of(wrapped, group.rank, 0).backward()
+        optimizer.step()
+    else:  # others come, and go again, as averaged weights do
         loss_of(wrapped, group.rank, 0).backward()
-    optimizer.step()
-    said = said_by(lambda: wrapped(batch(group.rank, 1)))
-    return said, torch.equal(values(module)[0], before[0])
+        with torch.no_grad():
+            for numbers in ([torch.zeros_like(one) for one in own], own):
+                for param, one in zip(module.parameters(), numbers, strict=True):
+                    param.copy_(one)
+    wrapped(batch(group.rank, 1))
 
 
-def test_a_local_step_that_is_meant_is_taken(world):
-    assert world(2, _steps_within_no_sync) == [("nothing happened", False)] * 2
+@pytest.mark.parametrize("kind", ["no_sync", "exchanged"])
+def test_changes_that_are_meant_are_not_spoken_of(procs, kind):
+    assert procs(2, _warned, _changes, kind) == [[], []]
+
+
+def _breaks(group: Group) -> list[str]:
+    module = net()
+    optimizer = DistributedOptimizer(sgd(module), process_group=group, backward_passes_per_step=2)
+    said = []
+
+    def backward(number: int) -> None:
+        hidden = module[0](batch(group.rank, number))
+        if group.rank == 0 and number == 0:
+            hidden.register_hook(fail)  # after the gradients of the last layer
+        module[1:](hidden).square().mean().backward()
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    for number in range(6):
+        said.append(said_by(lambda n=number: backward(n), (ArithmeticError, BraidError)))
+        if said[-1] != "nothing happened":
+            optimizer.zero_grad()
+    return [one.partition(":")[0] for one in said]
+
+
+def test_ranks_stay_in_step_when_one_drops_gradients_after_an_exception(world):
+    fine = "nothing happened"
+    broken, other = world(2, _breaks)
+    assert broken == ["ArithmeticError", "CommError", *[fine] * 4]
+    assert other == [fine, "CommError", *[fine] * 4]
 
 
 def _drops(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
@@ -305,6 +338,29 @@ def test_weights_hold_for_outputs_that_hide_their_tensors_and_for_parameters_of_
         assert_close(found, [param.grad for param in module.parameters()])
 
 
+def _of_the_module(group: Group) -> list[torch.Tensor]:
+    module = net()
+    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped.weigh(3.0)
+    weight = module[0].weight
+    (penalty,) = torch.autograd.grad(weight.square().sum(), weight)
+    (own,) = torch.autograd.grad(wrapped.module(batch(group.rank, 0)).square().mean(), weight)
+    wrapped.weigh(5.0)
+    loss_of(wrapped, group.rank, 0).backward()
+    return [penalty, own, weight.grad]
+
+
+def test_gradients_that_are_asked_for_without_the_wrapper_have_no_weight(world):
+    module = net()
+    weight = module[0].weight
+    for rank, (penalty, own, mean) in enumerate(world(2, _of_the_module)):
+        (expected,) = torch.autograd.grad(loss_of(module, rank, 0), weight)
+        assert torch.equal(penalty, 2 * weight)
+        assert torch.equal(own, expected)
+        whole = (loss_of(module, 0, 0) + loss_of(module, 1, 0)) / 2
+        torch.testing.assert_close(mean, torch.autograd.grad(whole, weight)[0])
+
+
 class _LossParameter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -383,10 +439,20 @@ def _thaws(group: Group) -> list[torch.Tensor]:
     module = net()
     module[0].weight.requires_grad_(False)
     wrapped = DistributedDataParallel(module, process_group=group)
-    wrapped.step_in_backward(lambda params: torch.optim.SGD(params, lr=LR))
+    made = []
+
+    def optimizer(params: list[nn.Parameter]) -> torch.optim.SGD:
+        assert all(param.requires_grad for param in params)
+        made.extend(params)
+        return torch.optim.SGD(params, lr=LR)
+
+    steps = wrapped.step_in_backward(optimizer)
     loss_of(wrapped, group.rank, 0).backward()
+    assert "0.weight" not in steps
     module[0].weight.requires_grad_(True)
-    loss_of(wrapped, group.rank, 1).backward()
+    for number in (1, 2):
+        loss_of(wrapped, group.rank, number).backward()
+    assert len(made) == len(steps) == 4
     return values(module)
 
 
@@ -429,6 +495,23 @@ def test_an_early_end_is_thrown_before_a_forward_that_waits_for_others(world, sy
         assert "found that a rank has no more" in thrown
 
 
+def _frozen_statistics(group: Group) -> str:
+    module = _Synced(group)
+    module.layers[1].eval()
+    wrapped = DistributedDataParallel(module, process_group=group)
+
+    def train() -> None:
+        with wrapped.join():
+            for number in range((3, 2)[group.rank]):
+                loss_of(wrapped, group.rank, number).backward()
+
+    return said_by(train)
+
+
+def test_statistics_that_are_frozen_wait_for_nobody(world):
+    assert world(2, _frozen_statistics) == ["nothing happened"] * 2
+
+
 # Ranks that differ, and what cannot be.
 
 
@@ -456,14 +539,31 @@ def test_arguments_that_differ_between_ranks_are_shown(world, arguments, shown):
         assert "parameters in the same order" not in said
 
 
-def _same_reaction(group: Group) -> str:
+def _reacts(group: Group, kinds: tuple[str, str]) -> str:
     module = net()
-    back = Rollback(module, sgd(module), every=5)
-    return said_by(lambda: DistributedDataParallel(module, process_group=group, nonfinite=back))
+    reactions = {
+        "rollback": lambda: Rollback(module, sgd(module), every=5),
+        "function": lambda: print,
+    }
+    kind = kinds[min(group.rank, 1)]
+    reaction = reactions.get(kind, lambda: kind)()
+    return said_by(
+        lambda: DistributedDataParallel(
+            module, process_group=group, nonfinite=reaction, check_all=group.rank == 0
+        )
+    )
 
 
-def test_reactions_of_one_kind_are_the_same_argument(world):
-    assert world(2, _same_reaction) == ["nothing happened"] * 2
+@pytest.mark.parametrize("kinds", [("rollback", "rollback"), ("warn", "ignore"), ("function", "ignore"), ("skip", "skip")])  # fmt: skip
+def test_what_each_rank_tells_and_looks_at_is_its_own(world, kinds):
+    assert world(2, _reacts, kinds) == ["nothing happened"] * 2
+
+
+@pytest.mark.parametrize("kinds", [("rollback", "warn"), ("ignore", "skip"), ("raise", "function")])
+def test_reactions_that_would_part_the_ranks_are_shown(world, kinds):
+    for said in world(2, _reacts, kinds):
+        assert said.startswith("MismatchError: expected the same arguments on every rank")
+        assert "nonfinite=" in said
 
 
 def _no_value(group: Group) -> str:

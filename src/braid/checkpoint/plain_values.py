@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -27,10 +28,11 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, int):
-        if isinstance(value, kind):
-            return kind(value)  # derived ones, such as numpy's, are unknown to JSON
-    if isinstance(value, float):
+    if isinstance(value, str):
+        return str.__str__(value)  # not what a class derived from it prints, such as an Enum
+    if isinstance(value, Integral):  # also numpy's
+        return int(value)
+    if isinstance(value, Real):
         return float(value) if math.isfinite(value) else {"float": str(float(value))}
     if isinstance(value, torch.Tensor) and name not in tensors:
         tensors[name] = value

@@ -82,7 +82,9 @@ class ModelAverager(ABC):
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
-                self._flat = FlatParams.agreed(found, self.process_group)
+                self._flat = FlatParams.agreed(
+                    found, self.process_group, nonfinite=self._check.nonfinite
+                )
             mean(self._flat, group, self._check, step)
             self._all_averaged = group is self.process_group
 

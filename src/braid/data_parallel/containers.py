@@ -18,7 +18,8 @@ def parts_of(found: Any) -> dict[Any, Any] | None:
     if isinstance(found, list | tuple):
         return dict(enumerate(found))
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+        names = [field.name for field in dataclasses.fields(found)]
+        return {name: getattr(found, name) for name in names if hasattr(found, name)}
     return None
 
 

@@ -175,7 +175,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         if init_sync:
             others = {"buffers": self.forward_sync_buffers, "hash_every": hash_every, "hook": hook}
-            common = arguments_in_common(options, nonfinite=nonfinite, **others)
+            common = arguments_in_common(options, nonfinite, **others)
             table.make_equal(group, common)
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
@@ -226,7 +226,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def average_next(self) -> None:
         """Let the next backward average, whichever of `every` it is, on all ranks: the last one of an epoch that is no multiple of it.
 
-        An optimizer's step after any other backward is refused in the next forward. Gradients that are set to None restart the count.
+        An optimizer's step after any other backward is told in the next forward, by a warning. Gradients that are set to None restart the count.
         """
         self._reducer.average_next()
 
@@ -263,13 +263,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             optimizer: Makes the optimizer of one parameter, such as `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
 
         Returns:
-            The optimizers by the parameter's name, for schedules and checkpoints.
+            The optimizers by the parameter's name, for schedules and checkpoints; one of a parameter that is unfrozen later comes with its first step.
         """
-        dense = [record for record in self._table if not record.sparse]  # frozen ones may thaw
-        steps = {record.name: optimizer([record.param]) for record in dense}
+        trained = [record for record in self._table.trained if not record.sparse]
+        steps = {record.name: optimizer([record.param]) for record in trained}
 
         def step(records: Sequence[ParamRecord], usable: bool) -> None:
             for record in records:
+                if record.name not in steps:  # unfrozen meanwhile
+                    steps[record.name] = optimizer([record.param])
                 if usable:
                     steps[record.name].step()
                 record.param.grad = None

@@ -8,6 +8,7 @@ from dataclasses import fields
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from braid.data_parallel.rollback import Rollback
 from braid.errors import ConfigError
 from braid.params import Caps, ParamTable, ReducerOptions
 
@@ -115,15 +116,26 @@ def checked_names(names: Collection[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def arguments_in_common(options: ReducerOptions, **others: object) -> dict[str, object]:
-    """What all ranks must have said alike, or their collectives would not meet; in a form that compares as text."""
+def arguments_in_common(
+    options: ReducerOptions, nonfinite: object, **others: object
+) -> dict[str, object]:
+    """What all ranks must have said alike, or their collectives would not meet, or their parameters part; in a form that compares as text.
+
+    Args:
+        options: Of the reducer; what one rank looks at by itself is left out.
+        nonfinite: A reaction; those that only tell something may differ.
+        **others: As they are.
+    """
     own = {field.name: getattr(options, field.name) for field in fields(options)}
+    del own["check_all"]
     own["delayed"] = sorted(options.delayed)
-    named = {
-        name: getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else value
-        for name, value in others.items()
-    }
-    return own | named
+    if nonfinite in {"skip", "raise"}:
+        own["nonfinite"] = nonfinite
+    elif isinstance(nonfinite, Rollback):
+        own["nonfinite"] = "Rollback"
+    else:
+        own["nonfinite"] = "go on"
+    return own | others
 
 
 def trigger_of(

@@ -88,11 +88,14 @@ class DiLoCo(WrappedOptimizer):
         self._check = FiniteCheck(nonfinite, "DiLoCo")
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
-        self._ways = FlatParams.agreed(parameters_in(optim.param_groups), group)
+        self._ways = FlatParams.agreed(
+            parameters_in(optim.param_groups), group, period=period, wire=wire, nonfinite=nonfinite
+        )
         own = [flat.clone() for flat in self._ways.read()]
         make_equal(self._ways, group)
         moved = not all(map(torch.equal, own, self._ways.flats))
         self._replaced = own if moved else None  # until the first step
+        self._just_met = True  # all ranks have the same parameters
         self._starts = [flat.clone() for flat in self._ways.flats]
         self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
         self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint
@@ -113,6 +116,7 @@ class DiLoCo(WrappedOptimizer):
         for group in self.param_groups:
             refuse_others(self._ways, group["params"], "DiLoCo")
         self._replaced = None
+        self._just_met = False
         loss = self.optim.step(closure)
         self.num_steps += 1
         if self.num_steps % self.period == 0:
@@ -138,11 +142,12 @@ class DiLoCo(WrappedOptimizer):
             start.sub_(way, alpha=self._lr)
             way.copy_(start)
         self._ways.write()
+        self._just_met = True
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
         """All are, except for trained parameters right after an outer step, its starts and its momentum."""
         outer = (f"optimizer_state_dict/{KEY}/{part}/" for part in ("start", "momentum"))
-        equal = self.num_steps % self.period == 0 and any(tensor is p for p in self._ways.params)
+        equal = self._just_met and any(tensor is p for p in self._ways.params)
         return not (equal or name.startswith(tuple(outer)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,6 +186,7 @@ class DiLoCo(WrappedOptimizer):
             raise ConfigError(msg)
         self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self.num_steps = outer["num_steps"]
+        self._just_met = False  # as far as is known here
         self._give_back(outer.get("checksum"))
         for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
             for into, x in zip(kept, loaded, strict=True):

@@ -64,13 +64,16 @@ class FlatParams:
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
 
     @classmethod
-    def agreed(cls, params: Sequence[nn.Parameter], group: Group) -> FlatParams:
-        """After a look at whether all members have the same; a collective.
+    def agreed(
+        cls, params: Sequence[nn.Parameter], group: Group, **arguments: object
+    ) -> FlatParams:
+        """After a look at whether all members have the same, and have said the same; a collective.
 
         Raises:
             MismatchError: They have others, or another order; the message shows where.
         """
-        ParamTable.named((str(number), param) for number, param in enumerate(params)).compare(group)
+        named = ((str(number), param) for number, param in enumerate(params))
+        ParamTable.named(named).compare(group, arguments)
         return cls(params, group)
 
     @torch.no_grad()
@@ -147,7 +150,7 @@ class FiniteCheck:
     An average is not finite if a rank's share is not, so all ranks see it at once, and only then ask each other whose it was.
 
     Args:
-        nonfinite: ignore; warn, once; or raise on all that average together. The same on all ranks.
+        nonfinite: ignore; warn, once; or raise on all that average together. The same on all ranks, which whoever has it compares.
         what: Who averages, for messages.
 
     Raises:
@@ -160,7 +163,7 @@ class FiniteCheck:
         if nonfinite not in CHOICES:
             msg = f"expected nonfinite out of {', '.join(CHOICES)} for {what}, found {nonfinite!r}"
             raise ConfigError(msg)
-        self._nonfinite = nonfinite
+        self.nonfinite = nonfinite
         self._what = what
         self._said = False
 
@@ -170,10 +173,10 @@ class FiniteCheck:
         Raises:
             NonFiniteError: It is not, and shall raise.
         """
-        if self._nonfinite == "ignore" or all(map(_is_finite, flat.flats)):
+        if self.nonfinite == "ignore" or all(map(_is_finite, flat.flats)):
             return
         found = f"{_whose(flat, group)} in step {step} of {self._what}"
-        if self._nonfinite == "raise":
+        if self.nonfinite == "raise":
             msg = (
                 f"expected finite parameters, found {found}: look at that rank's batches, lower the learning rate or clip; each rank still has the "
                 "parameters that it had before they were averaged"

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
+from braid.comm import Group
 from braid.errors import ConfigError
 from braid.params import GradBucket
 
-__all__ = ["Agreed", "agree"]
+__all__ = ["Agreed", "AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):
@@ -30,6 +32,24 @@ class Agreed(NamedTuple):
     counts: list[int]
     source: int
     is_new: list[bool]
+
+
+class AgreedNames:
+    """Parameters on whose counts the ranks of a group have agreed; a hook may go from one group to another."""
+
+    def __init__(self) -> None:
+        self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()
+
+    def fresh(self, bucket: GradBucket) -> list[str]:
+        """Names in the bucket that are not among them, and are from now on."""
+        known = self._names.setdefault(bucket.group, set())
+        found = [name for name in bucket.names if name not in known]
+        known.update(found)
+        return found
+
+    def clear(self) -> None:
+        """There are others now."""
+        self._names.clear()
 
 
 def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[int]) -> Agreed:

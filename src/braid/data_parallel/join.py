@@ -174,7 +174,7 @@ class Join:
 def syncs_in_forward(module: nn.Module) -> str | None:
     """Why ranks without input cannot shadow steps of this module; None if they can."""
     for name, part in module.named_modules():
-        if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm):
+        if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (
                 f"expected a module whose forward waits for no other rank, found {type(part).__name__} {name!r}, which a rank without input cannot help "
                 "with: give all ranks equally many batches, say throw_on_early_termination=True, or use BatchNorm"

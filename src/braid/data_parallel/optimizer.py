@@ -50,7 +50,8 @@ class DistributedOptimizer:
         named_parameters: Names for messages, such as `model.named_parameters()`; numbers when None.
         process_group: See `DistributedDataParallel`.
         backward_passes_per_step: Average in every k-th backward; the others accumulate. A step that comes earlier averages what there is, on all ranks;
-            gradients that are zeroed earlier restart the count.
+            gradients that are zeroed earlier restart the count. What looks at gradients before such a step, as clipping and a `torch.amp.GradScaler` do, needs
+            `synchronize()` before it: a scaler that leaves the step out on one rank alone would leave others waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Copy rank 0's parameters to all first, and compare what there is.
         nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`; a `Rollback` is made before, with `optimizer`.
@@ -89,7 +90,7 @@ class DistributedOptimizer:
             every=backward_passes_per_step, caps=caps_of(bucket_cap_mb, None), check_all=check_all
         )
         if init_sync:
-            table.make_equal(group, arguments_in_common(options, nonfinite=nonfinite))
+            table.make_equal(group, arguments_in_common(options, nonfinite))
         reducer = GradientReducer(group, table, options)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
@@ -122,8 +123,7 @@ class _Averaging:
         """As the optimizer's own; and if the last backward was left by an exception, the others are told."""
         self._follow()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
-        if self._reducer.accumulates:
-            self._reducer.restart()
+        self._reducer.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: parameters that come later would not be averaged."""

@@ -18,7 +18,7 @@ import torch
 
 from braid.comm import Group
 from braid.data_parallel.averaging import ModelAverager
-from braid.data_parallel.hook_agreement import agree
+from braid.data_parallel.hook_agreement import AgreedNames, agree
 from braid.data_parallel.whole_numbers import is_whole
 from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
 from braid.errors import ConfigError
@@ -49,14 +49,13 @@ class PostLocalSGDHook:
         self.start = start
         self.subgroup = subgroup
         self._num_steps: Counter[str] = Counter()
-        self._agreed: set[str] = set()  # names on whose steps all ranks have agreed
+        self._agreed = AgreedNames()
 
     def __call__(self, state: object, bucket: GradBucket) -> Steps:
         """Average a bucket; `state` is not looked at."""
         del state
-        fresh = [name for name in bucket.names if name not in self._agreed]
+        fresh = self._agreed.fresh(bucket)
         if fresh:
-            self._agreed.update(fresh)
             counts = [self._num_steps[name] for name in fresh]
             agreed = agree("PostLocalSGDHook", bucket, fresh, counts)
             self._num_steps |= dict(zip(fresh, agreed.counts, strict=True))

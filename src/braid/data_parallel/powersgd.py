@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from braid.comm.formats import ErrorFeedback, LowRank
-from braid.data_parallel.hook_agreement import agree
+from braid.data_parallel.hook_agreement import AgreedNames, agree
 from braid.data_parallel.whole_numbers import is_whole
 from braid.errors import ConfigError
 from braid.params import GradBucket
@@ -103,7 +103,7 @@ class PowerSGDHook:
         self.options = options or PowerSGDOptions()
         self._wire = wire
         self._memories: dict[str, _Memory] = {}
-        self._agreed: set[str] = set()  # names on whose steps all ranks have agreed
+        self._agreed = AgreedNames()
 
     def __call__(self, state: object, bucket: GradBucket) -> Steps:
         """Average a bucket; `state` is not looked at."""
@@ -174,15 +174,10 @@ class PowerSGDHook:
         Raises:
             ConfigError: Ranks have states of different steps.
         """
-        fresh = [
-            (name, param)
-            for name, param in zip(bucket.names, bucket.parameters(), strict=True)
-            if name not in self._agreed
-        ]
-        if not fresh:
+        names = self._agreed.fresh(bucket)
+        if not names:
             return
-        names = [name for name, _ in fresh]
-        self._agreed.update(names)
+        params = dict(zip(bucket.names, bucket.parameters(), strict=True))
         memories = [self._memories.setdefault(name, _Memory()) for name in names]
         qs = [memory.kept()[0] for memory in memories]
         counts = [memory.num_steps for memory in memories]
@@ -192,7 +187,7 @@ class PowerSGDHook:
         for i, (memory, q, rank) in enumerate(zip(memories, qs, ranks_of_q, strict=True)):
             memory.num_steps = agreed.counts[i]
             if rank and any(agreed.is_new):
-                param = fresh[i][1]
+                param = params[names[i]]
                 shape = max(param.shape[0], param.numel() // param.shape[0]), rank
                 memory.q = param.new_empty(shape, dtype=torch.float32) if q is None else q.clone()
                 memory.q = memory.q.to(param.device)

@@ -40,7 +40,8 @@ class GradientHooks:
     Args:
         records: Parameters by position.
         on_output: Bound method, called with a forward when a backward has reached an output of it.
-        on_part: Called before a part of a gradient is accumulated; may return what is accumulated instead.
+        on_part: Called with the position of a parameter and a part of its gradient before that is accumulated, or returned by `torch.autograd.grad`; may
+            return what is taken instead.
         on_gradient: Called with the position of a parameter whose gradient a backward has accumulated.
     """
 
@@ -49,7 +50,7 @@ class GradientHooks:
         records: Sequence[ParamRecord],
         *,
         on_output: Callable[[Forward], None],
-        on_part: Callable[[torch.Tensor], torch.Tensor | None],
+        on_part: Callable[[int, torch.Tensor], torch.Tensor | None],
         on_gradient: Callable[[int], None],
     ) -> None:
         self._records = records
@@ -83,10 +84,10 @@ class GradientHooks:
         """Weigh what has been unfrozen meanwhile, too: a frozen parameter takes no such hook."""
         if not self._weighs:
             return
-        hook = partial(_part_came, self._on_part)
         for position in self._by_position.keys() - self._part_handles.keys():
             param = self._records[position].param
             if param.requires_grad:
+                hook = partial(_part_came, self._on_part, position)
                 self._part_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def watch(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
@@ -122,10 +123,12 @@ def _gradient_came(
 
 
 def _part_came(
-    on_part: weakref.WeakMethod[Callable[[torch.Tensor], torch.Tensor | None]], grad: torch.Tensor
+    on_part: weakref.WeakMethod[Callable[[int, torch.Tensor], torch.Tensor | None]],
+    position: int,
+    grad: torch.Tensor,
 ) -> torch.Tensor | None:
     call = on_part()
-    return None if call is None else call(grad)
+    return None if call is None else call(position, grad)
 
 
 def _output_reached(

@@ -10,12 +10,12 @@ no step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
-from braid.errors import ConfigError
 from braid.params.table import ParamRecord
 
 __all__ = ["LocalSteps"]
@@ -32,6 +32,7 @@ class LocalSteps:
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
+        self._was_said = False
 
     def note(self, records: Iterable[ParamRecord]) -> None:
         """A backward has left its gradients local."""
@@ -46,25 +47,27 @@ class LocalSteps:
         self._kept = None
 
     def check(self, passed: int, every: int) -> None:
-        """Before the next forward.
+        """Before the next forward: warn, once, if the parameter has changed.
 
         Args:
             passed: Backwards since the last average.
             every: At which of them averages come.
-
-        Raises:
-            ConfigError: The parameter has changed.
         """
-        kept, self._kept = self._kept, None
-        if kept is None:
+        if self._kept is None:
             return
-        param = kept.record.param
-        if param._version == kept.version or torch.equal(param.detach(), kept.numbers):  # noqa: SLF001 - as above
-            self._kept = kept
+        record, version, numbers = self._kept
+        param = record.param
+        if param._version == version or torch.equal(param.detach(), numbers):  # noqa: SLF001 - as above
             return
-        msg = (
-            f"expected parameters to change after the backward that averages, the last of {every}, found that {kept.record.name!r} has changed after "
-            f"number {passed}, by gradients of this rank alone: ranks differ now. Step only after that, or call average_next() before a backward that "
-            "shall average earlier, as the last one of an epoch; mean it by no_sync()"
+        self._kept = None
+        if self._was_said:
+            return
+        self._was_said = True
+        warnings.warn(
+            f"expected parameters to change after the backward that averages, the last of every={every}, found that {record.name!r} has changed after "
+            f"number {passed}, whose gradients are this rank's alone: if that was an optimizer's step, ranks differ from now on. Step only after that "
+            "backward, or call average_next() before one that shall average earlier, such as the last of an epoch. Said once; no_sync() says that "
+            "it is meant",
+            UserWarning,
+            stacklevel=2,
         )
-        raise ConfigError(msg)

@@ -30,7 +30,7 @@ from torch._compile import _disable_dynamo
 
 from braid.comm import Group, Work
 from braid.errors import CommError, ConfigError, MismatchError
-from braid.params.autograd_grad import refuse_grad
+from braid.params.autograd_grad import is_returned, refuse_grad
 from braid.params.bucket_state import Bucket
 from braid.params.bucket_times import BucketTimes
 from braid.params.buckets import Buckets, StateHook
@@ -121,7 +121,11 @@ class GradientReducer:
         self._due = True
 
     def restart(self) -> None:
-        """What has accumulated has been dropped: count backwards from the next one."""
+        """What has accumulated has been dropped: count backwards from the next one; a rank whose backward broke stays in step with the others."""
+        if not self._broke:
+            self._drop()
+
+    def _drop(self) -> None:
         self._passed = 0
         self._total_weight = 0.0
         self._weighted = False
@@ -165,7 +169,7 @@ class GradientReducer:
             return
         if self._in_backward:
             self._give_up()
-        if self._passed and not self._broke and self._holds_nothing():
+        if self._passed and all(r.param.grad is None for r in self._records):
             self.restart()
         if self._plans.follow(accumulating=self._passed > 0):
             self._hooks.place(self._plan.positions)
@@ -177,10 +181,11 @@ class GradientReducer:
     @_disable_dynamo
     def begin(self) -> None:
         """Call before each forward whose gradients shall be averaged."""
+        if _in_backward():  # a forward that is computed again
+            return
+        self._local_steps.check(self._passed, self._options.every)
         self.follow()
-        if self._passed and not _in_backward():
-            self._local_steps.check(self._passed, self._options.every)
-        self._unreached += not _in_backward()
+        self._unreached += 1
 
     @_disable_dynamo
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -248,7 +253,7 @@ class GradientReducer:
         self._averages = False
         self._any_gradient = False
         self._due = False
-        self.restart()
+        self._drop()
         self._unreached = 0  # forwards to which no backward has come
         self._broke = False
         self._raised: Exception | None = None  # by `on_bucket`
@@ -281,8 +286,10 @@ class GradientReducer:
             self._unreached -= 1
         forward.counted = None
 
-    def _on_part(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def _on_part(self, position: int, grad: torch.Tensor) -> torch.Tensor | None:
         """A gradient is about to be accumulated: let it count what the forward counts."""
+        if not self._in_backward and is_returned(self._records[position].param):
+            return None
         self._enter()
         if (
             not self._seen_weights
@@ -362,10 +369,6 @@ class GradientReducer:
             if numbers is not None and not bool(numbers.isfinite().all()):
                 self._spoiled.add(position)
         return holding
-
-    def _holds_nothing(self) -> bool:
-        """Whether gradients that had accumulated are gone, as after `zero_grad()`."""
-        return all(record.param.grad is None for record in self._records)
 
     def _own_weight(self) -> float:
         """What this rank counts."""
