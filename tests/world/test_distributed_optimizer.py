@@ -313,6 +313,30 @@ def test_optimizers_by_layer_go_on_from_their_state(make):
     assert all(map(torch.equal, trained(2), trained(-1)))
 
 
+def _steps_of(make, options: dict, parts: bool) -> torch.Tensor:
+    """Steps of a complex parameter, or of its real view; the gradient is that of a conjugate."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randn(4, 3, dtype=torch.complex64, generator=generator) for _ in range(5)]
+    param = nn.Parameter(torch.view_as_real(drawn[0]).clone() if parts else drawn[0].clone())
+    optimizer = make([param], lr=0.1, weight_decay=0.1, **options)
+    for given in drawn[1:]:
+        grad = given.conj()
+        param.grad = torch.view_as_real(grad.resolve_conj()) if parts else grad
+        optimizer.step()
+    found = param.detach()
+    return found if parts else torch.view_as_real(found)
+
+
+def test_lamb_takes_complex_parameters_as_their_parts():
+    assert torch.equal(_steps_of(LAMB, {}, False), _steps_of(LAMB, {}, True))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_lars_takes_complex_parameters_as_their_parts(nesterov):
+    options = {"trust_coefficient": 0.5, "nesterov": nesterov}
+    torch.testing.assert_close(_steps_of(LARS, options, False), _steps_of(LARS, options, True))
+
+
 @pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": float("nan")}])
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError):

@@ -145,16 +145,23 @@ class LAMB(torch.optim.Optimizer):
                     state["first"] = torch.zeros_like(param)
                     state["second"] = torch.zeros_like(param)
                 state["step"] += 1
-                state["first"].lerp_(param.grad, 1 - beta1)
-                state["second"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-                first = state["first"] / (1 - beta1 ** state["step"])
-                second = state["second"] / (1 - beta2 ** state["step"])
-                update = first.div_(second.sqrt_().add_(group["eps"]))
-                update.add_(param, alpha=group["weight_decay"])
+                weight, grad = _real(param), _real(param.grad.resolve_conj())
+                first, second = _real(state["first"]), _real(state["second"])
+                first.lerp_(grad, 1 - beta1)
+                second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                update = first / (1 - beta1 ** state["step"])
+                scale = second / (1 - beta2 ** state["step"])
+                update.div_(scale.sqrt_().add_(group["eps"]))
+                update.add_(weight, alpha=group["weight_decay"])
                 if group["trust"]:
-                    update *= _trust(param.norm(), update.norm(), 0.0)
-                param.add_(update, alpha=-group["lr"])
+                    update *= _trust(weight.norm(), update.norm(), 0.0)
+                weight.add_(update, alpha=-group["lr"])
         return loss
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """A view of complex numbers as their parts, each of which has moments of its own, as in torch's Adam."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _trust(weight: torch.Tensor, moved: torch.Tensor, eps: float) -> torch.Tensor:
