@@ -371,8 +371,10 @@ def _sum(group: Group, vectors: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 def _adasum_by_hand(vectors: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     def pair(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        dot = (a * b).sum()
-        return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+        dot = (a * b.conj()).sum().real
+        return (1 - dot / (2 * a.abs().square().sum())) * a + (
+            1 - dot / (2 * b.abs().square().sum())
+        ) * b
 
     power = 1 << (len(vectors).bit_length() - 1)
     level = [
@@ -389,15 +391,17 @@ def _adasum_by_hand(vectors: list[list[torch.Tensor]]) -> list[torch.Tensor]:
 
 def _vectors(size: int, dtype: torch.dtype = torch.float64) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
+    drawn = torch.complex128 if dtype.is_complex else torch.float64
     return [
-        [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in ((4, 3), (5,))]
+        [torch.randn(s, generator=generator, dtype=drawn).to(dtype) for s in ((4, 3), (5,))]
         for _ in range(size)
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_adasum_is_the_tree_of_its_formula_for_any_number_of_ranks(world, size):
-    vectors = _vectors(size)
+def test_adasum_is_the_tree_of_its_formula_for_any_number_of_ranks(world, size, dtype):
+    vectors = _vectors(size, dtype)
     told = world(size, _sum, vectors)
     for found in told:
         assert all(torch.equal(a, b) for a, b in zip(found, told[0], strict=True))

@@ -47,7 +47,7 @@ def adasum_hook(state: object, bucket: GradBucket) -> Steps:
 
 
 def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Replace floating tensors by their Adasum over all ranks, each by itself; a collective.
+    """Replace floating or complex tensors by their Adasum over all ranks, each by itself; a collective.
 
     For gradients, or for what an optimizer's step has changed, as the paper does with optimizers that have momentum.
 
@@ -56,11 +56,11 @@ def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
         group: The ranks.
 
     Raises:
-        ConfigError: Some are not of floating point.
+        ConfigError: Some are neither of floating point nor complex.
     """
-    wrong = [str(x.dtype) for x in tensors if not x.is_floating_point()]
+    wrong = [str(x.dtype) for x in tensors if not (x.is_floating_point() or x.is_complex())]
     if wrong:
-        msg = f"expected floating tensors for adasum, found {', '.join(wrong)}"
+        msg = f"expected floating or complex tensors for adasum, found {', '.join(wrong)}: leave them out, or cast them"
         raise ConfigError(msg)
     copies = FlatParams(tensors, group)
     for flat, parts in zip(copies.read(), copies.views(), strict=True):
