@@ -504,6 +504,24 @@ def test_a_name_that_means_nothing_is_refused_with_those_that_do(world, name, wo
     assert words in world(1, _refused, name)[0]
 
 
+def _never_factored(kind: str) -> nn.Module:
+    if kind == "sparse":
+        return nn.utils.skip_init(nn.Embedding, 64, 64, sparse=True)
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(64, 64, dtype=getattr(torch, kind)))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["complex64", "float64", "sparse"])
+def test_matrices_that_powersgd_never_factors_are_said_to_be_of_another_kind(kind):
+    words = r"a matrix of float32, bfloat16, float16 with dense .* found none among 0 .*; 1 more .* never factored: leave the hook out"
+    with pytest.raises(ConfigError, match=words):
+        hook_of("powersgd:rank=2,start=1", SimpleNamespace(), ParamTable.of(_never_factored(kind)))
+    both = nn.ModuleList([_never_factored(kind), _linear(2, 2)])
+    with pytest.raises(ConfigError, match=r"which is 1\.weight float32\[2, 2\]; 1 more .* lower"):
+        hook_of("powersgd:rank=2,start=1", SimpleNamespace(), ParamTable.of(both))
+
+
 @pytest.mark.parametrize(
     ("name", "instead"), [("int8", "bf16_hook"), ("bf16+powersgd", "use hook='powersgd' instead")]
 )

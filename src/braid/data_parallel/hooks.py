@@ -19,7 +19,7 @@ import torch
 from braid.comm import Group
 from braid.comm.formats import by_name
 from braid.data_parallel.groups import group_of
-from braid.data_parallel.powersgd import PowerSGDHook, PowerSGDOptions
+from braid.data_parallel.powersgd import COMPRESSED, PowerSGDHook, PowerSGDOptions
 from braid.errors import ConfigError
 from braid.params import GradBucket, Hook, ParamTable
 from braid.params.grad_bucket import Steps
@@ -134,11 +134,30 @@ def _word(text: str) -> bool:
 
 
 def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) -> None:
-    if any(options.compresses(record.param) for record in table.trained):
+    dense = [record for record in table.trained if not record.sparse]
+    if any(options.compresses(record.param) for record in dense):
         return
-    largest = max(table.trained, key=lambda record: record.param.numel())
+    fit = [record for record in dense if record.param.dtype in COMPRESSED]
+    others = len(table.trained) - len(fit)
+    largest = max(fit, key=lambda record: record.param.numel(), default=None)
+    found = (
+        f"none among {len(fit)} parameters of that kind"
+        if others
+        else f"none among {len(fit)} parameters"
+    )
+    if largest is not None:
+        found += f", the largest of which is {largest}"
+    if others:
+        found += f"; {others} more are sparse or of other dtypes, such as complex ones, which are never factored"
+    advice = (
+        "leave the hook out" if largest is None else "lower rank or rate, or leave the hook out"
+    )
     msg = (
-        f"expected a matrix that factors of rank {options.rank} make {options.rate} times smaller for hook={text!r}, found none among "
-        f"{len(table.trained)} parameters, the largest of which is {largest}: lower rank or rate, or leave the hook out"
+        f"expected a matrix of {', '.join(map(_short, COMPRESSED))} with dense gradients that factors of rank {options.rank} make {options.rate} times "
+        f"smaller for hook={text!r}, found {found}: {advice}"
     )
     raise ConfigError(msg)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

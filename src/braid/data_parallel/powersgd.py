@@ -30,9 +30,9 @@ from braid.params import GradBucket
 from braid.params.grad_bucket import Steps
 from braid.types import text_digest
 
-__all__ = ["PowerSGDHook", "PowerSGDOptions"]
+__all__ = ["COMPRESSED", "PowerSGDHook", "PowerSGDOptions"]
 
-COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)
+COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # all others go whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
