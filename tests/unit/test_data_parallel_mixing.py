@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +120,64 @@ def test_columns_alone_are_enough_but_are_told_apart():
 def test_no_ranks_are_refused():
     with pytest.raises(ConfigError, match="at least one rank"):
         Mixing.ring(0)
+
+
+HALVES = [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        HALVES,
+        [HALVES],
+        np.array(HALVES),
+        np.array([HALVES]),
+        [np.array(HALVES, dtype=np.float32)],
+        torch.tensor(HALVES, dtype=torch.bfloat16),
+        torch.tensor([HALVES], dtype=torch.float64),
+        [list(torch.tensor(HALVES))],
+        [[np.float32(0.5), np.float32(0.5)], [0.5, 0.5]],
+    ],
+)
+def test_one_matrix_or_several_may_be_lists_arrays_or_tensors(given):
+    assert Mixing.of(given).matrices == (((0.5, 0.5), (0.5, 0.5)),)
+
+
+def test_one_matrix_of_one_rank_is_as_good_as_several():
+    assert Mixing.of([[1]]) == Mixing.of([[[1.0]]]) == Mixing.of(torch.ones(1, 1, 1))
+
+
+def _sums(mixing: Mixing, axis: int) -> np.ndarray:
+    return np.asarray(mixing.matrices[0]).sum(axis)
+
+
+@pytest.mark.parametrize("size", [3, 7, 33])
+def test_weights_of_32_bits_lose_nothing_in_64(size):
+    drawn = np.random.default_rng(size)
+    orders = [drawn.permutation(size) for _ in range(5)]
+    shares = drawn.dirichlet(np.ones(5))
+    doubly = sum(share * np.eye(size)[order] for share, order in zip(shares, orders, strict=True))
+    for matrix in (torch.full((size, size), 1 / size), doubly.astype(np.float32)):
+        mixing = Mixing.of([matrix])
+        assert mixing.doubly_stochastic
+        assert np.allclose(_sums(mixing, 0), 1.0, rtol=0, atol=1e-15)
+        assert np.allclose(np.asarray(mixing.matrices[0]), np.asarray(matrix), rtol=1e-5, atol=0)
+        assert Mixing.of(mixing.matrices, mixing.name) == mixing
+    columns = drawn.dirichlet(np.ones(size), size=size).T.astype(np.float32)
+    mixing = Mixing.of(torch.from_numpy(columns))
+    assert not mixing.doubly_stochastic
+    assert np.allclose(_sums(mixing, 0), 1.0, rtol=0, atol=1e-15)
+
+
+def test_how_far_a_sum_is_from_1_is_said_where_few_digits_do_not_tell():
+    third = float(np.float32(1 / 3))
+    with pytest.raises(ConfigError, match=r"column 0 that sums to 1\+3e-08 in step 0"):
+        Mixing.of([[[third] * 3] * 3])
+    with pytest.raises(ConfigError, match=r"column 0 that sums to 1\.00195"):
+        Mixing.of(torch.full((3, 3), 1 / 3, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("given", ["ring", 3, [0.5, 0.5], [[["a"]]], None])
+def test_what_is_no_matrix_of_numbers_is_refused(given):
+    with pytest.raises(ConfigError, match=r"expected matrices of numbers for mixing 'own'"):
+        Mixing.of(given)

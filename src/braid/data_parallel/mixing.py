@@ -27,9 +27,10 @@ Source: Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004; As
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,8 @@ __all__ = ["Matrix", "Mixing"]
 
 Matrix = tuple[tuple[float, ...], ...]
 TOLERANCE = 1e-9  # of sums; weights are quotients of small numbers
+COARSE = 1e-6  # for each rank, of sums of weights that are given in 32 bits
+MAX_ROUNDS = 100
 
 
 class Mixing(NamedTuple):
@@ -53,19 +56,32 @@ class Mixing(NamedTuple):
     matrices: tuple[Matrix, ...]
 
     @classmethod
-    def of(cls, matrices: Sequence[Sequence[Sequence[float]]], name: str = "own") -> Mixing:
+    def of(
+        cls,
+        matrices: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]],
+        name: str = "own",
+    ) -> Mixing:
         """Mixing by one's own matrices.
 
         Args:
-            matrices: One, or several that follow each other; square.
+            matrices: One, or several that follow each other; square. Lists, arrays or tensors; weights of 32 bits, whose sums are rounded, are divided by
+                these, so that nothing is lost in 64.
             name: For messages.
 
         Raises:
-            ConfigError: Weights are negative, columns do not sum to 1, a rank is left with nothing, or ranks never hear of all others at once;
-                all of it is said.
+            ConfigError: They are no matrices of numbers, weights are negative, columns do not sum to 1, a rank is left with nothing, or ranks never hear of
+                all others at once; all of it is said.
         """
-        found = tuple(tuple(tuple(map(float, row)) for row in matrix) for matrix in matrices)
-        mixing = cls(name, found)
+        found = []
+        try:
+            several: Sequence[Any] = [matrices] if _is_one(matrices) else matrices
+            for given in several:
+                matrix = tuple(tuple(map(float, row)) for row in given)
+                found.append(_exact(matrix) if _is_coarse(given) else matrix)
+        except (TypeError, ValueError) as exc:
+            msg = f"expected matrices of numbers for mixing {name!r}, such as [[[0.5, 0.5], [0.5, 0.5]]] for two ranks, found {matrices!r}: {exc}"
+            raise ConfigError(msg) from exc
+        mixing = cls(name, tuple(found))
         _check(mixing)
         return mixing
 
@@ -181,12 +197,72 @@ def _check(mixing: Mixing) -> None:
         raise ConfigError(msg)
 
 
+def _is_one(matrices: Any) -> bool:
+    """Whether it is one matrix, not several."""
+    if not len(matrices) or not len(matrices[0]):
+        return False
+    try:
+        len(matrices[0][0])
+    except TypeError:  # a number, also one of a library
+        return True
+    return False
+
+
+def _is_coarse(given: Any) -> bool:
+    """Whether a matrix, its rows or its numbers are of an array's dtype of less than 64 bits."""
+    for _ in range(3):
+        dtype = getattr(given, "dtype", None)
+        if dtype is not None:
+            return bool(dtype.itemsize < np.float64().itemsize)
+        try:
+            if not len(given):
+                return False
+        except TypeError:
+            return False
+        given = given[0]
+    return False
+
+
+def _exact(matrix: Matrix) -> Matrix:
+    """Divided by sums that are 1 but for rounding: those of columns, and of rows in turns with them (Sinkhorn), if these are 1 as well.
+
+    Sums are exact, so that all ranks find the same.
+    """
+    bound = COARSE * len(matrix)
+    if any(len(row) != len(matrix) for row in matrix) or not _near(
+        zip(*matrix, strict=True), bound
+    ):
+        return matrix
+    both = _near(matrix, bound)
+    for _ in range(MAX_ROUNDS):
+        if both:
+            matrix = _divided(matrix)
+        matrix = tuple(zip(*_divided(tuple(zip(*matrix, strict=True))), strict=True))
+        if not both or _near(matrix, TOLERANCE / 2):
+            break
+    return matrix
+
+
+def _near(lines: Iterable[Sequence[float]], bound: float) -> bool:
+    return all(abs(math.fsum(line) - 1.0) <= bound for line in lines)
+
+
+def _divided(matrix: Matrix) -> Matrix:
+    sums = [math.fsum(row) for row in matrix]
+    return tuple(tuple(x / s for x in row) for row, s in zip(matrix, sums, strict=True))
+
+
 def _wrong_sums(matrix: Matrix, kind: str) -> list[str]:
     lines = matrix if kind == "row" else zip(*matrix, strict=True)
     sums = [sum(line) for line in lines]
     return [
-        f"{kind} {k} that sums to {s:.6g}" for k, s in enumerate(sums) if abs(s - 1.0) > TOLERANCE
+        f"{kind} {k} that sums to {_sum(s)}" for k, s in enumerate(sums) if abs(s - 1.0) > TOLERANCE
     ]
+
+
+def _sum(value: float) -> str:
+    """To as many digits as tell it from 1."""
+    return f"{value:.6g}" if f"{value:.6g}" != "1" else f"1{value - 1.0:+.2g}"
 
 
 def _agree(mixing: Mixing) -> bool:
