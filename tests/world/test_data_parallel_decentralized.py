@@ -21,7 +21,7 @@ from braid.data_parallel import (
     adasum,
     adasum_hook,
 )
-from braid.errors import ConfigError, PeerLostError, StaleError
+from braid.errors import ConfigError, MismatchError, PeerLostError, StaleError
 from braid.testing.pool import RankDiedError
 
 PUSH = ((0.5, 0.0, 0.25), (0.5, 0.5, 0.0), (0.0, 0.5, 0.75))  # columns sum to 1, rows do not
@@ -246,6 +246,8 @@ def _refused(group: Group, case: str) -> str:
         "size": lambda: DPSGD(_params(0), Mixing.ring(5), group),
         "rows": lambda: DPSGD(_params(0), Mixing.of([PUSH]), group),
         "columns": lambda: PushSum(_params(0), Mixing("bad", ((PUSH[0],) * 3,)), group),
+        "matrix": lambda: DPSGD(_params(0), [[0.5, 0.5], [0.5, 0.5]], group),
+        "name": lambda: PushSum(_params(0), "ring", group),
         "integers": lambda: adasum([torch.ones(2, dtype=torch.int32)], group),
     }
     try:
@@ -261,6 +263,8 @@ def _refused(group: Group, case: str) -> str:
         ("size", "a mixing for 3 ranks, found Mixing('ring', 5"),
         ("rows", "use PushSum"),
         ("columns", "columns that sum to 1"),
+        ("matrix", "Mixing.of([matrix]), or Mixing.ring(group.size)"),
+        ("name", "as mixing of PushSum, found 'ring'"),
         ("integers", "found torch.int32"),
     ],
 )
@@ -270,6 +274,55 @@ def test_what_does_not_fit_is_refused(world, case, words):
 
 def _pairs(params: Any, group: Group) -> ADPSGD:
     return ADPSGD(params, group)
+
+
+def _refused_before_all_else(group: Group) -> list[int]:
+    """Rank 0 alone is wrong, and says so without a message."""
+    if not group.rank:
+        with pytest.raises(ConfigError):
+            DPSGD(_params(0), "ring", group)
+    return group.all_gather(torch.tensor([group.rank])).tolist()
+
+
+def test_what_is_no_mixing_is_refused_before_anything_is_sent(world):
+    assert world(2, _refused_before_all_else) == [[0, 1]] * 2
+
+
+KEEPS = [[0.9, 0.1], [0.1, 0.9]]
+HALVES = [[0.5, 0.5], [0.5, 0.5]]
+PARTED: dict[str, list[Any]] = {
+    "weights": [lambda p, g: DPSGD(p, Mixing.of([HALVES if g.rank else KEEPS]), g)],
+    "graphs": [_ring, _one_peer],
+    "methods": [_one_peer, _push_to_one],
+    "pairs": [_pairs, _one_peer],
+    "sizes": [_ring, lambda p, g: DPSGD(p, Mixing.ring(5), g)],
+}
+
+
+def _parted(group: Group, case: str) -> str:
+    made = PARTED[case]
+    with pytest.raises(MismatchError) as caught:
+        made[group.rank % len(made)](_params(0), group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("weights", ["weights='"]),
+        (
+            "graphs",
+            ["mixing=Mixing('ring', 4 ranks, 1 in a turn)", "Mixing('one_peer', 4 ranks, 2"],
+        ),
+        ("methods", ["method='DPSGD'", "method='PushSum'"]),
+        ("pairs", ["method='ADPSGD'", "rank 0  (none)"]),
+        ("sizes", ["Mixing('ring', 4 ranks", "Mixing('ring', 5 ranks"]),
+    ],
+)
+def test_ranks_that_would_not_mix_alike_are_told_when_it_is_made(world, case, words):
+    for text in world(2 if case == "weights" else 4, _parted, case):
+        assert "expected the same arguments on every rank" in text
+        assert all(word in text for word in words)
 
 
 def _unfrozen(group: Group, make: Any) -> str:

@@ -43,6 +43,7 @@ from braid.data_parallel.flat_params import (
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.mixing import Mixing
 from braid.errors import ConfigError
+from braid.types import text_digest
 
 __all__ = ["DPSGD", "Decentralized", "PushSum"]
 
@@ -55,6 +56,7 @@ class Decentralized(ABC):
     Args:
         params: Parameters, or groups of an optimizer; in the same order on all ranks.
         process_group: As for DistributedDataParallel.
+        arguments: What else must be the same on all ranks, by name; compared as text.
 
     Attributes:
         group: The group of braid.
@@ -62,14 +64,16 @@ class Decentralized(ABC):
 
     Raises:
         ConfigError: No group, or no parameters.
-        MismatchError: Ranks have other parameters, or another order.
+        MismatchError: Ranks have other parameters, or another order, or use another method or mixing.
     """
 
-    def __init__(self, params: Params, process_group: Any = None) -> None:
+    def __init__(self, params: Params, process_group: Any = None, **arguments: object) -> None:
         self.group = group_of(process_group)
         self.num_mixed = 0
         self._given = [p for x in params for p in (x["params"] if isinstance(x, Mapping) else [x])]
-        self._flat = FlatParams.agreed(parameters_in(self._given), self.group)
+        self._flat = FlatParams.agreed(
+            parameters_in(self._given), self.group, method=type(self).__name__, **arguments
+        )
         make_equal(self._flat, self.group)
 
     @abstractmethod
@@ -107,11 +111,18 @@ class _Synchronous(Decentralized):
     """Steps in which every rank sends to, and hears from, those that a mixing says."""
 
     def __init__(self, params: Params, mixing: Mixing, process_group: Any) -> None:
-        super().__init__(params, process_group)
+        if not isinstance(mixing, Mixing):
+            msg = (  # type: ignore[unreachable]  # users without a type checker
+                f"expected a Mixing as mixing of {type(self).__name__}, found {mixing!r}: use Mixing.of([matrix]), or Mixing.ring(group.size) or another of "
+                "its makers"
+            )
+            raise ConfigError(msg)
+        self.mixing = Mixing.of(mixing.matrices, mixing.name)
+        weights = f"{text_digest(repr(self.mixing.matrices)):016x}"
+        super().__init__(params, process_group, mixing=mixing, weights=weights)
         if mixing.size != self.group.size:
             msg = f"expected a mixing for {self.group.size} ranks, found {mixing!r}"
             raise ConfigError(msg)
-        self.mixing = Mixing.of(mixing.matrices, mixing.name)
         self._rooms: list[list[torch.Tensor]] = []  # for the tensors of each neighbour
 
     def _mixed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
