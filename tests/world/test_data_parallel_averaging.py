@@ -7,6 +7,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -210,6 +211,48 @@ def test_another_order_of_parameters_on_a_rank_is_refused_on_all(world, kind):
     for text in world(2, _swapped, kind):
         assert "rank 0  0 float32[2, 3]" in text
         assert "rank 1  0 float32[3, 2]" in text
+
+
+OTHERS: dict[str, tuple[Any, Any, list[str]]] = {
+    "period": ((3, 1), (2, 1), ["rank 0  period=3", "rank 1  period=2"]),
+    "warmup": ((3, 1), (3, 4), ["rank 0  warmup_steps=1", "rank 1  warmup_steps=4"]),
+    "levels": (({2: 1, 4: 2}, 0), ({4: 2}, 0), ["={2: 1, 4: 2}", "={4: 2}"]),
+    "periods of levels": (({2: 1, 4: 2}, 0), ({3: 1, 4: 2}, 0), ["={2: 1,", "={3: 1,"]),
+    "warmup of levels": (({2: 1, 4: 2}, 0), ({2: 1, 4: 2}, 4), ["warmup_steps=4"]),
+}
+
+
+def _in_other_steps(group: Group, case: str) -> tuple[str, list[float]]:
+    arguments = OTHERS[case][group.rank % 2]
+    kind = PeriodicModelAverager if isinstance(arguments[0], int) else HierarchicalModelAverager
+    param = nn.Parameter(torch.full((2,), float(group.rank)))
+    try:
+        averager = kind(*arguments, group)
+        for _ in range(8):
+            averager.average_parameters([param])
+    except MismatchError as error:
+        return str(error), param.tolist()
+    return "", param.tolist()
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_models_of_different_steps_are_not_averaged(world, case):
+    for rank, (text, values) in enumerate(world(2, _in_other_steps, case)):
+        assert "expected the same arguments on every rank" in text
+        assert all(word in text for word in OTHERS[case][2])
+        assert values == [rank] * 2
+
+
+def _of_another_type(group: Group) -> float:
+    whole = np.int64 if group.rank else int
+    param = nn.Parameter(torch.full((2,), float(group.rank)))
+    PeriodicModelAverager(whole(2), whole(0), group).average_parameters([param])
+    HierarchicalModelAverager({whole(2): whole(2)}, whole(0), group)
+    return param[0].item()
+
+
+def test_whole_numbers_of_other_types_are_the_same_numbers(world):
+    assert world(2, _of_another_type) == [0.5, 0.5]
 
 
 def _averaged_in_every_step(group: Group) -> None:

@@ -30,6 +30,7 @@ from braid.data_parallel.flat_params import FiniteCheck, FlatParams, Params, mea
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.whole_numbers import is_whole
 from braid.errors import ConfigError
+from braid.params import ParamTable
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
 
@@ -72,7 +73,7 @@ class ModelAverager(ABC):
             params: Parameters of a model or parameter groups of an optimizer; the same ones every time.
 
         Raises:
-            MismatchError: Ranks have other parameters, or another order.
+            MismatchError: Ranks have other parameters, or another order, or average in other steps; told in the first averaging.
             NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the step counts.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
@@ -82,9 +83,7 @@ class ModelAverager(ABC):
         if group is not None:
             found = parameters_in(params)
             if self._flat is None or not self._flat.holds(found):
-                self._flat = FlatParams.agreed(
-                    found, self.process_group, nonfinite=self._check.nonfinite
-                )
+                self._flat = FlatParams.agreed(found, self.process_group, **self._arguments())
             mean(self._flat, group, self._check, step)
             self._all_averaged = group is self.process_group
 
@@ -95,6 +94,10 @@ class ModelAverager(ABC):
             and self._flat is not None
             and any(tensor is param for param in self._flat.params)
         )
+
+    def _arguments(self) -> dict[str, object]:
+        """What must be the same on all ranks, or models of different steps are averaged."""
+        return {"warmup_steps": int(self.warmup_steps), "nonfinite": self._check.nonfinite}
 
     @abstractmethod
     def _group_now(self) -> Group | None:
@@ -132,6 +135,9 @@ class PeriodicModelAverager(ModelAverager):
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)
         self.period = period
 
+    def _arguments(self) -> dict[str, object]:
+        return {"period": int(self.period), **super()._arguments()}
+
     def _group_now(self) -> Group | None:
         due = (self.step - self.warmup_steps) % self.period == 0
         return self.process_group if due else None
@@ -150,8 +156,9 @@ class HierarchicalModelAverager(ModelAverager):
 
     Raises:
         ConfigError: Periods or sizes do not fit.
+        MismatchError: Ranks have other periods or sizes, or other steps of warm-up.
 
-    Cost: a group of its own for each size but the last.
+    Cost: a group of its own for each size but the last; an all_gather of 8 bytes when it is made.
     """
 
     def __init__(
@@ -167,6 +174,8 @@ class HierarchicalModelAverager(ModelAverager):
         _check_hierarchy(sizes, self.process_group.size)
         if max(sizes) == 1:
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)
+        self._sizes = sizes
+        ParamTable.named([]).compare(self.process_group, self._arguments())  # before it is divided
         self.period_process_group_dict: dict[int, Group] = {}
         for period, size in sizes.items():
             whole = size == self.process_group.size
@@ -178,6 +187,10 @@ class HierarchicalModelAverager(ModelAverager):
         for group in self.period_process_group_dict.values():
             if group is not self.process_group:
                 group.close()
+
+    def _arguments(self) -> dict[str, object]:
+        sizes = {int(period): int(size) for period, size in self._sizes.items()}
+        return {"period_group_size_dict": sizes, **super()._arguments()}
 
     def _part(self, size: int) -> Group:
         group = self.process_group.split(self.process_group.rank // size)
