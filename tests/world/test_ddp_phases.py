@@ -428,6 +428,7 @@ def _steps_inside(group: Group, nonfinite: str) -> tuple[list[bool], list[torch.
     return moved, values(module)
 
 
+@pytest.mark.filterwarnings("ignore:gradients of:RuntimeWarning")
 @pytest.mark.parametrize("nonfinite", ["ignore", "raise", "skip"])
 def test_training_goes_on_after_gradients_that_were_not_finite(world, nonfinite):
     for moved, found in world(2, _steps_inside, nonfinite):

@@ -65,6 +65,9 @@ class Group(Reducing, Moving, Messaging):
         names: Where descriptions are kept so that peers can read them.
         epoch: See above.
         lineage: How it was made; tells its meetings in the store from those of other groups.
+
+    Attributes:
+        numbers: Of its requests.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Group(Reducing, Moving, Messaging):
         self._lineage = lineage
         self._successor: Group | None = None
         self._word = ""  # what this rank brings when the group is rebuilt
-        self._numbers = Numbers()
+        self.numbers = Numbers()
         self._closed = ""
         self._given_back = False
 
@@ -196,7 +199,7 @@ class Group(Reducing, Moving, Messaging):
             raise ConfigError(msg)
         call = self._call(order)
         return Request(
-            self._engine_for(order), call, self._numbers, self._describer.call_site, order.returned
+            self._engine_for(order), call, self.numbers, self._describer.call_site, order.returned
         )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

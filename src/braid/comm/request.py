@@ -8,7 +8,7 @@ takes whatever steps are possible; nothing blocks until `Work.wait()`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ __all__ = ["Numbers", "Request"]
 class Numbers:
     """Numbers of a group's requests, equal on all members; those of retired ones are used again, since a group has a limited number of channels.
 
-    The next one depends on what requests there are, not on how they came and went: that may be one member's own business.
+    The next one depends on what requests there are, not on how they came and went: that may be one member's own business. So is when an object dies:
+    requests that nobody has any more are only noted (`lost`), until the members have agreed on them (`reclaim`).
     """
 
     def __init__(self) -> None:
         self._next = 0
         self._free: list[int] = []
+        self._lost: set[int] = set()
 
     def take(self) -> int:
         """The least that no request has."""
@@ -40,6 +42,20 @@ class Numbers:
     def give_back(self, number: int) -> None:
         """No request has it any more."""
         heapq.heappush(self._free, number)
+
+    def lose(self, number: int) -> None:
+        """The request that has it is gone, and nothing of it under way."""
+        self._lost.add(number)
+
+    def lost(self) -> list[int]:
+        """Those of requests that are gone on this member."""
+        return sorted(self._lost.copy())  # others may die meanwhile
+
+    def reclaim(self, numbers: Iterable[int]) -> None:
+        """Give back what all members have lost; they do so at the same point of the order in which they make requests."""
+        for number in numbers:
+            self._lost.remove(number)
+            self.give_back(number)
 
 
 class Request:
@@ -67,8 +83,8 @@ class Request:
         self._call = call
         self._numbers = numbers
         self._number = numbers.take()
-        self._retired = False
         self._work: Work | None = None
+        self._retired = False
 
     def start(self, scale: float | None = None, *, lazily: bool = False) -> Work:
         """Begin once more; the tensors belong to the request until the Work is done.
@@ -115,6 +131,11 @@ class Request:
         self._retired = True
         self.reset_residual()
         self._numbers.give_back(self._number)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_retired", True) and (self._work is None or self._work.succeeded):
+            self.reset_residual()
+            self._numbers.lose(self._number)
 
     def _check_idle(self) -> None:
         if self._retired:

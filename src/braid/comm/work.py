@@ -423,6 +423,11 @@ class Work:
             self._look(self._operation)
         return self._operation.done
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended well; takes no steps."""
+        return self._operation.done and self._operation.error is None
+
     def exception(self) -> BaseException | None:
         """What stopped it; None while it is under way or when it succeeded."""
         return self._operation.error

@@ -188,7 +188,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
-        Join.notify_join_context(self)
+        if self._join is not None and self._join.throws:  # before collectives of the forward
+            Join.notify_join_context(self)
         follows = torch.is_grad_enabled()
         if follows:
             self._reducer.begin()
@@ -356,7 +357,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     @property
     def num_buckets(self) -> int:
         """Number of reductions a step."""
-        return self._reducer.num_buckets
+        return len(self._reducer.buckets.plan)
 
     def __getattr__(self, name: str) -> Any:
         """What is no attribute of the wrapper is one of the module."""
@@ -424,13 +425,26 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         def on_exchange() -> Sequence[Work]:
             wrapper = reference()
-            return () if wrapper is None else wrapper._send_buffers()  # noqa: SLF001 - its continuation
+            return () if wrapper is None else wrapper._send_beside()  # noqa: SLF001 - its continuation
 
+        def on_begin() -> None:
+            wrapper = reference()
+            if wrapper is not None:
+                wrapper._tell_joined()  # noqa: SLF001 - its continuation
+
+        self._word: Work | None = None  # to ranks that have joined
+        self._reducer.on_begin = on_begin
         self._reducer.on_outcome = on_outcome
-        self._reducer.on_exchange = on_exchange if self._has_buffers else None
+        self._reducer.on_exchange = on_exchange
 
-    def _send_buffers(self) -> Sequence[Work]:
-        return self._buffers_of_all.send_early(self._workers[0])
+    def _tell_joined(self) -> None:
+        if self._join is not None and not self._join.throws:
+            self._word = Join.notify_join_context(self)
+
+    def _send_beside(self) -> Sequence[Work]:
+        word, self._word = self._word, None
+        buffers = self._buffers_of_all.send_early(self._workers[0]) if self._has_buffers else ()
+        return buffers if word is None else [*buffers, word]
 
     def _after(self, outcome: Outcome) -> None:
         """Gradients have been averaged."""

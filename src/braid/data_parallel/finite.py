@@ -20,6 +20,7 @@ from braid.params import Outcome, Standing
 __all__ = ["CHOICES", "NonFinite", "NonFiniteError", "Reaction", "react", "reaction_of"]
 
 MAX_NAMES = 5
+MANY = 10  # steps in a row that are skipped: no accident any more
 
 
 class NonFinite(NamedTuple):
@@ -56,8 +57,8 @@ def reaction_of(wanted: str | Reaction, parameters: Sequence[torch.Tensor]) -> R
     """What a user's choice means.
 
     Args:
-        wanted: ignore; warn, once; raise NonFiniteError; skip: leave all gradients None, so that the optimizer does nothing; or what
-            shall be called, such as a `Rollback`.
+        wanted: ignore; warn, once; raise NonFiniteError; skip: leave all gradients None, so that the optimizer does nothing, and warn of the first
+            one and of many in a row; or what shall be called, such as a `Rollback`.
         parameters: Those whose gradients are dropped by skip.
 
     Raises:
@@ -72,7 +73,7 @@ def reaction_of(wanted: str | Reaction, parameters: Sequence[torch.Tensor]) -> R
         "ignore": lambda _: None,
         "warn": _Warning(),
         "raise": _raise,
-        "skip": lambda _: _drop(parameters),
+        "skip": _Skip(parameters),
     }
     return known[wanted]
 
@@ -114,6 +115,30 @@ def _raise(found: NonFinite) -> None:
     raise NonFiniteError(msg)
 
 
-def _drop(parameters: Sequence[torch.Tensor]) -> None:
-    for param in parameters:
-        param.grad = None
+class _Skip:
+    """Drops gradients; says so at the first time, and when it does nothing else any more."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._num_skipped = 0
+        self._row = range(0)  # steps that have been skipped one after the other
+
+    def __call__(self, found: NonFinite) -> None:
+        for param in self._parameters:
+            param.grad = None
+        self._num_skipped += 1
+        goes_on = found.step == self._row.stop
+        self._row = range(self._row.start if goes_on else found.step, found.step + 1)
+        if len(self._row) == MANY:
+            warnings.warn(
+                f"{found}, the {MANY}th step in a row that is skipped: training does not go on; lower the learning rate, clip, or look at the "
+                "parameters, which may be NaN themselves",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif self._num_skipped == 1:
+            warnings.warn(
+                f"{found}; the step is skipped. Later ones are not reported, but for {MANY} in a row",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ EARLY = (
     "expected inputs on all ranks as long as on one, found that a rank has no more (throw_on_early_termination=True): give all ranks equally "
     "many batches, or let the others go on"
 )
+
+_ENTERED: WeakKeyDictionary[Group, Join] = (
+    WeakKeyDictionary()
+)  # what a program has entered, by group
 
 
 class JoinHook:
@@ -76,13 +81,14 @@ class Join:
     """Context in which ranks may have different numbers of inputs.
 
     Args:
-        joinables: What takes part in collectives; all of one group, and each calls `notify_join_context` before those of a step.
+        joinables: What takes part in collectives; all of one group, and each calls `notify_join_context` before those of a step. Those of
+            a DistributedDataParallel are in backwards that average, all others have none.
         enable: False makes it do nothing, for inputs that are known to be even.
         throw_on_early_termination: Raise on all ranks as soon as one has no more input.
         **kwargs: Handed to all join hooks.
 
     Raises:
-        ConfigError: No joinables, or of different groups, or one whose steps cannot be shadowed, and nothing shall be thrown.
+        ConfigError: No joinables, or something else, one twice, or one in another such context, or of different groups, or one whose steps cannot be shadowed, and nothing shall be thrown.
         CommError: A rank has no more input, and that shall be raised.
     """
 
@@ -93,9 +99,7 @@ class Join:
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
-        if not joinables:
-            msg = "expected at least one joinable, found none"
-            raise ConfigError(msg)
+        _check_joinables(joinables)
         groups = {id(joinable.join_process_group) for joinable in joinables}
         if len(groups) > 1:
             msg = f"expected joinables of one group, found {len(groups)} groups"
@@ -104,6 +108,10 @@ class Join:
         self._joinables = tuple(joinables)
         self._enable = enable
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        odd = [hook for hook in self._hooks if not isinstance(hook, JoinHook)]  # type: ignore[redundant-expr]  # users without a type checker
+        if odd:
+            msg = f"expected a JoinHook from join_hook() of every joinable, found {odd[0]!r}"
+            raise ConfigError(msg)
         refusal = next(filter(None, (hook.refusal() for hook in self._hooks)), None)
         if enable and not self.throws and refusal is not None:
             raise ConfigError(refusal)
@@ -117,6 +125,12 @@ class Join:
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
     def __enter__(self) -> Join:
+        if self._enable and _ENTERED.setdefault(self._group, self) is not self:
+            msg = (
+                "expected one join context of a group at a time, found that another one has been entered: ranks that leave the inner one would help in "
+                "that alone; write Join([a, b])"
+            )
+            raise ConfigError(msg)
         for joinable in self._joinables:
             joinable._join = self if self._enable else None  # noqa: SLF001 - the other half
         return self
@@ -129,6 +143,8 @@ class Join:
     ) -> None:
         for joinable in self._joinables:
             joinable._join = None  # noqa: SLF001 - the other half
+        if self._enable:
+            del _ENTERED[self._group]
         if not self._enable or kind is not None:
             return
         num_helped = 0
@@ -169,6 +185,21 @@ class Join:
             return None
         work: Work = join._group.all_reduce(working, async_op=True)  # noqa: SLF001
         return work
+
+
+def _check_joinables(joinables: Sequence[Joinable]) -> None:
+    if not isinstance(joinables, Sequence) or not joinables:  # type: ignore[redundant-expr]  # as above
+        msg = f"expected a list of at least one joinable, found {joinables!r}"
+        raise ConfigError(msg)
+    for joinable in joinables:
+        if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]  # as above
+            kind = type(joinable).__name__
+            what = f"{kind} that has not called Joinable.__init__" * isinstance(joinable, Joinable)
+            msg = f"expected a Joinable, found {what or kind}: derive from Joinable, and call its __init__"
+            raise ConfigError(msg)
+    if len({id(joinable) for joinable in joinables}) < len(joinables):
+        msg = f"expected each joinable once, found {len(joinables)} of which some are the same"
+        raise ConfigError(msg)
 
 
 def syncs_in_forward(module: nn.Module) -> str | None:

@@ -62,6 +62,7 @@ class GradientReducer:
     Attributes:
         synchronize: False while gradients stay local and accumulate; looked at when backward begins.
         weight: What gradients of a forward that begins now count; every backward counts one when None.
+        on_begin: Called when a backward begins that averages, before anything is sent.
         on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
             exception; what it starts goes beside that.
         on_outcome: Called after each reduction, before gradients are used.
@@ -97,14 +98,10 @@ class GradientReducer:
         self.synchronize = True
         self.weight: float | None = None
         self.buffers_used = False
+        self.on_begin: Callable[[], None] | None = None
         self.on_exchange: Callable[[], Sequence[Work]] | None = None
         self.on_outcome: Callable[[Outcome], None] | None = None
         self.on_bucket: Callable[[list[ParamRecord], bool], None] | None = None
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets."""
-        return len(self.buckets.plan)
 
     @property
     def averages_next(self) -> bool:
@@ -267,6 +264,8 @@ class GradientReducer:
         self._averages = self.averages_next
         self._any_gradient = False
         self._seen_weights.clear()
+        if self._averages and self.on_begin is not None:
+            self.on_begin()
         # runs when the engine has finished the whole backward, in the thread that called it
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
 
