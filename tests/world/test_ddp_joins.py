@@ -15,6 +15,7 @@ from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel, Join, Joinable, JoinHook
 from braid.data_parallel.finite import MANY, NonFinite, reaction_of
 from braid.errors import BraidError
+from braid.params import ParamTable
 
 EXTRA = 2  # inputs that each rank has more than the one before
 
@@ -94,7 +95,11 @@ def _uneven(group: Group, kind: str) -> tuple[int, bool | None, list[float]]:
             if kind in {"no_sync", "every"}:
                 with wrapped.no_sync() if kind == "no_sync" else warnings.catch_warnings():
                     wrapped(x).square().mean().backward()
-            if kind == "twice":
+            if kind == "penalty":
+                output = wrapped(x.requires_grad_())
+                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+                (output.square().mean() + slope.square().mean()).backward()
+            elif kind == "twice":
                 (wrapped(x).square().mean() + wrapped(x).mean()).backward()
             else:
                 wrapped(x).square().mean().backward()
@@ -111,7 +116,9 @@ def _averages(group: Group, bucket: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["plain", "no_sync", "every", "twice", "evaluates", "hook"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "no_sync", "every", "twice", "evaluates", "hook", "penalty"]
+)
 def test_several_joinables_have_uneven_inputs(world, kind, size):
     found = world(size, _uneven, kind)
     _, _, weights = found[0]
@@ -197,6 +204,48 @@ def test_channels_of_wrappers_that_are_gone_are_used_again(world, size, holds):
     for counts in world(size, _wraps, holds):
         assert max(counts) == counts[0] * (2 if holds and size > 1 else 1)
         assert counts[-1] == counts[0]
+
+
+def _alone(group: Group) -> bool:
+    """One rank has made requests that the other has not, while both look at what is lost."""
+    first = DistributedDataParallel(net(), process_group=group)
+    wrapped = DistributedDataParallel(net(), process_group=group)
+    del first
+    gc.collect()
+    wrapped.module.bias.requires_grad_(False)
+    if group.rank:
+        wrapped(batch(group.rank, 0))
+    ParamTable.named([]).compare(group)
+    wrapped(batch(group.rank, 0)).sum().backward()
+    free = group.numbers.lost()
+    ParamTable.named([]).compare(group)
+    return bool(free) and not group.numbers.lost()
+
+
+@pytest.mark.filterwarnings("ignore:expected a backward to every forward:UserWarning")
+def test_nothing_is_reclaimed_while_a_rank_has_requests_of_its_own(world):
+    assert world(2, _alone) == [True, True]
+
+
+def _enters_again(group: Group) -> list[str]:
+    wrapped = DistributedDataParallel(net(), process_group=group)
+    joins = wrapped.join()
+
+    def within() -> None:
+        with joins, joins:
+            pass
+
+    return [
+        said_by(within),
+        said_by(joins.__enter__),
+        said_by(lambda: joins.__exit__(None, None, None)),
+    ]
+
+
+def test_a_context_is_entered_once_at_a_time(world):
+    refused, entered, left = world(1, _enters_again)[0]
+    assert "one join context of a group at a time" in refused
+    assert (entered, left) == ("nothing happened", "nothing happened")
 
 
 # Steps that are skipped.

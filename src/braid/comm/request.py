@@ -51,6 +51,10 @@ class Numbers:
         """Those of requests that are gone on this member."""
         return sorted(self._lost.copy())  # others may die meanwhile
 
+    def state(self) -> str:
+        """Which numbers there are, as text; another one than other members' while this one has made requests that they have not."""
+        return f"{self._next} {sorted(self._free)}"
+
     def reclaim(self, numbers: Iterable[int]) -> None:
         """Give back what all members have lost; they do so at the same point of the order in which they make requests."""
         for number in numbers:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -28,9 +28,8 @@ EARLY = (
     "many batches, or let the others go on"
 )
 
-_ENTERED: WeakKeyDictionary[Group, Join] = (
-    WeakKeyDictionary()
-)  # what a program has entered, by group
+# what a program has entered, by group
+_ENTERED: WeakKeyDictionary[Group, ReferenceType[Join]] = WeakKeyDictionary()
 
 
 class JoinHook:
@@ -125,12 +124,14 @@ class Join:
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
     def __enter__(self) -> Join:
-        if self._enable and _ENTERED.setdefault(self._group, self) is not self:
+        if self._enable and self._entered() is not None:
             msg = (
                 "expected one join context of a group at a time, found that another one has been entered: ranks that leave the inner one would help in "
                 "that alone; write Join([a, b])"
             )
             raise ConfigError(msg)
+        if self._enable:
+            _ENTERED[self._group] = ref(self)
         for joinable in self._joinables:
             joinable._join = self if self._enable else None  # noqa: SLF001 - the other half
         return self
@@ -143,7 +144,7 @@ class Join:
     ) -> None:
         for joinable in self._joinables:
             joinable._join = None  # noqa: SLF001 - the other half
-        if self._enable:
+        if self._entered() is self:
             del _ENTERED[self._group]
         if not self._enable or kind is not None:
             return
@@ -152,6 +153,10 @@ class Join:
             num_helped += 1
         for hook in self._hooks:
             hook.post_hook(is_last_joiner=not num_helped)
+
+    def _entered(self) -> Join | None:
+        found = _ENTERED.get(self._group)
+        return None if found is None else found()
 
     def _help(self) -> bool:
         """One step of the others; False when nobody works."""

@@ -62,7 +62,7 @@ class GradientReducer:
     Attributes:
         synchronize: False while gradients stay local and accumulate; looked at when backward begins.
         weight: What gradients of a forward that begins now count; every backward counts one when None.
-        on_begin: Called when a backward begins that averages, before anything is sent.
+        on_begin: Called before anything is sent for an average.
         on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
             exception; what it starts goes beside that.
         on_outcome: Called after each reduction, before gradients are used.
@@ -264,8 +264,6 @@ class GradientReducer:
         self._averages = self.averages_next
         self._any_gradient = False
         self._seen_weights.clear()
-        if self._averages and self.on_begin is not None:
-            self.on_begin()
         # runs when the engine has finished the whole backward, in the thread that called it
         torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
 
@@ -299,9 +297,11 @@ class GradientReducer:
 
     def _on_gradient(self, position: int) -> None:
         self._enter()
-        self._any_gradient = True
+        first, self._any_gradient = not self._any_gradient, True
         if not self._averages:
             return
+        if first and self.on_begin is not None:
+            self.on_begin()
         if self._records[position].sparse:
             return
         complete = self._plan.state.ready(position)
@@ -376,6 +376,8 @@ class GradientReducer:
     def _give_up(self) -> None:
         """The last backward was left by an exception: let the others end theirs, and tell them."""
         if self._averages:
+            if not self._any_gradient and self.on_begin is not None:
+                self.on_begin()
             for number, bucket in enumerate(self.buckets.plan):
                 if not self._plan.state.has_left(number):
                     self.buckets.zero(bucket.members)

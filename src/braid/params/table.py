@@ -119,16 +119,13 @@ class ParamTable:
         text = "\n".join([f"{name}={value!r}" for name, value in (arguments or {}).items()])
         text += _BORDER + self.digest_table()
         lost = group.numbers.lost()
-        shown = " ".join(map(str, lost))
+        shown = f"{' '.join(map(str, lost))};{group.numbers.state()}"
         own = torch.tensor([[text_digest(text), text_digest(shown)]], device="cpu")
         digests = group.all_gather(own)
         alike, as_lost = (digests == digests[0]).all(0).tolist()
         if not alike:
             raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
-        if not as_lost:  # objects die earlier on some members
-            found = [set(other.split()) for other in _gather_texts(group, shown + " ")]
-            lost = sorted(map(int, set.intersection(*found)))
-        group.numbers.reclaim(lost)
+        group.numbers.reclaim(lost if as_lost else _lost_by_all(_gather_texts(group, shown)))
 
     def make_equal(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
         """Compare as `compare`, and copy rank 0's values to all; a collective.
@@ -155,6 +152,14 @@ class ParamTable:
 def _spec(param: nn.Parameter) -> TensorSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     return TensorSpec(tuple(param.shape), dtype, param.requires_grad)
+
+
+def _lost_by_all(texts: list[str]) -> list[int]:
+    """Numbers of requests that are gone on all members; none where one has made requests alone, which lower numbers must not come between."""
+    parts = [text.split(";") for text in texts]
+    if len({state for _, state in parts}) > 1:
+        return []
+    return sorted(map(int, set.intersection(*(set(lost.split()) for lost, _ in parts))))
 
 
 def _gather_texts(group: Group, text: str) -> list[str]:
