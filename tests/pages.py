@@ -12,9 +12,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from braid.comm.hosting import Hosting
-from braid.comm.program_steps import names_for
-from braid.comm.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Selection
+from braid.comm.algorithms.programs import names_for
+from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Selection
+from braid.comm.tensors.node_map import Hosting
 from braid.cost import Comparison, compare
 from braid.schedule import simulate
 from braid.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
@@ -61,11 +61,11 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ("all_reduce pulled", "slices read from private memory by the kernel", "all_reduce.py"),
     ("all_reduce registered", "in place, on tensors of `group.empty`", "all_reduce.py"),
     ("all_reduce hierarchical", "lanes over hosts, pipelined", "hierarchical.py"),
-    ("broadcast, all_gather, all_to_all, gather, scatter staged", "through slots", "move.py"),
-    ("the same, pulled", "read from private memory by the kernel", "move.py"),
+    ("broadcast, all_gather, all_to_all, gather, scatter staged", "through slots", "broadcast_gather.py"),
+    ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
     ("reduce_scatter, reduce, scan staged, pulled", "likewise, with sums", "reduce_scatter.py"),
     ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),
-    ("send, recv", "a line per pair, small messages inside of it", "message.py"),
+    ("send, recv", "a line per pair, small messages inside of it", "send.py"),
 )
 
 
@@ -238,7 +238,7 @@ def _rounds(name: str, operation: str) -> list[str]:
 
 
 def _on_tensors(name: str) -> list[str]:
-    comm = "../../src/braid/comm"
+    comm = "../../src/braid/comm/algorithms"
     if name == "hierarchical":
         return [
             (
@@ -253,7 +253,7 @@ def _on_tensors(name: str) -> list[str]:
     ]
     return [
         (
-            f"On any group it is carried out by {', '.join(calls)} ([program_steps.py]({comm}/program_steps.py)). No group chooses it by itself: "
+            f"On any group it is carried out by {', '.join(calls)} ([programs.py]({comm}/programs.py)). No group chooses it by itself: "
             "what they choose keeps chunks on their way, see [which algorithm when](chosen.md)."
         )
     ]
@@ -285,11 +285,11 @@ def chosen() -> str:
         "|---|---|---|",
     ]
     for names, what, file in OWN:
-        lines.append(f"| {names} | {what} | [{file}](../../src/braid/comm/{file}) |")
+        lines.append(f"| {names} | {what} | [{file}](../../src/braid/comm/algorithms/{file}) |")
     lines += [
         "",
         (
-            "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/selection.py); "
+            "What the names stand for in seconds is in `_FORMS` and `_SENT` of [selection.py](../../src/braid/comm/engines/selection.py); "
             '`algorithm="..."` takes one by name.'
         ),
     ]

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 from braid.bench.comm import CommBench, CommReport, plot, run_comm
-from braid.bench.comm_worker import Row
 from braid.bench.ddp import (
     CASES,
     HEADINGS,
@@ -30,11 +29,12 @@ from braid.bench.ddp import (
     share_text,
 )
 from braid.bench.faults import FaultReport, run_fault_trials
-from braid.bench.fusion import FusionBench, fusion_verdicts, run_fusion
+from braid.bench.harness.lab import what_is_missing
 from braid.bench.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
-from braid.bench.lab import what_is_missing
+from braid.bench.horovod import FusionBench, fusion_verdicts, run_fusion
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
 from braid.bench.net import LARGE_BYTES, NetBench, NetReport, run_net, targets
+from braid.bench.workers.comm import Row
 from braid.events import Recorder
 
 ROOT = Path(__file__).parents[1]

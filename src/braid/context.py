@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from braid import torch_backend
 from braid.comm import Group
-from braid.comm.delegate import DelegateEngine, make_nccl
+from braid.comm.engines.c10d import DelegateEngine, make_nccl
 from braid.errors import StaleError
 from braid.rendezvous import JobEnvironment
 from braid.rendezvous.membership import Membership, join

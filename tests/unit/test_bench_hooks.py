@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from braid.bench.hooks import HooksReport, hooks_verdicts
-from braid.bench.hooks_worker import EXACT, Way
+from braid.bench.workers.hooks import EXACT, Way
 
 
 def _report(first: float, exact: float, topk: float) -> HooksReport:

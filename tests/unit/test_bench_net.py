@@ -7,11 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from braid.bench import lab, model, net, several
-from braid.bench.model_worker import Taken
-from braid.bench.net_worker import Row, row_of
+from braid.bench import model, net
+from braid.bench.harness import lab, several
 from braid.bench.probe import level_of
-from braid.bench.probe_worker import Measured
+from braid.bench.workers.model import Taken
+from braid.bench.workers.net import Row, row_of
+from braid.bench.workers.probe import Measured
 from braid.errors import ConfigError
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from braid.comm.claims import Claims
+from braid.comm.channel.work_counter import Claims
 from braid.transport import atomic
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braid.comm.hosting import Hosting
+from braid.comm.tensors.node_map import Hosting
 
 
 def test_members_of_one_host_are_mates_whatever_their_order():

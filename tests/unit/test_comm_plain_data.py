@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.comm.plain_data import MAX_DEPTH, decode, encode
+from braid.comm.tensors.plain_data import MAX_DEPTH, decode, encode
 from braid.errors import ConfigError
 
 KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.binary()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braid.comm.program_stages import Stage, stages
+from braid.comm.algorithms.program_stages import Stage, stages
 from braid.errors import ConfigError
 from braid.schedule.collective import algorithm, program
 

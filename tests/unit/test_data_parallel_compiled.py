@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.data_parallel.data_parallel import DataParallel
-from braid.data_parallel.replicas import replicate
+from braid.data_parallel.replicas.data_parallel import DataParallel
+from braid.data_parallel.replicas.replicate import replicate
 from braid.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from braid.data_parallel.data_parallel import DataParallel
-from braid.data_parallel.judging import reduction_of
+from braid.data_parallel.replicas.data_parallel import DataParallel
+from braid.data_parallel.replicas.loss import reduction_of
 from braid.errors import ConfigError
 
 CLASSES = 4

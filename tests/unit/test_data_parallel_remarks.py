@@ -7,7 +7,7 @@ import warnings
 import pytest
 from torch import nn
 
-from braid.data_parallel.remarks import Remarks
+from braid.data_parallel.ddp.once_warnings import Remarks
 from braid.params import Outcome, ParamTable, Standing, Status
 
 RECORDS = ParamTable.of(nn.Linear(2, 3)).records  # weight and bias

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional
 
 from braid.autograd import checkpoint
-from braid.comm.reduction import combine
-from braid.data_parallel.applying import parallel_apply
-from braid.data_parallel.data_parallel import DataParallel
-from braid.data_parallel.memory import DeviceMemory, MemoryReport
-from braid.data_parallel.replicas import replicate, write_back
-from braid.data_parallel.scattering import share_sizes
+from braid.comm.tensors.reduction import combine
+from braid.data_parallel.replicas.data_parallel import DataParallel
+from braid.data_parallel.replicas.memory import DeviceMemory, MemoryReport
+from braid.data_parallel.replicas.parallel_apply import parallel_apply
+from braid.data_parallel.replicas.replicate import replicate, write_back
+from braid.data_parallel.replicas.scatter import share_sizes
 from braid.errors import ConfigError
 
 WIDTH = 6

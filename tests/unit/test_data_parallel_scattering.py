@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.data_parallel.gathering import gather
-from braid.data_parallel.scattering import num_samples, scatter, share_sizes
+from braid.data_parallel.replicas.gather import gather
+from braid.data_parallel.replicas.scatter import num_samples, scatter, share_sizes
 from braid.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm.reduction import check_op
+from braid.comm.tensors.reduction import check_op
 from braid.errors import ConfigError
 from braid.fusion.reducible import ORDERED, refusal
 

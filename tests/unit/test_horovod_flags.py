@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.compat.horovod.check_build import build_table
-from braid.compat.horovod.config_file import with_config
-from braid.compat.horovod.flags import Flags, help_text, parse_flags
-from braid.compat.horovod.options import BY_NAME, GROUPS
-from braid.compat.horovod.planning import Launch, plan, program, rsh_command
+from braid.compat.horovod.launcher.check_build import build_table
+from braid.compat.horovod.launcher.config_file import with_config
+from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
+from braid.compat.horovod.launcher.job_plan import Launch, plan, program, rsh_command
+from braid.compat.horovod.launcher.options import BY_NAME, GROUPS
 from braid.compat.horovod.variables import VARIABLES, WITHOUT_MEANING
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, JobSpec
@@ -313,7 +313,7 @@ def test_the_build_table_marks_only_what_is_there():
 
 
 def test_the_launcher_does_without_torch():
-    code = "import braid.compat.horovod.horovodrun, sys; print('torch' in sys.modules)"
+    code = "import braid.compat.horovod.launcher.horovodrun, sys; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braid.diagnose import Process
 from braid.events import EventRing, Recorder
-from braid.launch.hang_state import (
+from braid.launch.process.hang_state import (
     LATE_NS,
     STACKS_NS,
     AskStacks,
@@ -21,8 +21,14 @@ from braid.launch.hang_state import (
     Report,
     Resume,
 )
-from braid.launch.open_spans import OpenSpans
-from braid.launch.process_facts import Sample, catches, parse_sample, process_between, sample
+from braid.launch.process.open_spans import OpenSpans
+from braid.launch.process.process_facts import (
+    Sample,
+    catches,
+    parse_sample,
+    process_between,
+    sample,
+)
 
 S = 1_000_000_000
 LIMIT = 10 * S

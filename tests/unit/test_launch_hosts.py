@@ -12,9 +12,9 @@ from braid.commands.host_options import HostOptions
 from braid.commands.several_hosts import choose_where
 from braid.errors import ConfigError
 from braid.launch import Host, Hosts, Nodes, parse_hostfile, parse_hosts
-from braid.launch.hosts import Place, assign
-from braid.launch.placement import DEFAULT_RSH, LocalPlacement, RshPlacement, is_here
-from braid.launch.where import forwarded
+from braid.launch.cluster.options import forwarded
+from braid.launch.cluster.rank_assignment import Place, assign
+from braid.launch.cluster.remote_shell import DEFAULT_RSH, LocalPlacement, RshPlacement, is_here
 from braid.rendezvous.meeting import MeetingPoint
 
 SLOTS = st.lists(st.integers(1, 4), min_size=1, max_size=5)
@@ -106,8 +106,8 @@ def test_ssh_gets_quoted_words_and_others_get_them_as_they_are():
     ssh = RshPlacement("b", DEFAULT_RSH, "'/opt/my python/bin/python'").argv
     ip = RshPlacement("b", "ip netns exec x{host}", "env A=1 python3").argv
     assert ssh == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=10", "b",
-                   "'/opt/my python/bin/python'", "-m", "braid.launch.agent_main"]  # fmt: skip
-    assert ip == ["ip", "netns", "exec", "xb", "env", "A=1", "python3", "-m", "braid.launch.agent_main"]  # fmt: skip
+                   "'/opt/my python/bin/python'", "-m", "braid.launch.cluster.agent_main"]  # fmt: skip
+    assert ip == ["ip", "netns", "exec", "xb", "env", "A=1", "python3", "-m", "braid.launch.cluster.agent_main"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

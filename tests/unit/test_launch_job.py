@@ -1,4 +1,4 @@
-"""Claims of braid.launch.job, memory and the command line: what cannot work is refused before anything starts."""
+"""Claims of braid.launch.process.job, memory and the command line: what cannot work is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from braid.cli import main, separate_command
 from braid.diagnose import MemoryKill
 from braid.errors import ConfigError
 from braid.launch import JobSpec
-from braid.launch.job import check_command, choose_threads, command_line
-from braid.launch.memory import MemoryWatch, parse_counter, parse_limit
+from braid.launch.process.job import check_command, choose_threads, command_line
+from braid.launch.process.oom import MemoryWatch, parse_counter, parse_limit
 
 
 @pytest.fixture

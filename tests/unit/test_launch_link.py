@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid._version import __version__
-from braid.launch.agent_messages import (
+from braid.launch.cluster.agent_messages import (
     AGENT_SCHEMA,
     Changed,
     Finish,
@@ -24,8 +24,8 @@ from braid.launch.agent_messages import (
     Waits,
     priority_of,
 )
-from braid.launch.hang_state import OpenWait
-from braid.launch.link import MAX_LINE, MAX_NOISE, FirstLine, first_line
+from braid.launch.cluster.agent_stream import MAX_LINE, MAX_NOISE, FirstLine, first_line
+from braid.launch.process.hang_state import OpenWait
 from braid.rendezvous import JobEnvironment
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.launch import QuietConsole, TerminalConsole
-from braid.launch.interrupt_filter import Line
-from braid.launch.output import LineBudget, LineSplitter, RankOutput
+from braid.launch.process.interrupt_filter import Line
+from braid.launch.process.output import LineBudget, LineSplitter, RankOutput
 
 S = 1_000_000_000
 

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from braid.launch.agent_messages import Here, Prepared, Ready
-from braid.launch.muster_state import Greet, Look, MakeReady, MusterLimits, MusterPhase, MusterState
-from braid.launch.reach import LAUNCHER, Attempt, Endpoint, decide, eligible, matrix_text
+from braid.launch.cluster.agent_messages import Here, Prepared, Ready
+from braid.launch.cluster.host_rendezvous_state import (
+    Greet,
+    Look,
+    MakeReady,
+    MusterLimits,
+    MusterPhase,
+    MusterState,
+)
+from braid.launch.cluster.reachability import (
+    LAUNCHER,
+    Attempt,
+    Endpoint,
+    decide,
+    eligible,
+    matrix_text,
+)
 
 S = 1_000_000_000
 NAMES = {LAUNCHER: "launcher", 0: "a", 1: "b"}

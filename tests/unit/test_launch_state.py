@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.launch.supervisor_state import (
+from braid.launch.supervise.supervisor_state import (
     STACKS_NS,
     TERMINATE_NS,
     CollectStacks,

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
-from braid.message import Faults, Network, PeerLost, Schema, Service, VanConfig
+from braid.message import PeerLost, Schema, Service, VanConfig
 from braid.testing.message_conformance import CONFORMANCE_SCHEMA, Note, check_van
+from braid.testing.message_faults import Faults
+from braid.testing.simulated_van import Network
 
 
 class Add(msgspec.Struct, tag="add", frozen=True):

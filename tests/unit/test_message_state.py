@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.message import NUM_PRIORITIES, Delivery, PeerLost, Schema, VanConfig, split_node
-from braid.message.heads import Beat, Bye, Cancel, Hello, More, Open, pack, unpack
-from braid.message.receiving import Arrived, Inflow
-from braid.message.sending import Outbox, Outgoing
-from braid.message.state_van import hand_over
-from braid.message.van_state import Carry, Close, Read, VanState
+from braid.message.protocol.assembly import Arrived, Inflow
+from braid.message.protocol.heads import Beat, Bye, Cancel, Hello, More, Open, pack, unpack
+from braid.message.protocol.send_queue import Outbox, Outgoing
+from braid.message.protocol.van_state import Carry, Close, Read, VanState
+from braid.message.vans.state_van import hand_over
 
 SECOND = 1_000_000_000
 

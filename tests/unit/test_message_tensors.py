@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from braid.errors import CommError, ConfigError
-from braid.message import Network, Schema
+from braid.message import Schema
 from braid.message.tensors import as_buffers, from_buffers, memory_of
+from braid.testing.simulated_van import Network
 from braid.types import TensorSpec
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, PeerLostError
-from braid.transport.announced import PrivateArena
+from braid.transport.announced_arena import PrivateArena
 from braid.transport.arena import EXTENT_BYTES
 from braid.transport.memory import ROOT_BYTES, ROOT_WORDS_BYTES, Extent, MemoryFile, Root
 from braid.transport.mirror import (

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from braid.bench import comm, ddp, ddp_worker
-from braid.bench.ddp_models import MODEL_NAMES
+from braid.bench import comm, ddp
+from braid.bench.workers import ddp as ddp_worker
+from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
 HAS_MPI = importlib.util.find_spec("mpi4py") is not None and shutil.which("mpiexec") is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm import move
-from braid.comm.all_reduce import all_reduce, direct, two_phase
-from braid.comm.port import Port
-from braid.comm.staging import CHUNK_BYTES
+from braid.comm.algorithms import broadcast_gather as move
+from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
+from braid.comm.channel.control_pages import Port
+from braid.comm.channel.staging import CHUNK_BYTES
 from braid.testing.explorer import Acquire, Post, record
 from braid.testing.virtual_time import run_on_virtual_clock
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.delegate import DelegateEngine, delegated_world
+from braid.comm.engines.c10d import DelegateEngine, delegated_world
 from braid.errors import CommTimeout, ConfigError, MismatchError
 from braid.testing.claims import of_rank, possible, reduced
 from braid.testing.group_conformance import GROUP_CLAIMS

@@ -7,12 +7,14 @@ import random
 import pytest
 import torch
 
-from braid.comm import hierarchical, message, move, reduce_scatter, relays
-from braid.comm.all_reduce import all_reduce, direct, two_phase
-from braid.comm.hosting import Hosting
-from braid.comm.mailbox import Mailbox
-from braid.comm.port import Port
-from braid.comm.remote import remote_of
+from braid.comm.algorithms import broadcast_gather as move
+from braid.comm.algorithms import hierarchical, reduce_scatter, relays
+from braid.comm.algorithms import send as message
+from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
+from braid.comm.algorithms.receive import Mailbox
+from braid.comm.channel.control_pages import Port
+from braid.comm.channel.peer_tensor import remote_of
+from braid.comm.tensors.node_map import Hosting
 from braid.testing.explorer import explore, record
 
 LARGE = 300_000  # floats: three chunks of the staging slots

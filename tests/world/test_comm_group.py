@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm import all_reduce as algorithms
+from braid.comm.algorithms import all_reduce as algorithms
 from braid.errors import CommError, CommTimeout, PeerLostError, StaleError
 from braid.testing.claims import possible
 from braid.testing.group_conformance import GROUP_CLAIMS

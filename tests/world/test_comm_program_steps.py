@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.comm.port import Port
-from braid.comm.program_steps import Programs, program_steps
+from braid.comm.algorithms.programs import Programs, program_steps
+from braid.comm.channel.control_pages import Port
 from braid.errors import ConfigError
 from braid.schedule import Program
 from braid.schedule.collective import ALGORITHMS, algorithm, program

@@ -10,7 +10,8 @@ import weakref
 import pytest
 import torch
 
-from braid.comm import Group, all_reduce
+from braid.comm import Group
+from braid.comm.algorithms import all_reduce
 from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
 from braid.transport.atomic import fetch_add

@@ -25,8 +25,8 @@ from braid.data_parallel import (
     bf16_hook,
     fp16_hook,
 )
-from braid.data_parallel.hooks import hook_of
-from braid.data_parallel.mixed_precision import MixedPrecision
+from braid.data_parallel.ddp.mixed_precision import MixedPrecision
+from braid.data_parallel.hooks.catalogue import hook_of
 from braid.errors import ConfigError
 from braid.params import GradBucket, ParamTable
 from braid.testing.pool import ProcessPool

@@ -13,10 +13,10 @@ import pytest
 
 import braid
 from braid.compat import horovod
-from braid.compat.horovod import function_rank, run_function
-from braid.compat.horovod.function_rank import read_private, write_private
-from braid.compat.horovod.horovodrun import is_own_python, main
-from braid.compat.horovod.run_function import RunError
+from braid.compat.horovod.launcher import function_rank, run_function
+from braid.compat.horovod.launcher.function_rank import read_private, write_private
+from braid.compat.horovod.launcher.horovodrun import is_own_python, main
+from braid.compat.horovod.launcher.run_function import RunError
 from braid.errors import ConfigError
 
 pytestmark = pytest.mark.procs
@@ -264,7 +264,7 @@ def test_a_file_that_others_can_write_is_not_read(tmp_path):
 def test_the_name_run_stays_the_function():
     code = (
         "import braid.compat.horovod.run as one; from braid.compat import horovod; import braid.compat.horovod.run; "
-        "from braid.compat.horovod.run_function import run; print(one is run, horovod.run is run)"
+        "from braid.compat.horovod.launcher.run_function import run; print(one is run, horovod.run is run)"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "True True\n"

@@ -15,11 +15,12 @@ from braid.comm import Group
 from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.testing.claims import of_rank, possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
-from braid.transport import Network, calling, meeting
-from braid.transport.reach import knock, own_address_towards
+from braid.testing.transport_join import join_all
+from braid.transport import Network, meeting
+from braid.transport import connect as calling
+from braid.transport.reachability import knock, own_address_towards
 from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs

@@ -13,12 +13,12 @@ import pytest
 
 from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError
-from braid.launch.following import follow, open_lobby
-from braid.launch.host_agent import END_LIMIT_S
-from braid.launch.job import JobSpec
-from braid.launch.placement import LocalPlacement, RshPlacement
-from braid.launch.switchboard import Switchboard
-from braid.launch.where import Nodes
+from braid.launch.cluster.agent_handle import END_LIMIT_S
+from braid.launch.cluster.agent_registry import Switchboard
+from braid.launch.cluster.join import follow, open_lobby
+from braid.launch.cluster.options import Nodes
+from braid.launch.cluster.remote_shell import LocalPlacement, RshPlacement
+from braid.launch.process.job import JobSpec
 from braid.rendezvous.file_meeting import FileMeeting
 from braid.rendezvous.meeting import MeetingPoint
 from braid.testing.leaks import no_leaks

@@ -18,7 +18,7 @@ import pytest
 from braid.diagnose import RunHost, RunRecord
 from braid.errors import ConfigError
 from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
-from braid.launch.several_hosts import HostsSupervisor
+from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.testing.leaks import no_leaks
 
 pytestmark = pytest.mark.procs
@@ -172,7 +172,7 @@ def test_a_host_with_another_braid_is_refused_by_name(run, tmp_path):
         f"#!{sys.executable}\n"
         "import os, braid._version\n"
         "braid._version.__version__ = '9.9' if os.environ['FAKE_HOST'] == 'b' else braid._version.__version__\n"
-        "import sys; from braid.launch.agent_main import main; sys.exit(main())\n"
+        "import sys; from braid.launch.cluster.agent_main import main; sys.exit(main())\n"
     )
     fake.write_text(code)
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)

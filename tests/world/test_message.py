@@ -16,7 +16,7 @@ import pytest
 
 from braid.errors import CommTimeout, ConfigError, PeerLostError, RendezvousError, StaleError
 from braid.message import LocalNetwork, PeerLost, PipeStream, PipeVan, Service, SocketVan, VanConfig
-from braid.message.heads import Beat, Bye, Hello, Open, pack, unpack
+from braid.message.protocol.heads import Beat, Bye, Hello, Open, pack, unpack
 from braid.testing.message_conformance import (
     CONFORMANCE_CONFIG,
     CONFORMANCE_SCHEMA,

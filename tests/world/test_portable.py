@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.port import Port
+from braid.comm.channel.control_pages import Port
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
 from braid.events import Recorder
 from braid.store import HashStore
 from braid.testing.claims import possible, reduced, same
 from braid.testing.group_conformance import GROUP_CLAIMS
-from braid.testing.joining import join_all
 from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
+from braid.testing.transport_join import join_all
 from braid.transport import Loss, RankContext
 from braid.wire import Identity, Secret
 from braid.wire import connect as dial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from braid.bench.probe import Probe, as_cluster
-from braid.bench.probe_worker import Measured, Probed
+from braid.bench.workers.probe import Measured, Probed
 from braid.cli import main
 from braid.errors import ConfigError
 from braid.topology import from_toml

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.rebuilding import meet_survivors, together
+from braid.comm.api.rebuild import meet_survivors, together
 from braid.errors import BraidError, CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.testing.claims import same
 from braid.testing.pool import RankDiedError

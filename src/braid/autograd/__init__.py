@@ -7,7 +7,7 @@ from braid.autograd.conjugate import (
     split_forward_all_gather_backward,
 )
 from braid.autograd.dependency import depend, fork, join
-from braid.autograd.measuring import LiveBytes, measure
+from braid.autograd.layer_costs import LiveBytes, measure
 from braid.autograd.messages import exchange, recv, send
 from braid.autograd.parts import all_gather, all_to_all, reduce_scatter
 from braid.autograd.phony import phony

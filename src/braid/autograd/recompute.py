@@ -37,7 +37,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from braid.autograd.nested import put_tensors, take_tensors
 from braid.autograd.phony import phony
-from braid.autograd.surroundings import Surroundings, generators_of
+from braid.autograd.rng_and_autocast import Surroundings, generators_of
 from braid.errors import BraidError
 
 __all__ = ["RecomputeError", "checkpoint"]

@@ -26,10 +26,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.candidates import LIBRARIES
-from braid.bench.comm_worker import Plan, Row
-from braid.bench.machine import machine
-from braid.bench.one_host import run_here
+from braid.bench.harness.machine import machine
+from braid.bench.harness.one_host import run_here
+from braid.bench.workers.candidates import LIBRARIES
+from braid.bench.workers.comm import Plan, Row
 from braid.errors import ConfigError
 
 __all__ = ["OPERATIONS", "CommBench", "CommReport", "plot", "print_report", "run_comm", "table"]
@@ -206,7 +206,7 @@ def _run_ranks(
         *columns, console=console or RichConsole(stderr=True), transient=True
     ) as progress:
         bar = _Bar(progress, total + ("barrier" in bench.operations))
-        worker, encoded = "braid.bench.comm_worker", msgspec.json.encode(plan)
+        worker, encoded = "braid.bench.workers.comm", msgspec.json.encode(plan)
         if with_mpi:
             _run_under_mpi((worker, encoded.decode()), ranks, bar)
         else:

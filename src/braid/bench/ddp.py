@@ -21,10 +21,10 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.ddp_models import MODEL_NAMES
-from braid.bench.ddp_worker import VARIANTS, Case, Measured, Plan
-from braid.bench.machine import machine
-from braid.bench.one_host import run_here
+from braid.bench.harness.machine import machine
+from braid.bench.harness.one_host import run_here
+from braid.bench.workers.ddp import VARIANTS, Case, Measured, Plan
+from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
 
 __all__ = [
@@ -125,7 +125,7 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     names = ", ".join(f"{case.model} ({case.batch})" for case in bench.cases)
     with shown.status(f"training {names} on {bench.ranks} ranks"), _busy(bench.busy):
         encoded = msgspec.json.encode(plan)
-        run_here(bench.ranks, "braid.bench.ddp_worker", encoded, log_dir=bench.out / "run")
+        run_here(bench.ranks, "braid.bench.workers.ddp", encoded, log_dir=bench.out / "run")
     report = DdpReport(
         braid=__version__,
         torch=importlib.metadata.version("torch"),

@@ -16,11 +16,11 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.hooks_worker import EXACT, Plan, Way
-from braid.bench.lab import Lab
-from braid.bench.machine import load_per_core, machine
+from braid.bench.harness.lab import Lab
+from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.several import Where, run_ranks
 from braid.bench.net import GBIT
-from braid.bench.several import Where, run_ranks
+from braid.bench.workers.hooks import EXACT, Plan, Way
 from braid.errors import ConfigError
 
 __all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
@@ -94,7 +94,7 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
         where = Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside)
         run_ranks(
             where,
-            "braid.bench.hooks_worker",
+            "braid.bench.workers.hooks",
             plan,
             hear=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
             log_dir=bench.out / "run",

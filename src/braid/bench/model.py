@@ -19,14 +19,14 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.lab import Lab
-from braid.bench.machine import load_per_core, machine
-from braid.bench.model_worker import Found, Near, Plan, Taken
+from braid.bench.harness.lab import Lab
+from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.several import Where, run_ranks
 from braid.bench.net import GBIT, KIB, MIB, size_text
 from braid.bench.probe import as_cluster
-from braid.bench.several import Where, run_ranks
-from braid.comm.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
-from braid.comm.program_steps import PIECE_BYTES
+from braid.bench.workers.model import Found, Near, Plan, Taken
+from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
+from braid.comm.algorithms.programs import PIECE_BYTES
 from braid.cost import hierarchical_s, program_s
 from braid.schedule.collective import algorithm, program
 
@@ -165,7 +165,7 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
 def _measure(where: Where, plan: Plan, log_dir: Path) -> str:
     told: list[str] = []
     encoded = msgspec.json.encode(plan)
-    run_ranks(where, "braid.bench.model_worker", encoded, hear=told.append, log_dir=log_dir)
+    run_ranks(where, "braid.bench.workers.model", encoded, hear=told.append, log_dir=log_dir)
     return told[-1]
 
 

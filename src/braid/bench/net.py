@@ -22,10 +22,10 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 
 from braid._version import __version__
-from braid.bench.lab import Lab, bucket_bytes
-from braid.bench.machine import load_per_core, machine
-from braid.bench.net_worker import BASE, Plan, Row
-from braid.bench.several import Where, run_ranks
+from braid.bench.harness.lab import Lab, bucket_bytes
+from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.several import Where, run_ranks
+from braid.bench.workers.net import BASE, Plan, Row
 from braid.errors import ConfigError
 from braid.launch import parse_hosts
 
@@ -197,7 +197,7 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
                 drain_bytes=0 if bench.hosts else DRAINS * bucket_bytes(case.gbit_per_s * GBIT),
             )
             encoded = msgspec.json.encode(plan)
-            run_ranks(where, "braid.bench.net_worker", encoded, hear=hear, log_dir=log_dir)
+            run_ranks(where, "braid.bench.workers.net", encoded, hear=hear, log_dir=log_dir)
         cases.append(case)
     report = NetReport(
         braid=__version__,

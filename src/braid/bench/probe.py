@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console as RichConsole
 
-from braid.bench.one_host import run_here
-from braid.bench.probe_worker import Measured, Plan, Probed
-from braid.bench.several import Where, run_ranks
+from braid.bench.harness.one_host import run_here
+from braid.bench.harness.several import Where, run_ranks
+from braid.bench.workers.probe import Measured, Plan, Probed
 from braid.errors import ConfigError
 from braid.topology import LEVEL_NAMES, Cluster, Level
 
@@ -90,7 +90,7 @@ def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
     plan = msgspec.json.encode(Plan(sizes=sizes, rounds=wanted.rounds, pin=wanted.pin))
     shown = console or RichConsole(stderr=True)
     log_dir = wanted.log_dir / "run"
-    worker = "braid.bench.probe_worker"
+    worker = "braid.bench.workers.probe"
     told: list[str] = []
     if wanted.where is not None:
         with shown.status(f"sending messages between ranks on {wanted.where.hosts}"):

@@ -14,7 +14,7 @@ import time
 import torch
 
 from braid.bench.probe import level_of
-from braid.bench.probe_worker import SMALL_BYTES, Measured
+from braid.bench.workers.probe import SMALL_BYTES, Measured
 from braid.errors import ConfigError
 from braid.topology import Cluster, Rings, gpu_levels, parse_links
 

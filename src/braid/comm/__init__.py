@@ -1,9 +1,9 @@
 """Collectives: groups of ranks, the algorithms they run, and what is said when one of them fails."""
 
-from braid.comm.arguments import Buffer
-from braid.comm.batch import Batch
-from braid.comm.group import Group
-from braid.comm.request import Request
-from braid.comm.work import Work
+from braid.comm.api.batch import Batch
+from braid.comm.api.group import Group
+from braid.comm.api.request import Request
+from braid.comm.engines.work import Work
+from braid.comm.tensors.arguments import Buffer
 
 __all__ = ["Batch", "Buffer", "Group", "Request", "Work"]

@@ -90,7 +90,7 @@ def bench_ddp(
     from pathlib import Path
 
     from braid.bench import ddp
-    from braid.bench.ddp_worker import Case
+    from braid.bench.workers.ddp import Case
 
     chosen = []
     for text in cases:
@@ -129,7 +129,7 @@ def bench_horovod(
     """
     from pathlib import Path
 
-    from braid.bench import fusion
+    from braid.bench import horovod as fusion
 
     chosen = []
     for text in cases:

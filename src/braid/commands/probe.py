@@ -41,9 +41,9 @@ def probe(
     """
     from pathlib import Path
 
+    from braid.bench.harness.several import Where
     from braid.bench.probe import Probe
     from braid.bench.probe import probe as measure
-    from braid.bench.several import Where
     from braid.topology import to_toml
 
     if gpus:

@@ -33,7 +33,7 @@ def prove(
 
     import msgspec
 
-    from braid.bench.one_host import run_here
+    from braid.bench.harness.one_host import run_here
     from braid.prove.show import show
     from braid.prove.task import load_task
     from braid.prove.worker import Plan, Told

@@ -9,7 +9,7 @@ from pathlib import Path
 from braid.commands.host_options import HostOptions
 from braid.errors import ConfigError
 from braid.launch import Console, Host, Hosts, JobSpec, Nodes, parse_hostfile, parse_hosts
-from braid.launch.placement import DEFAULT_RSH
+from braid.launch.cluster.remote_shell import DEFAULT_RSH
 from braid.rendezvous.meeting import MeetingPoint
 
 __all__ = ["choose_where", "run_on"]
@@ -55,7 +55,7 @@ def choose_where(
 
 def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
     """Run a job where `choose_where` said; returns the exit code, and the error block if it failed."""
-    from braid.launch.several_hosts import HostsSupervisor
+    from braid.launch.cluster.several_hosts import HostsSupervisor
 
     supervisor = HostsSupervisor(console)
     if isinstance(where, Nodes):

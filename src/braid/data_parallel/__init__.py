@@ -1,28 +1,28 @@
 """Data parallel training: every rank holds the model, each works on its share of the batch."""
 
-from braid.data_parallel.ad_psgd import ADPSGD
-from braid.data_parallel.adasum import adasum, adasum_hook
-from braid.data_parallel.applying import parallel_apply
-from braid.data_parallel.averaging import HierarchicalModelAverager, PeriodicModelAverager
 from braid.data_parallel.clipping import clip_grad_norm_, grad_norm
-from braid.data_parallel.data_parallel import DataParallel
-from braid.data_parallel.ddp import DistributedDataParallel
-from braid.data_parallel.decentralized import DPSGD, PushSum
-from braid.data_parallel.diloco import DiLoCo
+from braid.data_parallel.ddp.distributed_data_parallel import DistributedDataParallel
+from braid.data_parallel.ddp.distributed_optimizer import DistributedOptimizer
+from braid.data_parallel.ddp.join import Join, Joinable, JoinHook
+from braid.data_parallel.ddp.mixed_precision import MixedPrecision
+from braid.data_parallel.ddp.reference import accumulate
+from braid.data_parallel.ddp.rollback import Rollback, WentBack
 from braid.data_parallel.finite import NonFinite, NonFiniteError
-from braid.data_parallel.gathering import gather
-from braid.data_parallel.hooks import CastHook, bf16_hook, fp16_hook
-from braid.data_parallel.join import Join, Joinable, JoinHook
+from braid.data_parallel.hooks.adasum import adasum, adasum_hook
+from braid.data_parallel.hooks.catalogue import CastHook, bf16_hook, fp16_hook
+from braid.data_parallel.hooks.powersgd import PowerSGDHook, PowerSGDOptions
 from braid.data_parallel.layerwise import LAMB, LARS
-from braid.data_parallel.mixed_precision import MixedPrecision
-from braid.data_parallel.mixing import Mixing
-from braid.data_parallel.optimizer import DistributedOptimizer
-from braid.data_parallel.post_local import PostLocalSGDHook, PostLocalSGDOptimizer
-from braid.data_parallel.powersgd import PowerSGDHook, PowerSGDOptions
-from braid.data_parallel.reference import accumulate
-from braid.data_parallel.replicas import replicate
-from braid.data_parallel.rollback import Rollback, WentBack
-from braid.data_parallel.scattering import scatter
+from braid.data_parallel.local_sgd.ad_psgd import ADPSGD
+from braid.data_parallel.local_sgd.averaging import HierarchicalModelAverager, PeriodicModelAverager
+from braid.data_parallel.local_sgd.decentralized import DPSGD, PushSum
+from braid.data_parallel.local_sgd.diloco import DiLoCo
+from braid.data_parallel.local_sgd.mixing import Mixing
+from braid.data_parallel.local_sgd.post_local import PostLocalSGDHook, PostLocalSGDOptimizer
+from braid.data_parallel.replicas.data_parallel import DataParallel
+from braid.data_parallel.replicas.gather import gather
+from braid.data_parallel.replicas.parallel_apply import parallel_apply
+from braid.data_parallel.replicas.replicate import replicate
+from braid.data_parallel.replicas.scatter import scatter
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

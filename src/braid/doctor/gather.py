@@ -33,7 +33,7 @@ from braid.doctor.facts import (
     Versions,
 )
 from braid.errors import ConfigError
-from braid.launch.memory import cgroup_paths, parse_limit
+from braid.launch.process.oom import cgroup_paths, parse_limit
 from braid.rendezvous import wants_portable
 
 __all__ = [

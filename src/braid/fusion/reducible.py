@@ -1,6 +1,6 @@
 """Which numbers can be reduced how: known to the coordinator before anybody starts, so that all ranks are told. Pure.
 
-The same as `braid.comm.reduction` accepts, without torch; a test holds one against the other.
+The same as `braid.comm.tensors.reduction` accepts, without torch; a test holds one against the other.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from braid.launch.console import QuietConsole, TerminalConsole
-from braid.launch.hosts import Host, parse_hostfile, parse_hosts
-from braid.launch.job import JobSpec, Outcome
-from braid.launch.output import Console
-from braid.launch.spawning import spawn
-from braid.launch.supervisor import Supervisor
-from braid.launch.where import Hosts, Nodes
+from braid.launch.cluster.options import Hosts, Nodes
+from braid.launch.cluster.rank_assignment import Host, parse_hostfile, parse_hosts
+from braid.launch.process.console import QuietConsole, TerminalConsole
+from braid.launch.process.job import JobSpec, Outcome
+from braid.launch.process.output import Console
+from braid.launch.supervise.spawning import spawn
+from braid.launch.supervise.supervisor import Supervisor
 
 __all__ = [
     "Console",

@@ -1,20 +1,13 @@
 """Typed messages between named nodes; see README.md.
 
-The vans: `SocketVan` (processes and hosts), `PipeVan` (streams that were handed over), `LocalVan` (one process), `SimulatedVan` (virtual time and faults). Tensors travel
-as buffers: see `braid.message.tensors`, which alone imports torch.
+The vans: `SocketVan` (processes and hosts), `PipeVan` (streams that were handed over), `LocalVan` (one process). A simulated van with faults
+and virtual time is in `braid.testing.simulated_van`. Tensors travel as buffers: see `braid.message.tensors`, which alone imports torch.
 """
 
 from __future__ import annotations
 
-from braid.message.faults import Faults
-from braid.message.local_van import LocalNetwork, LocalVan
-from braid.message.pipe_van import PipeStream, PipeVan
-from braid.message.schema import Failed, Message, PeerLost, Schema
-from braid.message.services import Handler, Reply, Service
-from braid.message.simulated_van import Network, SimulatedVan
-from braid.message.socket_van import SocketVan
-from braid.message.stream_van import Stream
-from braid.message.van import (
+from braid.message.protocol.schema import Failed, Message, PeerLost, Schema
+from braid.message.protocol.van import (
     NUM_PRIORITIES,
     Allocate,
     Delivery,
@@ -24,18 +17,21 @@ from braid.message.van import (
     VanStatistics,
     split_node,
 )
+from braid.message.services import Handler, Reply, Service
+from braid.message.vans.local_van import LocalNetwork, LocalVan
+from braid.message.vans.pipe_van import PipeStream, PipeVan
+from braid.message.vans.socket_van import SocketVan
+from braid.message.vans.stream_van import Stream
 
 __all__ = [
     "NUM_PRIORITIES",
     "Allocate",
     "Delivery",
     "Failed",
-    "Faults",
     "Handler",
     "LocalNetwork",
     "LocalVan",
     "Message",
-    "Network",
     "PeerLost",
     "PipeStream",
     "PipeVan",
@@ -43,7 +39,6 @@ __all__ = [
     "Schema",
     "Sending",
     "Service",
-    "SimulatedVan",
     "SocketVan",
     "Stream",
     "Van",

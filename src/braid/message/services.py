@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
-from braid.message.schema import Failed, Message, PeerLost
-from braid.message.van import Delivery, Sending, Van, split_node
+from braid.message.protocol.schema import Failed, Message, PeerLost
+from braid.message.protocol.van import Delivery, Sending, Van, split_node
 from braid.wire import Buffer
 
 __all__ = ["Handler", "Reply", "Service"]

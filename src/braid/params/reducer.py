@@ -16,7 +16,7 @@ The status carries who has a gradient of what. So parameters that nobody has use
 for that beforehand; buckets that nobody needs are not sent. A gradient accumulated by earlier backwards takes part, whether or not the last one added to it.
 
 The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of ranks, and the
-division by their number happens once, at the end (`braid.data_parallel.reference`).
+division by their number happens once, at the end (`braid.data_parallel.ddp.reference`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from braid.comm import Group
-from braid.comm.engine import Capabilities
+from braid.comm.engines.engine import Capabilities
 
 __all__ = [
     "LARGE",

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from braid.comm.channel import Aim, Channel
-from braid.comm.claims import Claims
-from braid.comm.port import Port
+from braid.comm.channel.channel import Aim, Channel
+from braid.comm.channel.control_pages import Port
+from braid.comm.channel.work_counter import Claims
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]

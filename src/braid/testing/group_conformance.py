@@ -12,7 +12,7 @@ from braid.testing.claims import Claim
 from braid.testing.host_claims import HOST_CLAIMS
 from braid.testing.life_claims import LIFE_CLAIMS
 from braid.testing.message_claims import MESSAGE_CLAIMS
-from braid.testing.moving_claims import MOVING_CLAIMS
+from braid.testing.movement_claims import MOVING_CLAIMS
 from braid.testing.order_claims import ORDER_CLAIMS
 from braid.testing.program_claims import PROGRAM_CLAIMS
 from braid.testing.reduction_claims import REDUCTION_CLAIMS

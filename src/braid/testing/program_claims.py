@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from braid.comm import Group
-from braid.comm.program_steps import names_for
+from braid.comm.algorithms.programs import names_for
 from braid.testing.claims import Claim, needs, of_rank, same
 
 __all__ = ["PROGRAM_CLAIMS"]

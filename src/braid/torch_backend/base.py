@@ -13,14 +13,14 @@ import torch
 from torch.distributed import distributed_c10d
 
 from braid.comm import Group
-from braid.comm.batch import Works
+from braid.comm.api.batch import Works
 from braid.errors import StaleError
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.futures import WorkFuture
-from braid.torch_backend.home import Home, Homes
 from braid.torch_backend.shapes import flat_outputs
+from braid.torch_backend.shared_world import Home, Homes
 from braid.torch_backend.work import FinishedWork, PendingWork, Started, seconds
 
 __all__ = ["BaseProcessGroup", "c10d"]

@@ -12,8 +12,8 @@ from braid.errors import ConfigError
 from braid.torch_backend.base import c10d
 from braid.torch_backend.collectives import Collectives
 from braid.torch_backend.foreign import Foreign
-from braid.torch_backend.home import Homes, Meeting
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
+from braid.torch_backend.shared_world import Homes, Meeting
 from braid.torch_backend.work import FinishedWork, PendingWork, seconds, together
 
 __all__ = ["BraidProcessGroup"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from braid.comm import Group
-from braid.torch_backend.home import Homes
 from braid.torch_backend.process_group import BraidProcessGroup
+from braid.torch_backend.shared_world import Homes
 
 __all__ = ["create", "register", "share"]
 

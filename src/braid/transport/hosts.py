@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 
 from braid.clock import Clock
-from braid.transport.announced import AnnouncedArena, PrivateArena
+from braid.transport.announced_arena import AnnouncedArena, PrivateArena
 from braid.transport.arena import LINE_BYTES, OFFSET_BITS
 from braid.transport.base import LINGER_S, Audience, MemoryTransport
 from braid.transport.health import Health

@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from braid.compat.horovod.run_function import run
+    from braid.compat.horovod.launcher.run_function import run
 
 __all__ = ["run"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "run":  # loaded when used: a rank has no need of the launcher
-        return import_module("braid.compat.horovod.run_function").run
+        return import_module("braid.compat.horovod.launcher.run_function").run
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from braid.compat.horovod.horovodrun import main
-from braid.compat.horovod.run_function import run
+from braid.compat.horovod.launcher.horovodrun import main
+from braid.compat.horovod.launcher.run_function import run
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from braid.comm.plain_data import decode, encode
+from braid.comm.tensors.plain_data import decode, encode
 from braid.compat.horovod.failure import HorovodInternalError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_

@@ -24,8 +24,8 @@ from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.session import session
 from braid.compat.horovod.torch.adasum_optimizer import AdasumSteps
 from braid.compat.horovod.torch.compression import Compression, Compressor, NoneCompressor
+from braid.compat.horovod.torch.grad_homes import Home, Homes
 from braid.compat.horovod.torch.handles import Pending, synchronize
-from braid.compat.horovod.torch.homes import Home, Homes
 from braid.compat.horovod.torch.named import named_groups, named_of
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, engine_op

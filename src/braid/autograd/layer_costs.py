@@ -1,0 +1,140 @@
+"""Measures for recomputation: what layers save, how long they take, and what is alive at one time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from braid.autograd.nested import put_tensors, take_tensors
+from braid.autograd.recompute_plan import LayerCost
+from braid.autograd.rng_and_autocast import Surroundings, generators_of
+from braid.autograd.streams import current_stream, synchronize
+from braid.clock import Clock, MonotonicClock
+
+__all__ = ["LiveBytes", "measure"]
+
+Result = TypeVar("Result")
+
+
+def measure(
+    layers: Iterable[Callable[[Any], Any]],
+    x: Any,
+    *,
+    repeats: int = 3,
+    clock: Clock | None = None,
+) -> list[LayerCost]:
+    """Run each layer forward and see what it costs.
+
+    Bytes are those of whole storages, each counted once; parameters, buffers and the layer's input do not count. Random
+    generators are left as they were; what else a forward changes (the statistics of a BatchNorm) changes.
+
+    Args:
+        layers: Each is called with the result of the one before.
+        x: What the first is called with.
+        repeats: Forwards to take the median time of, after a first one that is not timed.
+        clock: What they are timed with.
+
+    Returns:
+        One cost per layer, for `by_budget`.
+    """
+    clock = clock or MonotonicClock()
+    found = []
+    with torch.enable_grad(), Surroundings(generators_of(take_tensors(x)[1])).again():
+        for layer in layers:
+            x = _detached(x)
+            output, saved_bytes, output_bytes = _bytes_of(layer, x)
+            times = [_seconds_of(layer, x, clock) for _ in range(repeats)]
+            found.append(LayerCost(saved_bytes, output_bytes, statistics.median(times)))
+            x = output
+    return found
+
+
+class LiveBytes:
+    """Counts the memory of tensors as long as anything, be it autograd, refers to it.
+
+    Attributes:
+        peak_bytes: The most that was alive whenever `watch` or `count` was called.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def watch(self, x: torch.Tensor) -> torch.Tensor:
+        """Count the memory of `x` from now on, once however many tensors share it; returns `x`."""
+        storage = x.untyped_storage()
+        watched = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._alive[watched.cdata] = (watched, storage.nbytes())
+        self.count()
+        return x
+
+    def watched(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """`function`, with the tensors in its results watched."""
+
+        def call(*args: Any, **kwargs: Any) -> Result:
+            result = function(*args, **kwargs)
+            for x in take_tensors(result)[1]:
+                self.watch(x)
+            return result
+
+        return call
+
+    def count(self) -> int:
+        """Bytes that are alive now."""
+        self._alive = {
+            key: item
+            for key, item in self._alive.items()
+            if not item[0].expired()  # type: ignore[no-untyped-call]
+        }
+        total = sum(nbytes for _, nbytes in self._alive.values())
+        self.peak_bytes = max(self.peak_bytes, total)
+        return total
+
+
+def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
+    """The layer's result, the bytes that it adds to what is kept, and those of its result alone."""
+    outside = _storages(take_tensors(x)[1])
+    if isinstance(layer, nn.Module):
+        outside |= _storages([*layer.parameters(), *layer.buffers()])
+    saved: dict[int, int] = {}
+
+    def save(t: torch.Tensor) -> torch.Tensor:
+        if not (t.is_leaf and t.requires_grad):  # parameters of what is no module
+            saved.update(_storages([t]))
+        return t
+
+    with saved_tensors_hooks(save, lambda t: t):
+        output = layer(x)
+    returned = _storages(take_tensors(output)[1])
+    added = {key: nbytes for key, nbytes in (saved | returned).items() if key not in outside}
+    return output, sum(added.values()), sum(returned.values())
+
+
+def _seconds_of(layer: Callable[[Any], Any], x: Any, clock: Clock) -> float:
+    devices = {t.device for t in take_tensors(x)[1]}
+    streams = [current_stream(device) for device in devices]
+    for stream in streams:
+        synchronize(stream)
+    start_ns = clock.now_ns()
+    layer(x)
+    for stream in streams:
+        synchronize(stream)
+    return (clock.now_ns() - start_ns) / 1e9
+
+
+def _detached(x: Any) -> Any:
+    """The same as leaves of a new graph."""
+    tree, tensors = take_tensors(x)
+    return put_tensors(tree, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage, by address."""
+    storages = [t.untyped_storage() for t in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

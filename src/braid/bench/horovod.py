@@ -1,0 +1,299 @@
+"""`braid bench horovod`: the negotiated engine beside Gloo and beside our own wrapper, and alone at a thousand ranks.
+
+What needs ranks is measured in them (`fusion_worker`). The pure part is also run as a thousand ranks in one process: what the first rank has to do in steady
+state there, beside what the others have.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich import box
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from braid._version import __version__
+from braid.bench.harness.machine import machine
+from braid.bench.harness.one_host import run_here
+from braid.bench.workers.ddp_models import MODEL_NAMES
+from braid.bench.workers.horovod import Exchange, Figures, Plan, Small, Step
+from braid.errors import ConfigError
+from braid.fusion import FusionState, Request
+
+__all__ = [
+    "FusionBench",
+    "FusionReport",
+    "Thousand",
+    "fusion_table",
+    "fusion_verdicts",
+    "print_fusion",
+    "run_fusion",
+]
+
+CASES = (("mlp", 64), ("gpt", 2), ("tiny", 32))
+LEAST_SPEEDUP = 1.5
+LONG_STEP_S, MOST_LONGER, MOST_LONGER_SHORT = 0.05, 0.10, 0.25
+MOST_EXCHANGE_S, MOST_STATE_S = 200e-6, 30e-6
+MOST_UNEVEN = 1.5
+NUM_RANKS, NUM_TENSORS, NUM_CYCLES = 1000, 50, 12
+
+
+class Thousand(msgspec.Struct, kw_only=True):
+    """Steady state of many ranks in one process.
+
+    Attributes:
+        ranks: Their number.
+        first_s: Seconds of the first rank in a cycle, median. It is the only one of so many that runs some lines, which are never in the caches then.
+        median_s: Of the median rank.
+        first_calls: Calls of functions that the first rank needs for a cycle.
+        most_calls: That another one needs.
+        lists: Cycles in which rank 0 had to be asked, after the first one.
+    """
+
+    ranks: int
+    first_s: float
+    median_s: float
+    first_calls: int
+    most_calls: int
+    lists: int
+
+
+class FusionReport(msgspec.Struct, kw_only=True):
+    """Figures and where they were measured."""
+
+    braid: str
+    torch: str
+    machine: str
+    ranks: int
+    small: Small
+    steps: list[Step]
+    exchanges: list[Exchange]
+    thousand: Thousand
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionBench:
+    """What to measure.
+
+    Attributes:
+        ranks: World size.
+        cases: Models with the batch of a rank.
+        rounds: Of each.
+        budget_s: Seconds for a case, about.
+        out: Directory for `fusion.json` and the run's logs.
+    """
+
+    ranks: int = 2
+    cases: tuple[tuple[str, int], ...] = CASES
+    rounds: int = 60
+    budget_s: float = 30.0
+    out: Path = Path("runs/bench-horovod")
+
+    def __post_init__(self) -> None:
+        known = {*MODEL_NAMES, "tiny"}
+        unknown = [model for model, _ in self.cases if model not in known]
+        if unknown:
+            msg = f"expected models out of {', '.join(sorted(known))}, found {', '.join(unknown)}"
+            raise ConfigError(msg)
+        least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 2)]
+        least += [(f"the batch of {model}", batch, 1) for model, batch in self.cases]
+        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> FusionReport:
+    """Measure in fresh processes.
+
+    Raises:
+        ConfigError: A rank failed; the message is the launcher's error block.
+    """
+    bench.out.mkdir(parents=True, exist_ok=True)
+    path = bench.out / "figures.json"
+    plan = Plan(
+        cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s, out=str(path.resolve())
+    )
+    shown = console or RichConsole(stderr=True)
+    with shown.status(f"small tensors, steps and exchanges on {bench.ranks} ranks"):
+        encoded = msgspec.json.encode(plan)
+        run_here(bench.ranks, "braid.bench.workers.horovod", encoded, log_dir=bench.out / "run")
+    with shown.status(f"{NUM_RANKS} ranks in one process"):
+        thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
+    figures = msgspec.json.decode(path.read_bytes(), type=Figures)
+    report = FusionReport(
+        braid=__version__,
+        torch=importlib.metadata.version("torch"),
+        machine=machine(),
+        ranks=bench.ranks,
+        small=figures.small,
+        steps=figures.steps,
+        exchanges=figures.exchanges,
+        thousand=thousand,
+    )
+    (bench.out / "fusion.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    path.unlink()
+    return report
+
+
+def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
+    """Run the state machines of `size` ranks through cycles in which all submit the same tensors as before."""
+    machines = [FusionState(rank, range(size)) for rank in range(size)]
+    requests = [
+        Request(f"x{n}", "all_reduce", "float32", (256,), 4, "sum") for n in range(num_tensors)
+    ]
+    taken: list[list[float]] = [[] for _ in machines]
+    calls = [0] * size
+    lists = 0
+    for cycle in range(num_cycles + 1):
+        count = _timed if cycle < num_cycles else _counted
+        for state in machines:
+            for request in requests:
+                state.submit(request, 0.0)
+        words, spent = [], []
+        for state in machines:
+            seconds, number, word = count(partial(state.open, 0.0))
+            words.append(word)
+            spent.append((seconds, number))
+        together = int.from_bytes(words[0], "little")
+        for word in words:
+            together &= int.from_bytes(word, "little")
+        heard = together.to_bytes(len(words[0]), "little")
+        asked = False
+        for rank, state in enumerate(machines):
+            seconds, number, asked = count(partial(_ended, state, heard))
+            if cycle < num_cycles:
+                taken[rank].append(spent[rank][0] + seconds)
+            calls[rank] = spent[rank][1] + number
+        if asked:
+            lists += cycle > 0
+            answer = machines[0].answer([state.own_list(0.0) for state in machines], 0.0)
+            for state in machines:
+                state.conclude(answer)
+    steady = [statistics.median(times[1:]) for times in taken]
+    return Thousand(
+        ranks=size,
+        first_s=steady[0],
+        median_s=statistics.median(steady),
+        first_calls=calls[0],
+        most_calls=max(calls[1:]),
+        lists=lists,
+    )
+
+
+X = TypeVar("X")
+
+
+def _ended(state: FusionState, heard: bytes) -> bool:
+    asked = state.combined(heard)
+    if not asked:
+        state.conclude(None)
+    return asked
+
+
+def _timed(call: Callable[[], X]) -> tuple[float, int, X]:
+    start = time.perf_counter()
+    found = call()
+    return time.perf_counter() - start, 0, found
+
+
+def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
+    """Calls of Python functions, and of those in C, inside of it."""
+    number = 0
+
+    def on_event(_frame: object, event: str, _argument: object) -> None:
+        nonlocal number
+        number += event in {"call", "c_call"}
+
+    sys.setprofile(on_event)
+    try:
+        found = call()
+    finally:
+        sys.setprofile(None)
+    return 0.0, number, found
+
+
+def fusion_verdicts(report: FusionReport) -> list[str]:
+    """What was promised of the engine, and whether it holds, in words."""
+    held: list[tuple[str, bool, str]] = [
+        (
+            f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo",
+            report.small.speedup >= LEAST_SPEEDUP,
+            f"{report.small.speedup:.1f}",
+        )
+    ]
+    for step in report.steps:
+        long = step.seconds["ddp"] >= LONG_STEP_S
+        most = MOST_LONGER if long else MOST_LONGER_SHORT
+        what = f"{step.model}, batch {step.batch}: step at most {most:.0%} longer than with our DDP"
+        held.append((what, step.longer <= most, f"{step.longer:.1%}"))
+    for found in report.exchanges:
+        what = f"exchange of {found.tensors} tensors at most {MOST_EXCHANGE_S * 1e6:.0f} us"
+        held.append((what, found.seconds <= MOST_EXCHANGE_S, f"{found.seconds * 1e6:.0f} us"))
+        what = f"its pure part at most {MOST_STATE_S * 1e6:.0f} us"
+        held.append((what, found.state_s <= MOST_STATE_S, f"{found.state_s * 1e6:.0f} us"))
+    many = report.thousand
+    share = many.first_calls / many.most_calls
+    what = f"{many.ranks} ranks in steady state: the first needs at most {MOST_UNEVEN} times the calls of others"
+    even = share <= MOST_UNEVEN and not many.lists
+    held.append(
+        (
+            what,
+            even,
+            f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times",
+        )
+    )
+    return [f"{'held  ' if ok else 'missed'}  {what}, found {found}" for what, ok, found in held]
+
+
+def fusion_table(report: FusionReport) -> Table:
+    """One row per thing measured."""
+    title = f"{report.machine}, torch {report.torch}, {report.ranks} ranks; medians"
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    grid.add_column("what", no_wrap=True)
+    for name in ("ms", "ratio", "quartiles"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    small = report.small
+    for way, seconds in small.seconds.items():
+        ratio = f"{small.speedup:.1f} x" if way == "engine" else ""
+        between = f"{small.between[0]:.1f} to {small.between[1]:.1f}" if ratio else ""
+        grid.add_row(f"200 tensors of 1 KiB, {way}", f"{seconds * 1e3:.2f}", ratio, between)
+    for step in report.steps:
+        what = f"{step.model}, batch {step.batch}"
+        grid.add_row(f"{what}: our DDP", f"{step.seconds['ddp'] * 1e3:.1f}", "", "")
+        grid.add_row(
+            f"{what}: Horovod's optimizer",
+            f"{step.seconds['horovod'] * 1e3:.1f}",
+            f"{step.longer:+.1%}",
+            f"{step.between[0]:+.1%} to {step.between[1]:+.1%}",
+        )
+    for found in report.exchanges:
+        what = f"exchange in steady state, {found.tensors} tensors"
+        grid.add_row(what, f"{found.seconds * 1e3:.3f}", f"{found.state_s * 1e6:.0f} us pure", "")
+    many = report.thousand
+    grid.add_row(
+        f"first of {many.ranks} ranks, {NUM_TENSORS} tensors",
+        f"{many.first_s * 1e3:.3f}",
+        f"{many.first_s / many.median_s:.2f} x median",
+        "",
+    )
+    return grid
+
+
+def print_fusion(report: FusionReport, out: Path) -> None:
+    """Show the table and say where the figures are."""
+    console = RichConsole()
+    if not console.is_terminal:
+        console = RichConsole(width=120)
+    console.print(fusion_table(report))
+    for line in fusion_verdicts(report):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"figures  {out / 'fusion.json'}")

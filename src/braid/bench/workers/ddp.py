@@ -1,0 +1,243 @@
+"""One rank of `braid bench ddp`: training steps of the same model by several wrappers, taken in turns.
+
+    alone        no wrapper; both ranks compute at the same time
+    silent       torch's DistributedDataParallel with gradient views and a hook that sends nothing
+    gloo         the same over Gloo
+    torch        the same over the backend "braid"
+    braid        braid's own DistributedDataParallel
+
+What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying gradients into buckets,
+torch's wrapper does whoever communicates. Each has its own copy of the model, so that buckets, hooks and optimizer state
+stay its own. In every round each takes one step, in an order drawn anew (what ran before is in the caches); ranks begin a
+step together, and it takes as long as the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from braid.bench.workers.ddp_models import Job, job_of
+from braid.comm import Group
+from braid.context import init, shutdown
+from braid.data_parallel import DistributedDataParallel
+
+__all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
+
+VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
+COMPARED = ("torch", "braid")  # with gloo
+NUM_RESAMPLED = 400
+LEARNING_RATE = 1e-4
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One model with one batch.
+
+    Attributes:
+        model: Out of `ddp_models.MODEL_NAMES`.
+        batch: Samples, sequences or images of a rank in a step.
+    """
+
+    model: str
+    batch: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        cases: Models and batches.
+        rounds: Steps of each wrapper, at most ...
+        least_rounds: ... and at least, where a step is so long that `budget_s` is over before.
+        budget_s: Seconds for a case, about.
+        out: File for the figures, written by rank 0.
+    """
+
+    cases: tuple[Case, ...]
+    rounds: int
+    least_rounds: int
+    budget_s: float
+    out: str
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One model.
+
+    Attributes:
+        model: Name.
+        num_params: Parameters.
+        batch: Of a rank.
+        ranks: World size.
+        step_s: Median seconds of a step, by variant; of the slowest rank.
+        speedup: Gloo's step over the variant's, median of the rounds.
+        gone: Share of Gloo's exposed communication that the variant does not have; no variant is in it when there was
+            none.
+        gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
+            it is chance; none where Gloo's exposed communication is itself hardly more than that.
+        exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
+        spread: Lowest and highest speed-up of the rounds.
+        rounds_s: Seconds of every step, by variant: what all of the above is computed from.
+    """
+
+    model: str
+    num_params: int
+    batch: int
+    ranks: int
+    step_s: dict[str, float]
+    speedup: dict[str, float]
+    gone: dict[str, float]
+    gone_between: dict[str, tuple[float, float]]
+    exposed_s: dict[str, float]
+    spread: dict[str, tuple[float, float]]
+    rounds_s: dict[str, list[float]]
+
+
+class _Step:
+    """Training steps of one wrapped copy of a model."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        self._model = model
+        self._job = job
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def __call__(self) -> None:
+        loss = self._job.loss(self._model(self._job.inputs))
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+
+def main(plan: Plan) -> None:
+    """Measure everything; rank 0 prints a line per model and writes the file."""
+    torch.set_num_threads(1)
+    group = init()
+    dist.init_process_group("gloo")
+    over_braid = dist.new_group(backend="braid")
+    measured = []
+    for case in plan.cases:
+        found = _measure(group, over_braid, case, plan)
+        measured.append(found)
+        if group.rank == 0:
+            shown = msgspec.structs.replace(found, rounds_s={})
+            print(json.dumps(msgspec.to_builtins(shown)), flush=True)
+    if group.rank == 0:
+        Path(plan.out).write_bytes(msgspec.json.format(msgspec.json.encode(measured)))
+    dist.destroy_process_group()
+    shutdown()
+
+
+def _measure(
+    group: Group, over_braid: dist.ProcessGroup | None, case: Case, plan: Plan
+) -> Measured:
+    job = job_of(case.model, case.batch, seed=group.rank)
+    base = job.model
+    models: dict[str, Any] = {
+        "alone": copy.deepcopy(base),
+        "silent": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
+        "gloo": TorchDDP(copy.deepcopy(base), gradient_as_bucket_view=True),
+        "torch": TorchDDP(
+            copy.deepcopy(base), process_group=over_braid, gradient_as_bucket_view=True
+        ),
+        "braid": DistributedDataParallel(base, process_group=group),
+    }
+    models["silent"].register_comm_hook(None, _send_nothing)
+    steps = {variant: _Step(models[variant], job) for variant in VARIANTS}
+    for step in steps.values():  # buckets are rebuilt, and storages adopted, in the first steps
+        for _ in range(4):
+            step()
+    times = _times(group, steps, plan)
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    speedup = {}
+    for variant in COMPARED:
+        pairs = zip(times[variant], times["gloo"], strict=True)
+        speedup[variant] = [g / t for t, g in pairs]
+    return Measured(
+        model=case.model,
+        num_params=sum(p.numel() for p in base.parameters()),
+        batch=case.batch,
+        ranks=group.size,
+        step_s={variant: statistics.median(t) for variant, t in times.items()},
+        speedup={variant: statistics.median(r) for variant, r in speedup.items()},
+        gone=shares_gone(times),
+        gone_between=shares_between(times),
+        exposed_s={variant: mean[variant] - mean["silent"] for variant in ("gloo", *COMPARED)},
+        spread={variant: (min(r), max(r)) for variant, r in speedup.items()},
+        rounds_s=times,
+    )
+
+
+def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
+    """Share of what Gloo adds to a step that a variant does not add, by variant.
+
+    Of means, since what a run takes is the sum of its steps, slow ones included; so what is gone and what is left add up to all. In a
+    single round noise would be most of the quotient. None where Gloo adds nothing.
+    """
+    mean = {variant: statistics.fmean(own) for variant, own in times.items()}
+    exposed = mean["gloo"] - mean["silent"]
+    if exposed <= 0:
+        return {}
+    return {variant: (mean["gloo"] - mean[variant]) / exposed for variant in COMPARED}
+
+
+def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """Percentiles 5 and 95 of `shares_gone` over resampled rounds (the bootstrap of Efron, 1979), by variant.
+
+    None where Gloo adds nothing in some of the samples: then they say nothing of the share.
+    """
+    numbers, rounds = random.Random(0), range(len(times["gloo"]))
+    found: dict[str, list[float]] = {variant: [] for variant in COMPARED}
+    for _ in range(NUM_RESAMPLED):
+        drawn = numbers.choices(rounds, k=len(rounds))
+        shares = shares_gone({v: [t[i] for i in drawn] for v, t in times.items()})
+        if not shares:
+            return {}
+        for variant, share in shares.items():
+            found[variant].append(share)
+    percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in found.items()}
+    return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
+
+
+def _times(group: Group, steps: dict[str, _Step], plan: Plan) -> dict[str, list[float]]:
+    """Seconds of every step, of the rank that took longest, by variant."""
+    order, variants = random.Random(0), list(steps)
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    began = time.perf_counter()
+    for number in range(plan.rounds):
+        over = torch.tensor([time.perf_counter() - began > plan.budget_s])
+        if group.broadcast(over, 0).item() and number >= plan.least_rounds:
+            break
+        order.shuffle(variants)
+        for variant in variants:
+            group.barrier()
+            start = time.perf_counter()
+            steps[variant]()
+            times[variant].append(time.perf_counter() - start)
+    for variant, own in times.items():
+        slowest = group.all_reduce(torch.tensor(own, dtype=torch.float64), "max")
+        times[variant] = slowest.tolist()
+    return times
+
+
+def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
+    """A communication hook of torch: every rank keeps its own gradients."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(msgspec.json.decode(sys.argv[1], type=Plan))

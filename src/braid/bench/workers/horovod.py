@@ -1,0 +1,269 @@
+"""One rank of `braid bench horovod`: small tensors, training steps and exchanges, each beside what it is held against, in turns.
+
+    small       200 tensors of 1 KiB: one all-reduce each through Gloo; submitted to the engine by name and reduced together
+    step        training by our DistributedDataParallel; by the optimizer of `braid.compat.horovod.torch`; the same model and batches
+    exchange    what ranks say to each other in steady state before 200 tensors can be reduced, without reducing them; the pure part alone
+
+In every round each is done once, in an order drawn anew, behind a barrier; it takes as long as the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import braid.compat.horovod.torch as hvd
+from braid.bench.workers.ddp_models import Job, job_of
+from braid.comm import Group
+from braid.context import init, shutdown
+from braid.data_parallel import DistributedDataParallel
+from braid.fusion import FusionState, Request
+
+__all__ = ["Exchange", "Plan", "Small", "Step", "main"]
+
+NUM_SMALL, SMALL_NUMEL = 200, 256
+LEARNING_RATE = 1e-4
+WARM_UP = 5
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        cases: Models and batches, such as mlp:64; `tiny` is a model whose step is short.
+        rounds: Of each.
+        budget_s: Seconds for a case, about; not less than 20 rounds.
+        out: File for the figures, written by rank 0.
+    """
+
+    cases: tuple[tuple[str, int], ...]
+    rounds: int
+    budget_s: float
+    out: str
+
+
+class Small(msgspec.Struct, kw_only=True):
+    """Many small tensors.
+
+    Attributes:
+        seconds: Median of all of them, by way.
+        speedup: Of the engine over Gloo, median of the rounds.
+        between: Its quartiles.
+    """
+
+    seconds: dict[str, float]
+    speedup: float
+    between: tuple[float, float]
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """One model.
+
+    Attributes:
+        model: Name.
+        batch: Of a rank.
+        seconds: Median step, by way.
+        longer: How much longer than with our DDP, as a share, median of the rounds.
+        between: Its quartiles.
+    """
+
+    model: str
+    batch: int
+    seconds: dict[str, float]
+    longer: float
+    between: tuple[float, float]
+
+
+class Exchange(msgspec.Struct, kw_only=True):
+    """In steady state.
+
+    Attributes:
+        tensors: That become ready in it.
+        seconds: Median, of the slowest rank.
+        state_s: Of it, in the pure part.
+    """
+
+    tensors: int
+    seconds: float
+    state_s: float
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """All of it."""
+
+    small: Small
+    steps: list[Step]
+    exchanges: list[Exchange]
+
+
+def main(plan: Plan) -> None:
+    """Measure everything; rank 0 writes the file."""
+    torch.set_num_threads(1)
+    group = init()
+    dist.init_process_group("gloo")
+    hvd.init()
+    figures = Figures(
+        small=_small(group, plan.rounds),
+        steps=[_step(group, model, batch, plan) for model, batch in plan.cases],
+        exchanges=[_exchange(group, count, plan.rounds) for count in (1, 25, 200)],
+    )
+    if group.rank == 0:
+        Path(plan.out).write_bytes(msgspec.json.format(msgspec.json.encode(figures)))
+    hvd.shutdown()
+    dist.destroy_process_group()
+    shutdown()
+
+
+def _small(group: Group, rounds: int) -> Small:
+    tensors = [torch.full((SMALL_NUMEL,), float(n + group.rank)) for n in range(NUM_SMALL)]
+
+    def each_through_gloo() -> None:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+
+    def all_under_way_in_gloo() -> None:
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    def together() -> None:
+        handles = [hvd.allreduce_async_(t, name=f"small.{n}") for n, t in enumerate(tensors)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    ways = {"gloo": each_through_gloo, "gloo, async": all_under_way_in_gloo, "engine": together}
+    times = _in_rounds(group, ways, rounds)
+    ratios = [g / e for g, e in zip(times["gloo"], times["engine"], strict=True)]
+    return Small(
+        seconds={way: statistics.median(t) for way, t in times.items()},
+        speedup=statistics.median(ratios),
+        between=_quartiles(ratios),
+    )
+
+
+def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
+    job = _tiny(batch, group.rank) if model == "tiny" else job_of(model, batch, seed=group.rank)
+    own, other = copy.deepcopy(job.model), job.model
+    wrapped = DistributedDataParallel(own, process_group=group)
+    plain = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
+    patched = hvd.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=LEARNING_RATE),
+        [(f"{model}{batch}.{name}", param) for name, param in other.named_parameters()],
+    )
+
+    def taken_by(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def step() -> None:
+            loss = job.loss(net(job.inputs))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        return step
+
+    ways = {"ddp": taken_by(wrapped, plain), "horovod": taken_by(other, patched)}
+    start = time.perf_counter()
+    for way in ways.values():
+        way()
+    taken = group.all_reduce(torch.tensor([time.perf_counter() - start]), "max").item()
+    rounds = min(plan.rounds, max(20, int(plan.budget_s / taken)))
+    times = _in_rounds(group, ways, rounds)
+    longer = [h / d - 1.0 for h, d in zip(times["horovod"], times["ddp"], strict=True)]
+    return Step(
+        model=model,
+        batch=batch,
+        seconds={way: statistics.median(t) for way, t in times.items()},
+        longer=statistics.median(longer),
+        between=_quartiles(longer),
+    )
+
+
+def _tiny(batch: int, rank: int) -> Job:
+    """Twelve layers of 256: a step of some milliseconds."""
+    numbers = torch.Generator().manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(12):
+        layer = nn.Linear(256, 256)
+        with torch.no_grad():
+            layer.weight.normal_(0.0, 1 / 16, generator=numbers)
+        layers += [layer, nn.ReLU()]
+    generator = torch.Generator().manual_seed(rank)
+    x, y = (torch.randn(batch, 256, generator=generator) for _ in range(2))
+    return Job(nn.Sequential(*layers[:-1]), x, lambda found: nn.functional.mse_loss(found, y))
+
+
+def _exchange(group: Group, count: int, rounds: int) -> Exchange:
+    """As the engine does it, without what it carries out."""
+    state = FusionState(group.rank, group.ranks)
+    requests = [
+        Request(f"x{n}", "all_reduce", "float32", (SMALL_NUMEL,), 4, "sum") for n in range(count)
+    ]
+    words = torch.zeros(len(state.open(0.0)) // 8, dtype=torch.int64)
+    exchange = group.persistent("all_reduce", words, op="band")
+    whole, pure = [], []
+    for _ in range(20 * rounds):
+        for request in requests:
+            state.submit(request, 0.0)
+        group.barrier()
+        start = time.perf_counter()
+        words.copy_(torch.frombuffer(bytearray(state.open(0.0)), dtype=torch.int64))
+        opened = time.perf_counter()
+        exchange.start().wait()
+        came = time.perf_counter()
+        lists = state.combined(words.numpy().tobytes())
+        answer = None
+        if lists:
+            own = group.objects.gather(state.own_list(0.0))
+            answer = group.objects.broadcast(None if own is None else state.answer(own, 0.0))
+        outcome = state.conclude(answer)
+        end = time.perf_counter()
+        assert sum(len(batch.responses) for batch in outcome.batches) == count
+        if not lists:
+            whole.append(end - start)
+            pure.append(end - came + opened - start)
+    slowest = group.all_reduce(torch.tensor([whole, pure], dtype=torch.float64), "max").tolist()
+    return Exchange(
+        tensors=count, seconds=statistics.median(slowest[0]), state_s=statistics.median(slowest[1])
+    )
+
+
+def _in_rounds(
+    group: Group, ways: Mapping[str, Callable[[], None]], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each, of the rank that took longest, by way."""
+    order, names = random.Random(0), list(ways)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(WARM_UP):
+        for way in ways.values():
+            way()
+    for _ in range(rounds):
+        order.shuffle(names)
+        for name in names:
+            group.barrier()
+            start = time.perf_counter()
+            ways[name]()
+            times[name].append(time.perf_counter() - start)
+    return {
+        name: group.all_reduce(torch.tensor(own, dtype=torch.float64), "max").tolist()
+        for name, own in times.items()
+    }
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(msgspec.json.decode(sys.argv[1], type=Plan))

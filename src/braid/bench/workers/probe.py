@@ -1,0 +1,205 @@
+"""One rank of `braid probe`: how long messages between ranks take, by size, for each level of the cluster.
+
+Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all pairs at the same time, there and back: half of that
+is one message while nothing comes the other way. The largest goes both ways at once, too, which tells whether the two ways of a
+link are in each other's way.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from braid.bench.harness.turns import in_turns
+from braid.comm import Group
+from braid.context import init, membership, shutdown
+from braid.errors import ConfigError
+from braid.topology import LEVEL_NAMES, Rings, cpus_of, node_of, rings
+
+__all__ = [
+    "LONG_BYTES",
+    "REST_S",
+    "Measured",
+    "Plan",
+    "Probed",
+    "main",
+    "measured",
+    "message_runs",
+    "rested_of",
+    "stand",
+]
+
+NODES = Path("/sys/devices/system/node")
+REST_S = 3e-3  # in which a bucket of tokens of a fast network fills
+LONG_BYTES = 64 << 10  # of a message, from which such a bucket matters
+SMALL_BYTES = 4  # of the message whose time is all latency
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Attributes:
+        sizes: Bytes of messages.
+        rounds: Turns through all of them.
+        pin: Whether ranks stay on the processors of one NUMA node.
+    """
+
+    sizes: tuple[int, ...]
+    rounds: int
+    pin: bool = True
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """One level.
+
+    Attributes:
+        name: Of its unit.
+        size: Children of each unit.
+        latency_s: Of the smallest message.
+        seconds: Of a message, by its bytes.
+        both_ways_s: Of the largest one, while another goes the other way.
+    """
+
+    name: str
+    size: int
+    latency_s: float
+    seconds: dict[int, float]
+    both_ways_s: float
+
+
+class Probed(msgspec.Struct, kw_only=True):
+    """What was measured: levels from the ranks upwards."""
+
+    levels: list[Measured]
+
+
+def main(plan: Plan) -> None:
+    """Measure; rank 0 prints the figures."""
+    torch.set_num_threads(1)
+    group = init()
+    levels = stand(group, pin=plan.pin)
+    runs = message_runs(group, levels, plan.sizes)
+    rested = rested_of(levels, plan.sizes)
+    times = in_turns(group, runs, plan.rounds, rest_s=REST_S, rested=rested)
+    if group.rank == 0:
+        print(msgspec.json.encode(measured(levels, plan.sizes, times)).decode(), flush=True)
+    shutdown()
+
+
+def stand(group: Group, *, pin: bool) -> list[Rings]:
+    """Take a place on this host, and say what the levels between all ranks are.
+
+    Args:
+        group: All ranks.
+        pin: Whether to stay on the processors of one NUMA node.
+    """
+    hosts = membership().transport.hosts
+    mine = [rank for rank in range(group.size) if hosts[rank] == hosts[group.rank]]
+    nodes = _nodes() if pin else []
+    node = node_of(mine.index(group.rank), len(mine), len(nodes))
+    if len(nodes) > 1:
+        try:
+            psutil.Process().cpu_affinity(list(nodes[node]))
+        except (
+            OSError,
+            ValueError,
+            AttributeError,
+        ) as exc:  # a container that has other processors
+            msg = f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node {node}: {exc}; say --no-pin"
+            raise ConfigError(msg) from exc
+    own = torch.tensor([hosts[group.rank], node])
+    places = group.all_gather(own).view(-1, 2).tolist()
+    return rings([(host, node) for host, node in places])
+
+
+def _nodes() -> list[tuple[int, ...]]:
+    """Processors of each NUMA node that has some which this process may use."""
+    allowed = set(os.sched_getaffinity(0))
+    found = [
+        tuple(cpu for cpu in cpus_of(file.read_text()) if cpu in allowed)
+        for file in sorted(NODES.glob("node[0-9]*/cpulist"))
+    ]
+    return [cpus for cpus in found if cpus]
+
+
+def message_runs(
+    group: Group, levels: list[Rings], sizes: tuple[int, ...]
+) -> dict[str, Callable[[], object]]:
+    """What to time: messages of each level and size, there and back.
+
+    Args:
+        group: All ranks.
+        levels: Who sends to whom.
+        sizes: Bytes.
+    """
+    runs: dict[str, Callable[[], object]] = {}
+    for level in levels:
+        ring = next((ring for ring in level.rings if group.rank in ring), ())
+        for size in (SMALL_BYTES, *sizes):
+            tensors = torch.zeros(size // 4), torch.zeros(size // 4)
+            runs[f"{level.name} {size}"] = partial(_there_and_back, group, ring, *tensors)
+            if size == sizes[-1]:
+                runs[f"{level.name} both ways"] = partial(_both_ways, group, ring, *tensors)
+    return runs
+
+
+def rested_of(levels: list[Rings], sizes: tuple[int, ...]) -> list[str]:
+    """Names of messages that are sent after a rest: long ones over a network."""
+    far = [level.name for level in levels if level.name == LEVEL_NAMES[-1]]
+    return [f"{name} {size}" for name in far for size in sizes if size >= LONG_BYTES]
+
+
+def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[float]]) -> Probed:
+    """Medians, by level."""
+    medians = {name: statistics.median(every) for name, every in times.items()}
+    found = [
+        Measured(
+            name=level.name,
+            size=level.size,
+            latency_s=medians[f"{level.name} {SMALL_BYTES}"] / 2,
+            seconds={size: medians[f"{level.name} {size}"] / 2 for size in sizes},
+            both_ways_s=medians[f"{level.name} both ways"],
+        )
+        for level in levels
+    ]
+    return Probed(levels=found)
+
+
+def _there_and_back(
+    group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
+) -> None:
+    """A message from every even place of a ring to the next, and one of the same size back."""
+    at = ring.index(group.rank) if group.rank in ring else -1
+    if at % 2 and at > 0:
+        group.recv(received, ring[at - 1])
+        group.send(sent, ring[at - 1])
+    elif 0 <= at < len(ring) - 1:
+        group.send(sent, ring[at + 1])
+        group.recv(received, ring[at + 1])
+
+
+def _both_ways(
+    group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
+) -> None:
+    """The same messages, both at the same time."""
+    at = ring.index(group.rank) if group.rank in ring else -1
+    if at < 0 or (at == len(ring) - 1 and not at % 2):
+        return
+    peer = ring[at - 1] if at % 2 else ring[at + 1]
+    with group.coalesce() as batch:
+        batch.recv(received, peer)
+        batch.send(sent, peer)
+    batch.work.wait()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(msgspec.json.decode(sys.argv[1], type=Plan))

@@ -1,0 +1,1 @@
+"""The algorithms of collectives and messages, as generators of waits."""

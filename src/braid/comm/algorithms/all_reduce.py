@@ -1,0 +1,189 @@
+"""All-reduce: every rank ends with the sum of all ranks' tensors, the same bits everywhere.
+
+Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one synchronisation):
+
+    direct       copy in, wait, add everybody's slot                      a        + (n+1) l b
+    two_phase    reduce-scatter and all-gather through the slots         2a        + (3 + 1/n) l b
+    pulled       rank r sums slice r of everybody, which the kernel copies out of the others' private memory,
+                 then fetches the other slices from their owners             3a        + (2 (n-1)/n + 1) l b
+    registered   tensors already lie in the arena: no copy in, no copy out
+                 whoever has time sums the next block of everybody, and writes it into every rank's
+                 tensor while it is hot                                   2a        + 2 l b
+
+    registered, two ranks         rank 0's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                                  rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                                                      ^ rank 0  ^ rank 1 sums and stores both
+
+Blocks are not dealt out beforehand (`claims`): of ranks that come at different times, or share their core with others, the one
+that has come and is running does the work meanwhile. Who has summed a block cannot be told from the numbers.
+
+Which one: `direct` has the fewest synchronisations and is best for little data or two ranks; `two_phase` lets each rank
+add only 1/n of the data; `pulled` saves the copies into the slots, which are the most expensive ones as soon as the data
+does not fit into the cache; `registered` needs all ranks to have registered their tensors, which they see in the first
+step. `selection` holds the measured costs.
+
+Worked example: ranks hold (2, 4, 6), (1, 2, 3) and (4, 8, 12); all end with (7, 14, 21).
+
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), sec. 4.5, for
+the two phases; the registered form is theirs with the messages taken out, since all ranks see all tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.peer_tensor import all_registered, offers, remote_of
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
+from braid.comm.tensors.reduction import combine
+from braid.errors import ConfigError
+from braid.transport import Steps
+
+__all__ = [
+    "ALGORITHMS",
+    "all_reduce",
+    "direct",
+    "offers_first",
+    "pulled",
+    "registered",
+    "two_phase",
+]
+
+SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
+BLOCK_BYTES = 256 << 10  # of a sum that is stored while it is in the second-level cache
+LARGE_BYTES = (
+    32 << 10
+)  # from here one synchronisation to learn what is registered costs less than a copy
+
+
+def all_reduce(
+    ch: Channel,
+    x: torch.Tensor,
+    op: str,
+    scale: float | None = None,
+    *,
+    algorithm: str = "direct",
+    forced: bool = False,
+) -> Steps:
+    """Reduce the flat tensor `x` over all members, in place.
+
+    Args:
+        ch: Channel of the group.
+        x: Flat and contiguous.
+        op: Reduction.
+        scale: Factor for the result.
+        algorithm: Name in `ALGORITHMS`.
+        forced: Use `algorithm` even if all tensors turn out to be registered.
+    """
+    private = algorithm == "pulled"
+    if offers_first(ch, x, algorithm, forced=forced):
+        ch.own.offer(x, private=private)
+        yield from ch.exchange(pausing=True)
+        if not x.numel():  # it lies nowhere
+            return
+        if algorithm == "registered":
+            _require_offers(ch)
+        if not (forced and private) and all_registered(ch):
+            algorithm = "registered"
+    yield from ALGORITHMS[algorithm](ch, x, op, scale)
+
+
+def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
+    """Whether the first step only says where the tensor lies, so that it can be taken at any time."""
+    large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
+    return algorithm in {"pulled", "registered"} or (large and not forced)
+
+
+def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
+    """Copy in, wait, add everybody's slot in the order of ranks; one synchronisation per chunk."""
+    for part in pieces(x, _chunk_bytes(ch)):
+        ch.own.stage(part)
+        own = ch.own.room(part.numel(), part.dtype)
+        yield from ch.exchange()
+        numel, dtype = part.numel(), part.dtype
+        sources = [own if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
+        if ch.rank < 2:
+            sources[ch.rank] = part  # hot in the cache, and `combine` may write to it
+        combine(sources, part, op, scale)
+
+
+def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
+    """Each rank sums its slice of everybody's slot, then fetches the other slices; two steps per chunk."""
+    for part in pieces(x, _chunk_bytes(ch) * ch.size // 2):
+        numel, dtype = part.numel(), part.dtype
+        bounds = [numel * r // ch.size for r in range(ch.size + 1)]
+        low, high = bounds[ch.rank], bounds[ch.rank + 1]
+        ch.own.stage(part)
+        ch.own.divide(bounds, dtype)
+        yield from ch.exchange()
+        sources = [
+            (part if r == ch.rank else ch.peek(r, numel, dtype))[low:high] for r in range(ch.size)
+        ]
+        result = ch.own.room(high - low, dtype)
+        combine(sources, result, op, scale)
+        part[low:high].copy_(result)
+        yield from ch.exchange()
+        for peer in ch.successors:
+            start, end = bounds[peer], bounds[peer + 1]
+            part[start:end].copy_(ch.peek(peer, end - start, dtype))
+
+
+def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
+    """Sum in the tensors themselves; the offers have just been exchanged, and all members made one."""
+    numel, dtype = x.numel(), x.dtype
+    tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
+    step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
+    scratch = ch.own.scratch(step, dtype) if ch.size > 2 else None
+    yield from ch.refrain()
+    for number in ch.claims.take(-(-numel // step)):
+        blocks = [t[number * step : (number + 1) * step] for t in tensors]
+        out = blocks[ch.rank] if scratch is None else scratch[: blocks[0].numel()]
+        combine(blocks, out, op, scale)
+        for block in blocks:
+            if block is not out:
+                block.copy_(out)
+    yield from ch.exchange()  # nobody may use its tensor before everybody has stored into it
+
+
+def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
+    """Sum a slice of what all members have just offered, wherever it lies, then fetch the other slices."""
+    numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
+    bounds = [numel * r // n for r in range(n + 1)]
+    remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.others} if numel else {}
+    step = max(1, BLOCK_BYTES // x.element_size() // max(1, n - 1))
+    scratch = ch.own.scratch(step * n, dtype).view(n, step)
+    for start in range(bounds[me], bounds[me + 1], step):
+        end = min(start + step, bounds[me + 1])
+        own = x[start:end]
+        blocks = [own if r == me else remotes[r].block(start, end, scratch[r]) for r in range(n)]
+        out = own if me < 2 else scratch[me, : end - start]  # `combine` may write to the first two
+        combine(blocks, out, op, scale)
+        if out is not own:
+            own.copy_(out)
+    yield from ch.exchange()  # every slice is summed, and nobody reads the others any more
+    for peer in ch.successors:
+        if bounds[peer] < bounds[peer + 1]:
+            remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
+    yield from ch.exchange()
+
+
+def _chunk_bytes(ch: Channel) -> int:
+    return CHUNK_BYTES if ch.shares else SENT_CHUNK_BYTES
+
+
+def _require_offers(ch: Channel) -> None:
+    missing = [rank for rank, block in enumerate(offers(ch)) if not block]
+    if missing:
+        msg = (
+            "expected tensors from Group.empty on all ranks for algorithm 'registered', found other memory on group "
+            f"ranks {missing}: leave algorithm out, or allocate there with empty()"
+        )
+        raise ConfigError(msg)
+
+
+ALGORITHMS = {
+    "direct": direct,
+    "two_phase": two_phase,
+    "pulled": pulled,
+    "registered": registered,
+}

@@ -1,0 +1,257 @@
+"""Broadcast, all-gather, gather, scatter, all-to-all, barrier: the collectives that move parts.
+
+All follow one pattern. Small messages take one step: data is staged before the description is published, so the first
+look at a peer's line finds both. Large ones publish the description first together with the place of the tensor, if peers
+can read it there (it is registered, or the kernel copies private memory and that is faster at this size); when all
+sources are readable, peers read them in place and one more step tells the owners that they may go on; otherwise the data
+goes through the slots in chunks.
+
+With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte moved by one rank:
+
+    broadcast        ceil(l / chunk) a + l b        all_gather    ceil(l / (n chunk)) a + l b
+    gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
+    read in place    2 a, and without the copy into the slot
+
+Parts may have different sizes. Where all members know all sizes (`all_gather`) they are part of the description; where
+only sender and receiver do, one step more makes them known (`sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from braid.comm.algorithms.sizes import Matrix, agree_on_sizes, offsets_of
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.peer_tensor import offers, remote_of
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
+from braid.transport import Steps
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "chunk_of",
+    "gather",
+    "scatter",
+    "stage_rows",
+    "staged_row",
+]
+
+
+def barrier(ch: Channel) -> Steps:
+    """Wait until every member has come. Cost: a."""
+    yield from ch.exchange()
+
+
+def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
+    """Copy `x` of `root` into `x` of everybody; `x` is flat.
+
+    Args:
+        ch: Channel of the group.
+        x: Flat.
+        root: Group rank.
+        private: Let peers read private memory (all algorithms here take this).
+    """
+    numel, dtype = x.numel(), x.dtype
+    sending = ch.rank == root
+    if numel <= chunk_of(CHUNK_BYTES, dtype):
+        if sending:
+            ch.own.stage(x)
+        yield from ch.exchange()
+        if not sending:
+            x.copy_(ch.peek(root, numel, dtype))
+        return
+    if sending:
+        ch.own.offer(x, private=private)
+    yield from ch.exchange()
+    if offers(ch)[root]:
+        if not sending:
+            remote_of(ch, root, numel, dtype).read(0, x)
+        yield from ch.exchange()
+        return
+    for part in pieces(x, CHUNK_BYTES):
+        if sending:
+            yield from ch.settle()  # the slot of two steps ago has been read by all
+            ch.own.stage(part)
+            ch.post()
+        else:
+            value = ch.post()
+            yield from ch.await_step(root, value)
+            part.copy_(ch.peek(root, part.numel(), dtype))
+    yield from ch.settle()
+
+
+def all_gather(
+    ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, *, private: bool = False
+) -> Steps:
+    """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
+    longest = max(out.numel() for out in outs)
+    chunk = chunk_of(CHUNK_BYTES, x.dtype)
+    own = outs[ch.rank]
+    if ch.shares and longest > chunk:
+        ch.own.offer(x, private=private)
+        yield from ch.exchange()
+        if all(offer or not out.numel() for offer, out in zip(offers(ch), outs, strict=True)):
+            own.copy_(x)
+            for peer in ch.successors:
+                if outs[peer].numel():
+                    remote_of(ch, peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
+            yield from ch.exchange()
+            return
+    for start in range(0, max(longest, 1), chunk):
+        part = x[start : start + chunk]
+        ch.own.stage(part)
+        yield from ch.exchange(partial(own[start : start + chunk].copy_, part))  # while it is hot
+        for peer in ch.successors:
+            row = outs[peer][start : start + chunk]
+            row.copy_(ch.peek(peer, row.numel(), x.dtype))
+
+
+def gather(
+    ch: Channel,
+    outs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    root: int,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`outs[r]` of `root` becomes the flat tensor `x` of rank r; other ranks pass no `outs`."""
+    receiving = ch.rank == root
+    sends = [x.numel() if r == root else 0 for r in range(ch.size)]
+    expects = [out.numel() for out in outs] if receiving else [0] * ch.size
+    sizes = yield from agree_on_sizes(ch, sends, expects)
+    if receiving:
+        outs[root].copy_(x)
+    lengths = [row[root] for row in sizes]
+    chunk = chunk_of(CHUNK_BYTES, x.dtype)
+    if ch.shares and max(lengths) > chunk:
+        ch.own.offer(x, private=private)
+        yield from ch.exchange()
+        if all(offers(ch)[r] or not lengths[r] or r == root for r in range(ch.size)):
+            for peer in ch.successors if receiving else ():
+                if lengths[peer]:
+                    remote_of(ch, peer, lengths[peer], x.dtype).read(0, outs[peer])
+            yield from ch.exchange()
+            return
+    for start in range(0, max(*lengths, 1), chunk):
+        if not receiving:
+            part = x[start : start + chunk]
+            ch.own.stage(part)
+            ch.own.aim(root, part.numel(), x.dtype)
+        yield from ch.exchange()
+        for peer in ch.successors if receiving else ():
+            row = outs[peer][start : start + chunk]
+            row.copy_(ch.peek(peer, row.numel(), x.dtype))
+
+
+def scatter(
+    ch: Channel,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    widths: Sequence[int],
+    root: int,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`out` of rank r becomes part r of the flat tensor `x` of `root`; the others' `x` is empty."""
+    sending = ch.rank == root
+    sends = list(widths) if sending else [0] * ch.size
+    expects = [out.numel() if r == root else 0 for r in range(ch.size)]
+    sizes = yield from agree_on_sizes(ch, sends, expects)
+    offsets = offsets_of(sizes[root])
+    if sending:
+        out.copy_(x[offsets[root] : offsets[root + 1]])
+    chunk = chunk_of(CHUNK_BYTES // ch.size, out.dtype)
+    longest = max(sizes[root])
+    if ch.shares and longest > chunk:
+        if sending:
+            ch.own.offer(x, private=private)
+        yield from ch.exchange()
+        if offers(ch)[root]:
+            if not sending and out.numel():
+                remote_of(ch, root, offsets[-1], out.dtype).read(offsets[ch.rank], out)
+            yield from ch.exchange()
+            return
+    for start in range(0, max(longest, 1), chunk):
+        stride = min(chunk, longest - start)
+        if sending:
+            stage_rows(ch, x, offsets, start, stride)
+        yield from ch.exchange()
+        if not sending:
+            row = out[start : start + stride]
+            row.copy_(staged_row(ch, root, row.numel(), stride, out.dtype))
+
+
+def all_to_all(
+    ch: Channel,
+    outs: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    widths: Sequence[int] | None,
+    *,
+    private: bool = False,
+) -> Steps:
+    """`outs[r]` becomes part `rank` of the flat tensor `x` of rank r.
+
+    Args:
+        ch: Channel of the group.
+        outs: One flat tensor per member.
+        x: All parts, one after the other.
+        widths: Elements of each part; None if all parts of all members are equal.
+        private: Let peers read private memory.
+    """
+    sizes: Matrix
+    if widths is None:
+        sizes = [[x.numel() // ch.size] * ch.size] * ch.size
+    else:
+        sizes = yield from agree_on_sizes(ch, widths, [out.numel() for out in outs])
+    offsets = [offsets_of(row) for row in sizes]
+    me = ch.rank
+    own = x[offsets[me][me] : offsets[me][me + 1]]
+    chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
+    longest = max(max(row) for row in sizes)
+    if ch.shares and longest > chunk:
+        ch.own.offer(x, private=private)
+        yield from ch.exchange()
+        if all(offer or not ends[-1] for offer, ends in zip(offers(ch), offsets, strict=True)):
+            outs[me].copy_(own)
+            for peer in ch.successors:
+                if outs[peer].numel():
+                    remote = remote_of(ch, peer, offsets[peer][-1], x.dtype)
+                    remote.read(offsets[peer][me], outs[peer])
+            yield from ch.exchange()
+            return
+    for start in range(0, max(longest, 1), chunk):
+        stride = min(chunk, longest - start)
+        stage_rows(ch, x, offsets[me], start, stride)
+        end = start + stride
+        yield from ch.exchange(partial(outs[me][start:end].copy_, own[start:end]))
+        for peer in ch.successors:
+            row = outs[peer][start : start + stride]
+            row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))
+
+
+def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
+    """Elements that fit into `nbytes`."""
+    return max(1, nbytes // dtype.itemsize)
+
+
+def stage_rows(
+    ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
+) -> None:
+    """Stage elements `start` to `start + stride` of every part of `x`, one row per member, `stride` apart."""
+    slot = ch.own.room(stride * ch.size, x.dtype)
+    for peer in ch.others:
+        low = offsets[peer] + start
+        numel = max(0, min(stride, offsets[peer + 1] - low))
+        slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])
+    ch.own.divide([r * stride for r in range(ch.size + 1)], x.dtype)
+
+
+def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+    """The `numel` elements that `stage_rows` of `peer` put there for this rank."""
+    low = ch.rank * stride
+    return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

@@ -1,0 +1,393 @@
+"""All-reduce over several hosts: memory inside of each, every byte over the network only once, and all at the same time.
+
+Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks sends 2 (p-1)/p l over the
+network card of every host, whatever the hosts have in common; with two ranks a host that is 1.5 l where l would do.
+
+Idea: three phases, on lanes (`hosting`). With L mates a host, h hosts, l = bytes of the tensor:
+
+    near reduce   lane i's member sums slice i of its mates' slots                 l / L of additions
+    far           its twins on the other hosts exchange their sums                 2 (h-1)/h l a host
+    near gather   every mate copies the finished slices of the others              l of copies
+
+and the tensor goes through them in chunks, so that one chunk is summed while the next is on the wire and a third is copied out.
+Chunk j takes its steps at these turns of one loop (D chunks may be on the wire):
+
+    turn       j        j + 1         j + 1 + D          [ j + 1 + 2 D ]     + 1
+    chunk j    staged   summed, sent  twins' sums added  [ gathered ]        copied out
+
+With two hosts the twins exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
+card of a host carries 2 (h-1)/h l in either case.
+
+Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its twins in the turn in which it has seen that they sent it, when they
+had read what lies D turns before; a mate that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane
+waits for nobody on its way, so it looks whether its slot has been read.
+
+Numbers may cross the network in another format (`wire`), which the sender's own sum goes through, too, so that all ranks end with the
+same bits. The order of additions is first inside of each host, then over the hosts: the same on all ranks and in every run, and
+that of ranks if every host has one.
+
+Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); lanes as in Traeff, Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane
+Communication" (2020); pipelining of the phases as in Jiang et al., "BytePS" (OSDI 2020), sec. 4.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.staging import pieces
+from braid.comm.channel.window import LINE_BYTES, Window
+from braid.comm.formats import ErrorFeedback, WireFormat
+from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.reduction import combine, early_factor, finish
+from braid.transport import Steps
+
+__all__ = ["DEPTH", "Residuals", "hierarchical", "left_out"]
+
+DEPTH = 2  # chunks on the wire, besides the one that is being summed
+NUM_SPARE = 3  # slots, besides two for each of those
+MOST_BYTES = 512 << 10  # of a chunk: the slots of some chunks fit into the cache
+LEAST_BYTES = 64 << 10
+CHUNKS = 4  # into which a tensor is cut, if that makes chunks of a size in between
+HEADER_BYTES = LINE_BYTES  # before a row in a wire format: its length
+
+Residuals = dict[tuple[str, int, int], ErrorFeedback]  # by phase, row and chunk
+
+
+def hierarchical(
+    ch: Channel,
+    x: torch.Tensor,
+    op: str,
+    scale: float | None,
+    *,
+    hosting: Hosting,
+    form: WireFormat | None = None,
+    residuals: Residuals | None = None,
+) -> Steps:
+    """Reduce the flat tensor `x` over all members, in place.
+
+    Args:
+        ch: Channel of the group.
+        x: Flat and contiguous; float32 with a wire format.
+        op: Reduction; sum or avg with a wire format.
+        scale: Factor for the result.
+        hosting: Which members share memory.
+        form: How numbers cross the network; as they are when None.
+        residuals: What a lossy format left out last time, for requests that are started again; kept up to date.
+    """
+    # nobody ends before all others have compared what they ask for: everybody's numbers are in what it waits for
+    run = _Run(ch, x, op, scale, hosting=hosting, form=form, residuals=residuals)
+    yield from run.window.open()
+    for turn in range(len(run.chunks) + run.last_turn):
+        yield from run.stage(turn)
+        yield from run.sum_near(turn - 1)
+        yield from run.sum_far(turn - 1 - DEPTH)
+        if run.gathers:
+            yield from run.gather_far(turn - 1 - 2 * DEPTH)
+        yield from run.copy_out(turn - run.last_turn)
+    run.window.leave()
+
+
+def left_out(
+    residuals: Residuals,
+    numel: int,
+    op: str,
+    rank: int,
+    *,
+    hosting: Hosting,
+    form: WireFormat,
+) -> torch.Tensor:
+    """Residuals of a member as a flat tensor, in the places of the numbers and in the units of what was given.
+
+    Args:
+        residuals: The member's.
+        numel: Of the tensor that is reduced.
+        op: Its reduction; an average is sent on divided.
+        rank: The member.
+        hosting: Which members share memory.
+        form: The wire format.
+    """
+    found = torch.zeros(numel)
+    chunks = _chunks(found)
+    places = _Places.of(chunks[0], hosting, form)
+    size = sum(len(members) for members in hosting.hosts)
+    for (phase, k, j), kept in residuals.items():
+        low, high = places.slice(chunks[j].numel(), hosting.lane(rank))
+        row = k if phase == "near" else hosting.twins(rank).index(rank)
+        start, end = places.bounds(high - low)[row]
+        factor = size if phase == "far" and op == "avg" else 1
+        place = chunks[j][low:high][start:end]
+        place.add_(kept.state_dict()["residual"], alpha=factor)
+    return found
+
+
+class _Places(NamedTuple):
+    """Where things lie in the slot of a chunk: on every member alike, whatever the number of its mates.
+
+        staged chunk | rows that are sent | row summed over the hosts | finished slice
+
+    With one rank a host the first and the last are left out: they are in the tensor itself.
+
+    Attributes:
+        most: Elements of a slice, one of which each lane has.
+        rows: Of a slice: one for each host when the hosts are more than two, else the whole slice is one.
+        row: Elements of a row.
+        row_bytes: Of a row as it crosses the network.
+        sent: First byte of the rows that are sent; the staged chunk begins at 0.
+        summed: Likewise, of the summed row.
+        done: Likewise, of the finished slice.
+        slot_bytes: All of it.
+    """
+
+    most: int
+    rows: int
+    row: int
+    row_bytes: int
+    sent: int
+    summed: int
+    done: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, chunk: torch.Tensor, hosting: Hosting, form: WireFormat | None) -> _Places:
+        """For chunks like this one, the first and longest."""
+        numel, size = chunk.numel(), chunk.element_size()
+        num_hosts = len(hosting.hosts)
+        alone = hosting.most == 1
+        gathers = num_hosts > 2
+        most = -(-numel // hosting.num_lanes)
+        rows = num_hosts if gathers else 1
+        row = -(-most // rows)
+        row_bytes = _lines(row * size)
+        if form is not None:
+            row_bytes = HEADER_BYTES + _lines(form.nbytes(row))
+        sent = 0 if alone else _lines(numel * size)
+        summed = sent + rows * row_bytes
+        done = summed + (row_bytes if gathers else 0)
+        end = done + (0 if alone else _lines(most * size))
+        return cls(most, rows, row, row_bytes, sent, summed, done, end)
+
+    def slice(self, numel: int, lane: int) -> tuple[int, int]:
+        """First element and end of the slice of `lane` in a chunk of `numel` elements."""
+        return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
+
+    def bounds(self, numel: int) -> list[tuple[int, int]]:
+        """Likewise, of each row of a slice of `numel` elements."""
+        step = self.row
+        return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
+
+
+class _Run:
+    """One all-reduce; the methods are the phases, each for the chunk that is due."""
+
+    def __init__(
+        self,
+        ch: Channel,
+        x: torch.Tensor,
+        op: str,
+        scale: float | None,
+        *,
+        hosting: Hosting,
+        form: WireFormat | None,
+        residuals: Residuals | None,
+    ) -> None:
+        self.ch = ch
+        self.op = op
+        self.scale = scale
+        self.form = form
+        self.residuals = residuals
+        self.lane = hosting.lane(ch.rank)
+        self.mates = hosting.mates(ch.rank)
+        self.twins = hosting.twins(ch.rank)
+        self.workers = self.mates[: hosting.num_lanes]
+        self.other_mates = tuple(m for m in self.mates if m != ch.rank)
+        self.other_twins = tuple(t for t in self.twins if t != ch.rank)
+        self.chunks = _chunks(x)
+        self.dtype = x.dtype
+        self.places = _Places.of(self.chunks[0], hosting, form)
+        self.gathers = self.places.rows > 1
+        self.last_turn = 2 + (2 if self.gathers else 1) * DEPTH
+        self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
+        self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.places.slot_bytes))
+        several = hosting.most > 1
+        self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
+        self.values: dict[tuple[str, int], int] = {}  # of the steps of each phase, by chunk
+        self.lengths: list[int] = []  # of the rows that are about to be sent
+
+    def stage(self, j: int) -> Steps:
+        """Show the mates chunk `j`."""
+        if not 0 <= j < len(self.chunks):
+            return
+        if j >= self.num_slots:  # a rank without a lane waits for nobody else
+            yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
+        chunk = self.chunks[j]
+        if len(self.mates) > 1:
+            self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
+        self.values["staged", j] = self.window.post(self.other_mates)
+
+    def sum_near(self, j: int) -> Steps:
+        """Sum this lane's slice of chunk `j` over the mates, and send it to the twins."""
+        if not 0 <= j < len(self.chunks):
+            return
+        self.lengths.clear()
+        if self.lane >= 0:
+            yield from self.window.reached(self.mates, self.values["staged", j])
+            numel = self.chunks[j].numel()
+            low, high = self._slice(j, self.lane)
+            sources = [
+                (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
+                for m in self.mates
+            ]
+            for k, (start, end) in enumerate(self.places.bounds(high - low)):
+                parts = [source[start:end] for source in sources]
+                self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("near", k))
+        self.values["sent", j] = self._send(j, self.places.sent)
+
+    def sum_far(self, j: int) -> Steps:
+        """Add the twins' sums: of the whole slice, which is finished then, or of this rank's row of it."""
+        if not 0 <= j < len(self.chunks):
+            return
+        self.lengths.clear()
+        if self.lane >= 0:
+            yield from self.window.reached(self.twins, self.values["sent", j])
+            if self.gathers:
+                low, high = self._slice(j, self.lane)
+                own = self.twins.index(self.ch.rank)
+                start, end = self.places.bounds(high - low)[own]
+                total = self.ch.own.scratch(end - start, self.dtype)
+                self._add(j, self.places.sent + own * self.places.row_bytes, total)
+                self._put([total], j, self.places.summed, ("far", 0))
+            else:
+                self._add(j, self.places.sent, self._done(j))
+        if self.gathers:
+            self.values["summed", j] = self._send(j, self.places.summed)
+        else:
+            self.values["done", j] = self.window.post(self.other_mates)
+
+    def gather_far(self, j: int) -> Steps:
+        """Collect the rows of this lane's slice from the twins that have summed them."""
+        if not 0 <= j < len(self.chunks):
+            return
+        if self.lane >= 0:
+            yield from self.window.reached(self.twins, self.values["summed", j])
+            done = self._done(j)
+            for twin, (start, end) in zip(
+                self.twins, self.places.bounds(done.numel()), strict=True
+            ):
+                self._get(twin, j, self.places.summed, done[start:end])
+        self.values["done", j] = self.window.post(self.other_mates)
+
+    def copy_out(self, j: int) -> Steps:
+        """Take the finished slices of chunk `j` from the mates."""
+        if not 0 <= j < len(self.chunks):
+            return
+        if len(self.mates) == 1:  # it is finished where it belongs
+            return
+        yield from self.window.reached(self.workers, self.values["done", j])
+        for lane, mate in enumerate(self.workers):
+            low, high = self._slice(j, lane)
+            self.chunks[j][low:high].copy_(self._view(mate, j, self.places.done, high - low))
+
+    # Rows cross the network, in the tensor's own numbers or in a wire format.
+
+    def _put(
+        self,
+        sources: list[torch.Tensor],
+        j: int,
+        at: int,
+        key: tuple[str, int],
+    ) -> None:
+        """Sum `sources` into a row that will be sent."""
+        numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
+        if self.form is None:
+            factor = self.early if key[0] == "near" else None
+            combine(sources, self._view(self.ch.rank, j, at, numel), op, factor)
+            self.lengths.append(numel * self.dtype.itemsize)
+            return
+        total = sources[0]
+        if len(sources) > 1:
+            total = self.ch.own.scratch(numel, self.dtype)
+            combine(sources, total, op, None)
+        row = self._bytes(self.ch.rank, j, at)
+        length = self._encode(total, row[HEADER_BYTES:], (*key, j))
+        row[:8].view(torch.int64).fill_(length)
+        self.lengths.append(HEADER_BYTES + length)
+
+    def _encode(self, x: torch.Tensor, into: torch.Tensor, key: tuple[str, int, int]) -> int:
+        assert self.form is not None
+        if self.residuals is None or not self.form.lossy:
+            return self.form.encode(x, into)
+        kept = self.residuals.get(key)
+        if kept is None:
+            kept = self.residuals[key] = ErrorFeedback(x.numel())
+        return kept.encode(self.form, x, into)
+
+    def _send(self, j: int, at: int) -> int:
+        """Send the rows just put: to each twin its own, or the only one to all."""
+        if not self.lengths:  # no lane
+            return self.window.post(())
+        row_bytes = self.places.row_bytes
+        rows = [self.twins.index(t) if len(self.lengths) > 1 else 0 for t in self.other_twins]
+        parts = [(k * row_bytes, k * row_bytes + self.lengths[k]) for k in rows]
+        nbytes = (len(self.lengths) - 1) * row_bytes + self.lengths[-1]
+        return self.window.post(self.other_twins, self._at(j, at), nbytes, parts)
+
+    def _add(self, j: int, at: int, out: torch.Tensor) -> None:
+        """Sum the twins' rows, in their order, and finish the sum."""
+        if self.form is not None:
+            out.zero_()
+            for twin in self.twins:
+                self.form.add(self._came(twin, j, at), out)
+            finish(out, self.op, self.ch.size, self.scale)
+            return
+        sources = [self._view(t, j, at, out.numel()) for t in self.twins]
+        if self.early is not None:
+            combine(sources, out, "sum", None)
+        elif self.op != "avg" or len(sources) == self.ch.size:
+            combine(sources, out, self.op, self.scale)
+        else:
+            combine(sources, out, "sum", None)
+            finish(out, self.op, self.ch.size, self.scale)
+
+    def _get(self, twin: int, j: int, at: int, out: torch.Tensor) -> None:
+        """Take one row that is a sum already."""
+        if self.form is None:
+            out.copy_(self._view(twin, j, at, out.numel()))
+        else:
+            self.form.decode(self._came(twin, j, at), out)
+
+    def _came(self, twin: int, j: int, at: int) -> torch.Tensor:
+        row = self._bytes(twin, j, at)
+        length = int(row[:8].view(torch.int64).item())
+        return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]
+
+    # Places.
+
+    def _slice(self, j: int, lane: int) -> tuple[int, int]:
+        return self.places.slice(self.chunks[j].numel(), lane)
+
+    def _done(self, j: int) -> torch.Tensor:
+        """Where this lane's finished slice goes."""
+        low, high = self._slice(j, self.lane)
+        if len(self.mates) == 1:
+            return self.chunks[j][low:high]
+        return self._view(self.ch.rank, j, self.places.done, high - low)
+
+    def _at(self, j: int, offset: int) -> int:
+        return j % self.num_slots * self.places.slot_bytes + offset
+
+    def _view(self, member: int, j: int, offset: int, numel: int) -> torch.Tensor:
+        return self.window.view(member, self._at(j, offset), numel, self.dtype)
+
+    def _bytes(self, member: int, j: int, offset: int) -> torch.Tensor:
+        return self.window.view(member, self._at(j, offset), self.places.row_bytes, torch.uint8)
+
+
+def _chunks(x: torch.Tensor) -> list[torch.Tensor]:
+    return pieces(x, min(MOST_BYTES, max(LEAST_BYTES, x.nbytes // CHUNKS)))
+
+
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // LINE_BYTES) * LINE_BYTES

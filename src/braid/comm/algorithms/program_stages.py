@@ -1,0 +1,139 @@
+"""A rank's part of a collective program, on tensors: messages out, messages in, additions, copies.
+
+Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory. Between them lie the same questions for each
+algorithm: which blocks go into one message, which lie beside each other and travel as one slice, in which of its sender's turns a message goes.
+
+Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat buffer for one rank: per stage what
+is sent (read as the stage begins), what comes in, to be added or to replace, and what is copied. Carrying it out (`program_steps`) is then a loop
+without a decision in it.
+
+Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages come in the program, which is the same on every
+run but not rank order; 16-bit numbers are rounded at every addition.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.comm.tensors.reduction import combine
+from braid.errors import ConfigError
+from braid.schedule import Action, Program, match, messages
+from braid.schedule.program import LOCAL, batches
+
+__all__ = ["Move", "Stage", "settle", "stages"]
+
+
+class Move(NamedTuple):
+    """A message, or a copy inside the buffer.
+
+    Attributes:
+        peer: The other rank; -1 for a copy.
+        parts: Slices of the buffer, in the order in which they travel.
+        adds: Whether it is added to what is there.
+        sources: Slices that a copy reads.
+        turn: Number of the stage in which its sender sends it.
+        place: Elements that its sender has sent before it.
+    """
+
+    peer: int
+    parts: tuple[slice, ...]
+    adds: bool = False
+    sources: tuple[slice, ...] = ()
+    turn: int = 0
+    place: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return sum(part.stop - part.start for part in self.parts)
+
+
+class Stage(NamedTuple):
+    """What one rank posts together.
+
+    Attributes:
+        sends: Messages out.
+        receives: Messages in.
+        copies: Copies inside the buffer; they read what was there before the stage.
+    """
+
+    sends: tuple[Move, ...]
+    receives: tuple[Move, ...]
+    copies: tuple[Move, ...]
+
+
+def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
+    """Stages of `rank` on a buffer of `numel` elements; messages without elements are left out.
+
+    Args:
+        program: Valid; of the collective vocabulary.
+        rank: Whose part.
+        numel: Elements of the buffer; of both buffers of all_to_all, one behind the other.
+
+    Raises:
+        ConfigError: all_to_all on blocks that are not equal.
+    """
+    blocks = program.header.num_units
+    if program.header.operation == "all_to_all" and numel % blocks:
+        msg = f"expected a multiple of {blocks} elements for all_to_all in equal blocks, found {numel}"
+        raise ConfigError(msg)
+    bounds = [numel * i // blocks for i in range(blocks + 1)]
+    out: dict[int, list[Move]] = defaultdict(list)
+    into: dict[int, list[Move]] = defaultdict(list)
+    places: dict[int, int] = defaultdict(int)  # of the next message of each source
+    for message in sorted(messages(program, match(program)), key=lambda m: m.posted):
+        parts = _slices(message.sends, bounds)
+        turn, place = message.posted, places[message.source]
+        move = Move(message.target, parts, turn=turn, place=place)
+        places[message.source] += move.numel
+        if message.source == rank:
+            out[message.posted].append(move)
+        if message.target == rank:
+            adds = {action.kind == "reduce" for action in message.receives}
+            assert len(adds) == 1, message  # a round adds or replaces
+            came = move._replace(peer=message.source, adds=adds.pop())
+            into[message.awaited].append(came._replace(parts=_slices(message.receives, bounds)))
+    found = []
+    actions = program.ranks[rank]
+    for number, positions in enumerate(batches(program, rank)):
+        sends = tuple(move for move in out[number] if move.numel)
+        receives = tuple(move for move in into[number] if move.numel)
+        local = [actions[i] for i in positions if program.vocabulary.role(actions[i]) == LOCAL]
+        copies = tuple(_copy(action, bounds) for action in local)
+        found.append(Stage(sends, receives, copies))
+    return tuple(found)
+
+
+def settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
+    """Bring what came, or was copied, to its place in `x`."""
+    start = 0
+    for part in move.parts:
+        end = start + part.stop - part.start
+        there, here = x[part], came[start:end]
+        if move.adds:
+            combine([there, here], there, op, None)
+        else:
+            there.copy_(here)
+        start = end
+
+
+def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ...]:
+    """Slices of the blocks, joined where one begins as another ends."""
+    found: list[slice] = []
+    for action in actions:
+        start, stop = bounds[action.unit], bounds[action.unit + 1]
+        if found and found[-1].stop == start:
+            found[-1] = slice(found[-1].start, stop)
+        else:
+            found.append(slice(start, stop))
+    return tuple(part for part in found if part.start < part.stop) or (slice(0, 0),)
+
+
+def _copy(action: Action, bounds: Sequence[int]) -> Move:
+    to = slice(bounds[action.unit], bounds[action.unit + 1])
+    source = slice(bounds[action.edge], bounds[action.edge + 1])
+    return Move(-1, (to,), sources=(source,))

@@ -1,0 +1,246 @@
+"""Any collective program on a channel: the stages of `program_stages`, as steps that whoever waits can take.
+
+What a rank sends lies in its window, one message behind the other, so that nothing is written twice; a turn is one step, which only those
+look at who receive something of it:
+
+    turn    copy what is sent into the window  |  step  |  wait for the steps that bring something, add or copy it
+
+Tensors go through it in pieces, and a piece begins and ends with a synchronisation of all ranks. That is the price of generality: the engine's own algorithms keep several chunks on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from braid.comm.algorithms.program_stages import Move, Stage, settle, stages
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.window import LINE_BYTES, Window
+from braid.comm.engines.engine import Call
+from braid.comm.tensors.reduction import early_factor, finish
+from braid.errors import ConfigError
+from braid.schedule import Program
+from braid.schedule.collective import ALGORITHMS, algorithm, program
+from braid.schedule.collective.vocabulary import ROOTED
+from braid.schedule.program import batches
+from braid.transport import Steps
+
+__all__ = [
+    "PIECE_BYTES",
+    "PROGRAMS",
+    "Part",
+    "Programs",
+    "by_program",
+    "check_equal_parts",
+    "names_for",
+    "program_steps",
+]
+
+PIECE_BYTES = 4 << 20
+MAX_PARTS = 256  # that are kept for the next call of the same size
+PROGRAMS = tuple(dict.fromkeys(name for name, _ in ALGORITHMS if name != "hierarchical"))
+OPERATIONS = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+WHOLE = ("all_reduce", "broadcast", "reduce")  # no rank's part is its own: they can be cut anywhere
+
+
+class Part(NamedTuple):
+    """What one rank does in a program on a buffer of one length.
+
+    Attributes:
+        stages: In order.
+        num_turns: Of the rank that has most.
+        numel: Elements that the rank sends that sends most.
+    """
+
+    stages: tuple[Stage, ...]
+    num_turns: int
+    numel: int
+
+
+class Programs:
+    """The parts of one rank in the programs that it has been asked for.
+
+    Args:
+        rank: Group rank.
+        size: Number of members.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._programs: dict[tuple[str, str, int], Program] = {}
+        self._parts: dict[tuple[str, str, int, int], Part] = {}
+
+    def part(self, name: str, operation: str, root: int, numel: int) -> Part:
+        """This rank's part of an algorithm of the catalogue."""
+        key = (name, operation, root, numel)
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            written = self.program(name, operation, root)
+            every = [stages(written, rank, numel) for rank in range(self._size)]
+            turns = max(len(list(batches(written, rank))) for rank in range(self._size))
+            most = max(sum(move.numel for s in own for move in s.sends) for own in every)
+            found = self._parts[key] = Part(every[self._rank], turns, most)
+        return found
+
+    def program(self, name: str, operation: str, root: int) -> Program:
+        """An algorithm of the catalogue for this many ranks."""
+        key = (name, operation, root)
+        written = self._programs.get(key)
+        if written is None:
+            given = root if operation in ROOTED else None
+            rounds = algorithm(name, operation, self._size, root=given)
+            written = self._programs[key] = program(rounds)
+        return written
+
+
+def names_for(operation: str) -> tuple[str, ...]:
+    """Programs that carry out `operation` on any group."""
+    if operation not in OPERATIONS:
+        return ()
+    return tuple(n for n, what in ALGORITHMS if what == operation and n in PROGRAMS)
+
+
+def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
+    """Refuse parts of different sizes, whose places in one buffer not all members know.
+
+    Raises:
+        ConfigError: They differ, or may.
+    """
+    if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
+        msg = (
+            f"expected parts of one size, in one tensor, for {kind} with algorithm {algorithm!r}, found parts of "
+            f"{list(widths)} elements: leave algorithm out"
+        )
+        raise ConfigError(msg)
+
+
+def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None) -> Steps:
+    """Carry out the algorithm that `call` names, on a buffer that holds the parts of all members.
+
+    Sums are in the program's order; parts must be equal.
+    """
+    kind, me, given, outs = call.kind, ch.rank, call.ins[0], call.outs
+    parts: Sequence[torch.Tensor] = ()
+    if kind in {"all_reduce", "broadcast"}:
+        buffer = outs[0]
+    elif kind == "all_gather":
+        buffer = given.new_empty(sum(out.numel() for out in outs))
+        parts = torch.split(buffer, [out.numel() for out in outs])
+        parts[me].copy_(given)
+    elif kind == "all_to_all":
+        buffer = torch.cat([given, given])
+        parts = torch.split(buffer[given.numel() :], [out.numel() for out in outs])
+    else:  # what others have is left as it is
+        buffer = given.clone()
+    op, factor = call.op, early_factor(buffer.dtype, call.op, scale, ch.size)
+    if factor is not None:
+        buffer.mul_(factor)
+        op, scale = "sum", None
+    root, name = max(0, call.peer), call.algorithm or ""
+    yield from program_steps(ch, programs, name, kind, buffer, op=op, scale=scale, root=root)
+    if kind == "reduce" and me == call.peer:
+        outs[0].copy_(buffer)
+    elif kind == "reduce_scatter":
+        width = outs[0].numel()
+        outs[0].copy_(buffer[me * width : (me + 1) * width])
+    for out, part in zip(outs, parts, strict=False):
+        out.copy_(part)
+
+
+def program_steps(
+    ch: Channel,
+    programs: Programs,
+    name: str,
+    operation: str,
+    x: torch.Tensor,
+    *,
+    op: str = "sum",
+    scale: float | None = None,
+    root: int = 0,
+) -> Steps:
+    """Carry out a program on the flat buffer `x`, in place.
+
+    Args:
+        ch: Channel of the group.
+        programs: Of this rank.
+        name: Of the algorithm.
+        operation: What it does.
+        x: All blocks in the order of ranks; of all_to_all both buffers, one behind the other.
+        op: Reduction.
+        scale: Factor for a result that is reduced.
+        root: Group rank.
+    """
+    rows = 0 if operation in WHOLE else ch.size * (2 if operation == "all_to_all" else 1)
+    if rows and x.numel() % rows:
+        msg = f"expected parts of one size for algorithm {name!r}, found {x.numel()} elements for {rows} parts"
+        raise ConfigError(msg)
+    for piece in _pieces(x, rows):
+        part = programs.part(name, operation, root, piece.data.numel())
+        yield from _carry_out(ch, part, piece.data, "sum" if op == "avg" else op)
+        if piece.home is not None:
+            piece.home.copy_(piece.data.view(piece.home.shape))
+    finish(x, op, ch.size, scale)
+
+
+class _Piece(NamedTuple):
+    """A flat part of a buffer; where it has rows, of each row, with the place that it is copied back to."""
+
+    data: torch.Tensor
+    home: torch.Tensor | None = None
+
+
+def _pieces(x: torch.Tensor, rows: int) -> list[_Piece]:
+    limit = max(1, PIECE_BYTES // x.element_size())
+    if x.numel() <= limit:
+        return [_Piece(x)]
+    if not rows:
+        return [_Piece(x[i : i + limit]) for i in range(0, x.numel(), limit)]
+    table = x.view(rows, -1)
+    width = max(1, limit // rows)
+    parts = [table[:, i : i + width] for i in range(0, table.shape[1], width)]
+    return [_Piece(part.reshape(-1), part) for part in parts]
+
+
+def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
+    window = Window(ch, max(LINE_BYTES, part.numel * x.element_size()))
+    yield from window.open()
+    first = ch.value + 1
+    for number in range(part.num_turns):
+        stage = part.stages[number] if number < len(part.stages) else Stage((), (), ())
+        copied = [torch.cat([x[s] for s in move.sources]) for move in stage.copies]
+        _send(window, ch.rank, stage.sends, x)
+        for move in stage.receives:
+            yield from window.reached([move.peer], first + move.turn)
+            settle(x, move, _row(window, move.peer, move, x.dtype), op)
+        for move, came in zip(stage.copies, copied, strict=True):
+            settle(x, move, came, op)
+    yield from window.close()
+
+
+def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> None:
+    """Write messages into the own window and take the step in which they go."""
+    if not sends:
+        window.post(())
+        return
+    size = x.element_size()
+    low = min(move.place for move in sends) * size // LINE_BYTES * LINE_BYTES
+    parts: dict[int, tuple[int, int]] = {}
+    for move in sends:
+        row = _row(window, rank, move, x.dtype)
+        torch.cat([x[s] for s in move.parts], out=row)
+        start = move.place * size - low
+        known = parts.get(move.peer, (start, start))
+        parts[move.peer] = (known[0], start + move.numel * size)
+    window.post(list(parts), low, max(end for _, end in parts.values()), list(parts.values()))
+
+
+def _row(window: Window, member: int, move: Move, dtype: torch.dtype) -> torch.Tensor:
+    """Where a message lies in the window of its sender; it may begin anywhere, a line only at a multiple of 64 bytes."""
+    start = move.place * dtype.itemsize
+    before = start % LINE_BYTES // dtype.itemsize
+    return window.view(member, start - before * dtype.itemsize, before + move.numel, dtype)[before:]

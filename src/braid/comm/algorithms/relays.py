@@ -1,0 +1,222 @@
+"""Broadcast, all-gather and reduce-scatter over several hosts: every byte crosses the network once for each host, not for each rank.
+
+Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the same cable, to two ranks that share
+memory.
+
+Idea: each rank has one *relay* on every other host, and shows what it has to its mates and to its relays only; a relay shows its own mates what
+came. Reducing goes the other way round: the relay of a rank sums for it over its own host. Tensors go through in chunks, D of which
+may be on the wire, as in `hierarchical`:
+
+    broadcast        root -> its mates and relays -> their mates                      (h-1) l a host
+    all_gather       everybody -> mates and relays -> their mates                     L (h-1)/n l
+    reduce_scatter   mates -> the relay sums -> the owner adds the hosts' sums        (n-L)/n l
+
+    n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has fewer:
+        a   0  1  2
+        b   3  4  3
+
+What lies in a slot is written again K turns later, and only when the readers have said that they are done with it, in a step that they take
+anyway.
+
+Source: node-leader algorithms as in Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective
+operation performance" (2000), with all ranks of a host as leaders of their own parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.window import LINE_BYTES, Window
+from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.reduction import combine, early_factor, finish
+from braid.transport import Steps
+
+__all__ = ["DEPTH", "all_gather", "broadcast", "reduce_scatter"]
+
+DEPTH = 2  # chunks on the wire, besides the one that is being copied
+NUM_SLOTS = DEPTH + 4
+CHUNK_BYTES = 256 << 10  # of all rows of a slot together
+
+
+class _Slots:
+    """Places of rows of a chunk in the windows of all members.
+
+    Args:
+        ch: Channel of the group.
+        like: A tensor of the dtype.
+        rows: Of a slot.
+        longest: Elements of the longest part.
+    """
+
+    def __init__(self, ch: Channel, like: torch.Tensor, rows: int, longest: int) -> None:
+        size = like.element_size()
+        self.chunk = max(1, min(longest, CHUNK_BYTES // size // max(1, rows)))
+        self.count = max(1, -(-longest // self.chunk))
+        self._dtype = like.dtype
+        self._size = size
+        self._row_bytes = -(-self.chunk * size // LINE_BYTES) * LINE_BYTES
+        self._slot_bytes = rows * self._row_bytes
+        slots = min(NUM_SLOTS, self.count)
+        self.window = Window(ch, max(LINE_BYTES, slots * self._slot_bytes))
+
+    def part(self, x: torch.Tensor, j: int) -> torch.Tensor:
+        """Chunk `j` of a flat tensor; the last ones may be short or empty."""
+        return x[j * self.chunk : (j + 1) * self.chunk]
+
+    def row(self, member: int, j: int, row: int, numel: int) -> torch.Tensor:
+        """A row of the slot of chunk `j` of a member."""
+        return self.window.view(member, self._at(j, row), numel, self._dtype)
+
+    def post(
+        self, to: Sequence[int], j: int, rows: dict[int, tuple[int, int]] | None = None
+    ) -> int:
+        """Take a step that `to` looks at; `rows` says which row they read, and how many elements of it."""
+        if not rows:
+            return self.window.post(to)
+        first = min(row for row, _ in rows.values())
+        parts = []
+        for member in to:
+            row, numel = rows.get(member, (first, 0))
+            start = (row - first) * self._row_bytes
+            parts.append((start, start + numel * self._size))
+        nbytes = max(end for _, end in parts)
+        return self.window.post(to, self._at(j, first), nbytes, parts)
+
+    def _at(self, j: int, row: int) -> int:
+        return j % NUM_SLOTS * self._slot_bytes + row * self._row_bytes
+
+
+def broadcast(ch: Channel, x: torch.Tensor, root: int, hosting: Hosting) -> Steps:
+    """Copy the flat tensor `x` of `root` into `x` of everybody."""
+    me, mates = ch.rank, _without(hosting.mates(ch.rank), ch.rank)
+    relays = hosting.relays(root)
+    slots = _Slots(ch, x, 1, x.numel())
+    yield from slots.window.open()
+    near = root in mates or me == root
+    source = root if near or me in relays else hosting.relay(root, me)
+    readers = (*mates, *relays) if me == root else mates if me in relays else ()
+    listeners = readers if me == root else (*readers, source)
+    values: list[int] = []
+    for j in range(slots.count):
+        part = slots.part(x, j)
+        if me != root:
+            yield from slots.window.reached([source], slots.window.value_of(j))
+            part.copy_(slots.row(source, j, 0, part.numel()))
+        if readers:
+            if j >= NUM_SLOTS:
+                yield from slots.window.reached(readers, values[j - NUM_SLOTS])
+            slots.row(me, j, 0, part.numel()).copy_(part)
+        rows = {reader: (0, part.numel()) for reader in readers}
+        values.append(slots.post(listeners, j, rows))
+    yield from slots.window.close()
+
+
+def all_gather(
+    ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, hosting: Hosting
+) -> Steps:
+    """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
+    me, mates = ch.rank, _without(hosting.mates(ch.rank), ch.rank)
+    relays, served = hosting.relays(me), hosting.served(me)
+    longest = max(out.numel() for out in outs)
+    slots = _Slots(ch, x, 1 + max(len(hosting.served(m)) for m in range(ch.size)), longest)
+    outs[me].copy_(x)
+    yield from slots.window.open()
+    shown: list[int] = []
+    passed: list[int] = []
+    for turn in range(slots.count + DEPTH + 1):
+        if turn < slots.count:
+            if turn >= NUM_SLOTS:  # mates have copied it, relays have passed it on
+                yield from slots.window.reached(mates, shown[turn - NUM_SLOTS + DEPTH + 2])
+                yield from slots.window.reached(relays, passed[turn - NUM_SLOTS])
+            part = slots.part(x, turn)
+            slots.row(me, turn, 0, part.numel()).copy_(part)
+            rows = dict.fromkeys((*mates, *relays), (0, part.numel()))
+            shown.append(slots.post((*mates, *relays), turn, rows))
+        j = turn - DEPTH
+        if 0 <= j < slots.count:
+            yield from slots.window.reached(served, shown[j])
+            for row, member in enumerate(served, 1):
+                part = slots.part(outs[member], j)
+                part.copy_(slots.row(member, j, 0, part.numel()))
+                slots.row(me, j, row, part.numel()).copy_(part)
+            passed.append(slots.post((*mates, *served), j))
+        j -= 1
+        if j >= 0:
+            yield from slots.window.reached(mates, passed[j])
+            for mate in mates:
+                part = slots.part(outs[mate], j)
+                part.copy_(slots.row(mate, j, 0, part.numel()))
+                for row, member in enumerate(hosting.served(mate), 1):
+                    part = slots.part(outs[member], j)
+                    part.copy_(slots.row(mate, j, row, part.numel()))
+    yield from slots.window.close()
+
+
+def reduce_scatter(
+    ch: Channel,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    offsets: Sequence[int],
+    op: str,
+    scale: float | None,
+    *,
+    hosting: Hosting,
+) -> Steps:
+    """`out` of rank r becomes the reduction of everybody's elements `offsets[r]` to `offsets[r + 1]` of `x`."""
+    me, n = ch.rank, ch.size
+    own_host = hosting.mates(me)
+    mates, served = _without(own_host, me), hosting.served(me)
+    sizes = [offsets[r + 1] - offsets[r] for r in range(n)]
+    most = max(len(hosting.served(m)) for m in range(n))
+    slots = _Slots(ch, x, n + 1 + most, max(sizes))  # what all need | own sum | sums for others
+    parts = [x[offsets[r] : offsets[r + 1]] for r in range(n)]
+    summers = [me if me in host else hosting.relay(me, host[0]) for host in hosting.hosts]
+    far = [m for m in summers if m != me]
+    step, factor = "sum" if op == "avg" else op, early_factor(x.dtype, op, scale, n)
+    yield from slots.window.open()
+    shown: list[int] = []
+    summed: list[int] = []
+    ended: list[int] = []
+    for turn in range(slots.count + DEPTH + 1):
+        if turn < slots.count:
+            if turn >= NUM_SLOTS:  # mates have summed it
+                yield from slots.window.reached(mates, shown[turn - NUM_SLOTS + 2])
+            for r in range(n) if mates else ():
+                part = slots.part(parts[r], turn)
+                slots.row(me, turn, r, part.numel()).copy_(part)
+            shown.append(slots.post(mates, turn))
+        j = turn - 1
+        if 0 <= j < slots.count:
+            if j >= NUM_SLOTS:  # owners have added it
+                yield from slots.window.reached(served, ended[j - NUM_SLOTS])
+            yield from slots.window.reached(mates, shown[j])
+            rows = {}
+            for row, owner in enumerate((me, *served), n):
+                part = slots.part(parts[owner], j)
+                sources = [
+                    part if m == me else slots.row(m, j, owner, part.numel()) for m in own_host
+                ]
+                combine(sources, slots.row(me, j, row, part.numel()), step, factor)
+                rows[owner] = (row, part.numel())
+            rows.pop(me)
+            summed.append(slots.post(served, j, rows))
+        j -= DEPTH
+        if j >= 0:
+            yield from slots.window.reached(far, summed[j])
+            part = slots.part(out, j)
+            sources = []
+            for summer in summers:
+                row = n if summer == me else n + 1 + hosting.served(summer).index(me)
+                sources.append(slots.row(summer, j, row, part.numel()))
+            combine(sources, part, step, None)
+            if factor is None:
+                finish(part, op, n, scale)
+            ended.append(slots.post(far, j))
+    yield from slots.window.close()
+
+
+def _without(members: Sequence[int], me: int) -> tuple[int, ...]:
+    return tuple(m for m in members if m != me)

@@ -1,0 +1,81 @@
+"""Messages between two members, told apart by tags: the protocol, and the sender's side of it.
+
+A sender publishes its messages on its line to that receiver, one after the other; two may be under way. A step's slot begins
+with an envelope of one cache line:
+
+    word    0      1        2
+            tag    bytes    place of the data: 0 for "behind this envelope, the rest in the next steps", else where
+                            the receiver can read it itself (shared memory, or private by the kernel)
+
+Small messages are eager: the sender goes on when they are in the slot. Large ones that the receiver reads in place are not:
+the sender goes on when the receiver has them. The receiver's side is in `mailbox`.
+
+Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous protocols of every MPI.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
+from braid.transport import Steps
+
+__all__ = ["ENVELOPE_BYTES", "Envelope", "read_envelope", "send"]
+
+EAGER_BYTES = 256 << 10  # messages up to here are not offered for reading in place
+ENVELOPE_BYTES = 64
+_TAG, _NBYTES, _PLACE = 0, 1, 2
+TAG_BIAS = 1 << 62  # tags may be negative, words may not
+
+
+class Envelope(NamedTuple):
+    """What the first step of a message says of it.
+
+    Attributes:
+        tag: Tells it from other messages of this pair.
+        nbytes: Its size.
+        place: Where the receiver can read it, 0 if it is behind the envelope.
+    """
+
+    tag: int
+    nbytes: int
+    place: int
+
+
+def send(
+    ch: Channel, acks: Channel, x: torch.Tensor, to: int, tag: int, *, private: bool = False
+) -> Steps:
+    """Send the bytes `x`.
+
+    Args:
+        ch: This rank's line to the receiver.
+        acks: The receiver's line, on which it acknowledges.
+        x: Flat bytes.
+        to: Group rank of the receiver.
+        tag: Tells it from other messages of this pair.
+        private: Let the receiver read private memory.
+    """
+    yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
+    place = ch.own.place(x, private=private) if x.numel() > EAGER_BYTES else 0
+    first = x[:0] if place else x[:CHUNK_BYTES]
+    slot = ch.own.room(ENVELOPE_BYTES + first.numel(), torch.uint8)
+    envelope = ch.own.words(3)
+    envelope[_TAG], envelope[_NBYTES], envelope[_PLACE] = tag + TAG_BIAS, x.numel(), place
+    slot[ENVELOPE_BYTES:].copy_(first)
+    value = ch.post()
+    if place:
+        yield from acks.await_step(to, value)  # the receiver has read it
+        return
+    for part in pieces(x[CHUNK_BYTES:], CHUNK_BYTES) if x.numel() > CHUNK_BYTES else ():
+        yield from acks.await_step(to, ch.value - 1)
+        ch.own.stage(part)
+        ch.post()
+
+
+def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
+    """The envelope that `source` published in step `value` of its line."""
+    words = ch.words_of(source, value, 3)
+    return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_PLACE])

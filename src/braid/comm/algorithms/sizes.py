@@ -1,0 +1,74 @@
+"""What every member sends to every other, when only sender and receiver know: one step that makes it known to all.
+
+A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each publishes two rows: what it will
+send to each member, and what it expects from each (-1: it does not know). Everybody reads everybody's rows, so everybody
+sees the same matrix: it agrees, or all raise the same error. Cost: one step of 16 n bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+
+from braid.comm.channel.channel import Channel
+from braid.errors import MismatchError
+from braid.transport import Wait, WaitAny
+
+__all__ = ["Matrix", "agree_on_sizes", "offsets_of"]
+
+Matrix = list[list[int]]
+UNKNOWN = -1
+
+
+def agree_on_sizes(
+    ch: Channel, sends: Sequence[int], expects: Sequence[int]
+) -> Generator[Wait | WaitAny, None, Matrix]:
+    """Exchange sizes.
+
+    Args:
+        ch: Channel of the group.
+        sends: Elements that this rank sends to each member, itself included.
+        expects: Elements that it expects from each, -1 where it takes what comes.
+
+    Returns:
+        `sends` of every member.
+
+    Raises:
+        MismatchError: On every rank alike, with all pairs that disagree.
+    """
+    n = ch.size
+    ch.own.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
+    yield from ch.exchange()
+    rows = [
+        [*sends, *expects] if r == ch.rank else ch.peek(r, 2 * n, torch.int64).tolist()
+        for r in range(n)
+    ]
+    wrong = [
+        f"  rank {ch.ranks[s]} sends {rows[s][r]} elements to rank {ch.ranks[r]}, which expects {rows[r][n + s]}"
+        for s in range(n)
+        for r in range(n)
+        if rows[r][n + s] not in (UNKNOWN, rows[s][r])
+    ]
+    if wrong:
+        msg = "\n".join(
+            [
+                "expected senders and receivers to agree on sizes, found",
+                *wrong,
+                "make what one rank sends as long as what the other receives",
+            ]
+        )
+        raise MismatchError(msg)
+    return [row[:n] for row in rows]
+
+
+def offsets_of(widths: Sequence[int]) -> list[int]:
+    """Where each of consecutive parts begins, and where the last one ends.
+
+    >>> offsets_of([3, 0, 2])
+    [0, 3, 3, 5]
+    """
+    offsets = [0]
+    for width in widths:
+        offsets.append(offsets[-1] + width)
+    return offsets

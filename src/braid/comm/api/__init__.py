@@ -1,0 +1,1 @@
+"""What users call on a group: collectives, messages, objects, batches and persistent requests."""

@@ -1,0 +1,410 @@
+"""Collectives that move parts: what a `Group` offers of them. The algorithms are in `move`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from braid.comm.api.call import Calls, Order, is_sequence, nbytes_of
+from braid.comm.api.describe import Key
+from braid.comm.engines.work import Work
+from braid.comm.tensors.arguments import (
+    Data,
+    Parts,
+    as_tensor,
+    check_peer,
+    like,
+    result,
+    slice_shape,
+)
+from braid.errors import ConfigError
+
+__all__ = ["Moving"]
+
+X = TypeVar("X", bound=Data)
+MONITORED_S = 30.0
+
+
+class Moving(Calls):
+    """broadcast, all_gather, gather, scatter, all_to_all, barriers; any dtype that torch can copy."""
+
+    @overload
+    def broadcast(
+        self,
+        x: X,
+        root: int = 0,
+        *,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def broadcast(
+        self,
+        x: X,
+        root: int = 0,
+        *,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Replace `x` on every member by `x` of the member `root` (a group rank).
+
+        Args:
+            x: The same shape and dtype on all members.
+            root: Group rank.
+            async_op: Return a Work at once.
+            algorithm: staged or pulled instead of the choice by size (all operations of this class).
+            timeout_s: Seconds until CommTimeout.
+
+        Cost: ceil(l / chunk) a + l b.
+        """
+        check_peer(root, self.size, "root")
+        tensor = as_tensor(x, written=self.rank != root)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor) if self.rank == root else copies.written(tensor)
+        key = Key("broadcast", tuple(tensor.shape), tensor.dtype, "sum", root, algorithm)
+        nbytes = nbytes_of(flat)
+        order = Order(
+            key, x, (flat,), (flat,), copies, nbytes, None, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    @overload
+    def all_gather(
+        self,
+        x: Data,
+        *,
+        out: Data | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def all_gather(
+        self,
+        x: Data,
+        *,
+        out: Sequence[torch.Tensor],
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_gather(
+        self,
+        x: Data,
+        *,
+        out: Parts | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def all_gather(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Concatenate all members' `x` along dim 0, or fill one tensor per member.
+
+        Args:
+            x: The same shape on all members, unless `out` is a sequence.
+            out: Where the result goes. A sequence with one tensor per member may have different sizes; all members
+                pass the same sizes.
+            async_op: Return a Work at once.
+            algorithm: See `broadcast`.
+            timeout_s: Seconds until CommTimeout.
+
+        Shape:
+            x: (d0, ...); zero-dim tensors count as (1,). Result: (n d0, ...).
+
+        Cost: a + l b, with l the bytes of the result.
+        """
+        tensor = as_tensor(x)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
+        widths: tuple[int, ...] | None = None
+        if is_sequence(out):
+            rows = self._written_parts(copies, out, tensor, "all_gather output")
+            widths = tuple(row.numel() for row in rows)
+            if widths[self.rank] != flat.numel():
+                msg = (
+                    f"expected out[{self.rank}] to hold this rank's {flat.numel()} elements, found room for "
+                    f"{widths[self.rank]} (shape {list(out[self.rank].shape)})"
+                )
+                raise ConfigError(msg)
+            equal = len(set(widths)) == 1
+            widths, returned = None if equal else widths, out
+            shape = tuple(tensor.shape) if equal else (sum(row.numel() for row in rows),)
+        else:
+            shape = tuple(tensor.shape)
+            full = (self.size * shape[0], *shape[1:]) if shape else (self.size,)
+            target = result(out, full, tensor)
+            rows = self._rows(copies.written(target))
+            returned = like(x, target) if out is None else out
+        if flat.data_ptr() != rows[self.rank].data_ptr():
+            flat = copies.apart(flat, rows)  # exactly the own row is where it belongs already
+        key = Key("all_gather", shape, tensor.dtype, "sum", -1, algorithm, widths)
+        nbytes = sum(nbytes_of(row) for row in rows)
+        order = Order(
+            key,
+            returned,
+            (flat,),
+            rows,
+            copies,
+            nbytes,
+            widths,
+            0,
+            False,
+            None,
+            timeout_s,
+            async_op,
+        )
+        return self._submit(order)
+
+    def gather(
+        self,
+        x: Data,
+        root: int = 0,
+        *,
+        out: Parts | None = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Collect all members' `x` on member `root`.
+
+        Args:
+            x: May have another size on every member if `root` passes a sequence of fitting tensors.
+            root: Group rank.
+            out: On the root: like `all_gather`'s. Elsewhere nothing.
+            async_op: Return a Work at once.
+            algorithm: See `broadcast`.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            The concatenation (or `out`) on the root, None elsewhere; or the Work.
+
+        Cost: 2 a + l b on the root.
+        """
+        check_peer(root, self.size, "root")
+        tensor = as_tensor(x)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
+        rows: tuple[torch.Tensor, ...] = ()
+        returned: Any = None
+        if self.rank != root:
+            self._refuse_elsewhere(out, "out", root)
+        elif is_sequence(out):
+            rows = self._written_parts(copies, out, tensor, "gather output")  # type: ignore[arg-type]
+            returned = out
+        else:
+            shape = tuple(tensor.shape)
+            full = (self.size * shape[0], *shape[1:]) if shape else (self.size,)
+            target = result(out, full, tensor)  # type: ignore[arg-type]  # no sequence here
+            rows = self._rows(copies.written(target))
+            returned = like(x, target) if out is None else out
+        if rows and flat.data_ptr() != rows[root].data_ptr():
+            flat = copies.apart(flat, rows)
+        key = Key("gather", None, tensor.dtype, "sum", root, algorithm)
+        nbytes = sum(nbytes_of(row) for row in rows) or nbytes_of(flat) * self.size
+        order = Order(
+            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    def scatter(
+        self,
+        x: Parts | None = None,
+        root: int = 0,
+        *,
+        out: Data,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Give each member its part of what member `root` has.
+
+        Args:
+            x: On the root: a tensor whose dim 0 is cut into equal parts, or one tensor per member. Elsewhere nothing.
+            root: Group rank.
+            out: Where this member's part goes.
+            async_op: Return a Work at once.
+            algorithm: See `broadcast`.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `out`, or the Work. Cost: 2 a + l b.
+        """
+        check_peer(root, self.size, "root")
+        target = as_tensor(out, written=True)
+        copies = self._copies(target)
+        place = copies.written(target)
+        widths: tuple[int, ...] = ()
+        flat = place[:0]
+        if self.rank != root:
+            self._refuse_elsewhere(x, "x", root)
+        elif x is None:
+            msg = f"expected the parts to scatter on the root (group rank {root}), found None"
+            raise ConfigError(msg)
+        elif is_sequence(x):
+            flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]
+            check_parts_fit(flat, target)
+        else:
+            tensor = as_tensor(x)  # type: ignore[arg-type]
+            slice_shape(tensor, self.size, "scatter")
+            flat = copies.read(tensor)
+            check_parts_fit(flat, target)
+            widths = (flat.numel() // self.size,) * self.size
+        flat = copies.apart(flat, (place,)) if flat.numel() else flat
+        key = Key("scatter", None, target.dtype, "sum", root, algorithm)
+        nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
+        order = Order(
+            key, out, (flat,), (place,), copies, nbytes, widths, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    @overload
+    def all_to_all(
+        self,
+        x: Data,
+        *,
+        out: Data | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Parts,
+        *,
+        out: Parts,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any: ...
+    @overload
+    def all_to_all(
+        self,
+        x: Parts,
+        *,
+        out: Parts | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def all_to_all(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send part r to member r, and collect what the members sent here.
+
+        Args:
+            x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no copy).
+            out: Where the result goes; with a sequence as `x` a sequence, too, whose sizes are what the others send.
+            async_op: Return a Work at once.
+            algorithm: See `broadcast`.
+            timeout_s: Seconds until CommTimeout.
+
+        Shape:
+            x and result: (n d0, ...), or as the sequences say.
+
+        Cost: a + 2 l b; with sequences a more.
+        """
+        if is_sequence(x):
+            return self._ragged_all_to_all(x, out, async_op, algorithm, timeout_s)
+        tensor = as_tensor(x)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
+        slice_shape(tensor, self.size, "all_to_all")
+        target = result(out, tuple(tensor.shape), tensor)
+        whole = copies.written(target)
+        flat = copies.apart(flat, (whole,))
+        returned = like(x, target) if out is None else out
+        key = Key("all_to_all", tuple(tensor.shape), tensor.dtype, "sum", -1, algorithm)
+        rows, nbytes = self._rows(whole), nbytes_of(flat)
+        order = Order(
+            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    @overload
+    def barrier(
+        self, *, async_op: Literal[False] = False, timeout_s: float | None = None
+    ) -> None: ...
+    @overload
+    def barrier(self, *, async_op: Literal[True], timeout_s: float | None = None) -> Work: ...
+    def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
+        """Return when every member has called it. Cost: a."""
+        order = Order(Key("barrier"), timeout_s=timeout_s, async_op=async_op)
+        return self._submit(order)  # type: ignore[no-any-return]
+
+    def monitored_barrier(self, *, timeout_s: float = MONITORED_S) -> None:
+        """A barrier with a short deadline, for finding out who is missing.
+
+        Raises:
+            CommTimeout: On every rank that came, with all those that did not and where each was last.
+        """
+        self._submit(Order(Key("barrier"), timeout_s=timeout_s))
+
+    def _ragged_all_to_all(
+        self,
+        x: Sequence[torch.Tensor],
+        out: Any,
+        async_op: bool,
+        algorithm: str | None,
+        timeout_s: float | None,
+    ) -> Any:
+        if not is_sequence(out):
+            msg = (
+                "expected out to be a sequence with one tensor per rank, as x is, found "
+                f"{type(out).__name__}: its sizes say how much each rank sends here"
+            )
+            raise ConfigError(msg)
+        copies = self._copies(as_tensor(x[0] if x else torch.empty(0)))
+        flat, widths = self._read_parts(copies, x, "all_to_all input")
+        rows = self._written_parts(copies, out, as_tensor(x[0]), "all_to_all output")
+        flat = copies.apart(flat, rows)
+        key = Key("all_to_all", None, flat.dtype, "sum", -1, algorithm)
+        nbytes = max(nbytes_of(flat), sum(nbytes_of(row) for row in rows))
+        order = Order(
+            key, out, (flat,), rows, copies, nbytes, widths, 0, False, None, timeout_s, async_op
+        )
+        return self._submit(order)
+
+    def _refuse_elsewhere(self, x: object, name: str, root: int) -> None:
+        if x is not None:
+            msg = f"expected {name} on the root only (group rank {root}), found one on group rank {self.rank}: pass None"
+            raise ConfigError(msg)
+
+
+def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
+    """Refuse parts of another dtype than their destination.
+
+    Raises:
+        ConfigError: Names both.
+    """
+    if flat.dtype != out.dtype:
+        msg = f"expected parts of out's dtype {out.dtype}, found {flat.dtype}: convert one of them"
+        raise ConfigError(msg)

@@ -1,0 +1,142 @@
+"""Messages between two members: what a `Group` offers of them. The protocol is in `message`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+from braid.comm.api.call import Calls, Order, nbytes_of
+from braid.comm.api.describe import Key
+from braid.comm.engines.work import Work
+from braid.comm.tensors.arguments import Data, as_tensor, check_peer, is_number
+from braid.errors import ConfigError
+
+__all__ = ["Messaging"]
+
+X = TypeVar("X", bound=Data)
+
+
+class Messaging(Calls):
+    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other."""
+
+    @overload
+    def send(
+        self,
+        x: X,
+        to: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def send(
+        self,
+        x: X,
+        to: int,
+        *,
+        tag: int = 0,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def send(
+        self,
+        x: Any,
+        to: int,
+        *,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Send `x` to member `to`; returns when it may be changed, which for up to 256 KiB is at once.
+
+        Two members that send each other more than that at the same time must use `async_op` or `coalesce`.
+
+        Args:
+            x: What is sent.
+            to: Group rank.
+            tag: Tells messages of one pair apart.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until CommTimeout.
+
+        Cost: ceil(l / chunk) a + l b.
+        """
+        return self._message("send", x, to, tag, async_op=async_op, timeout_s=timeout_s)
+
+    @overload
+    def recv(
+        self,
+        x: X,
+        source: int | None,
+        *,
+        tag: int = 0,
+        async_op: Literal[False] = False,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def recv(
+        self,
+        x: X,
+        source: int | None,
+        *,
+        tag: int = 0,
+        async_op: Literal[True],
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def recv(
+        self,
+        x: Any,
+        source: int | None,
+        *,
+        tag: int = 0,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Receive into `x` what member `source` sends with `tag`.
+
+        Args:
+            x: Of the message's size and dtype.
+            source: Group rank; None for whoever sends first (`Work.source` says who it was).
+            tag: Which of the sender's messages.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until CommTimeout.
+        """
+        return self._message("recv", x, source, tag, async_op=async_op, timeout_s=timeout_s)
+
+    def _message(
+        self,
+        kind: str,
+        x: Any,
+        peer: int | None,
+        tag: int,
+        *,
+        async_op: bool,
+        timeout_s: float | None,
+    ) -> Any:
+        number = -1 if peer is None else peer
+        if peer is not None:
+            check_peer(peer, self.size, "destination" if kind == "send" else "source")
+        if number == self.rank or (peer is None and self.size == 1):
+            msg = f"expected another member than oneself to {kind} with, found {number} on group rank {self.rank}"
+            raise ConfigError(msg)
+        if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
+            msg = f"expected a tag of up to 61 bits, found {tag!r}"
+            raise ConfigError(msg)
+        tensor = as_tensor(x, written=kind == "recv")
+        key = Key(kind, tuple(tensor.shape), tensor.dtype, "sum", number)
+        source: list[int] = []
+        copies = self._copies(tensor)
+        flat = copies.read(tensor) if kind == "send" else copies.written(tensor)
+        return self._submit(
+            Order(
+                key,
+                x,
+                (flat,),
+                (flat,),
+                copies,
+                nbytes_of(flat),
+                tag=tag,
+                source=source,
+                timeout_s=timeout_s,
+                async_op=async_op,
+            )
+        )

@@ -1,0 +1,345 @@
+"""Collectives that reduce: what a `Group` offers of them.
+
+The algorithms are in `all_reduce`, `hierarchical` and `reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from braid.comm.api.call import Calls, Order, is_sequence, nbytes_of
+from braid.comm.api.describe import Key
+from braid.comm.engines.work import Work
+from braid.comm.tensors.arguments import (
+    Data,
+    Parts,
+    as_tensor,
+    check_peer,
+    like,
+    result,
+    slice_shape,
+)
+from braid.comm.tensors.reduction import identity
+from braid.errors import ConfigError
+
+__all__ = ["Reducing"]
+
+X = TypeVar("X", bound=Data)
+
+
+class Reducing(Calls):
+    """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
+
+    Of several hosts with several ranks each, a large all_reduce sums inside of each host first, unless the group of all ranks was
+    made with `sum_order="rank"`: the same bits on all ranks either way, but not those of one process.
+
+    Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers and bool. For bool, sum
+    and max are "or", product and min are "and". Complex numbers take sum, avg and product. 16-bit floats are summed
+    in 32 bits and rounded once.
+    """
+
+    @overload
+    def all_reduce(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[False] = False,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def all_reduce(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[True],
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def all_reduce(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        wire: str | None = None,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Replace `x` on every member by the reduction of all members' `x`.
+
+        Args:
+            x: Any shape; need not be contiguous. On memory from `empty` no copies are made.
+            op: See the class.
+            out: Where the result goes, if `x` is to stay as it is.
+            async_op: Return at once; the progress thread carries it out.
+            wire: Format in which float32 numbers cross the network between hosts, such as bf16, int8 or topk:0.01 (see
+                `braid.comm.formats`); inside of a host, where nothing is sent, it changes nothing. Sums are then taken inside of each
+                host first, whatever the group's order.
+            algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `x` (or `out`), or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op or algorithm, or a tensor that cannot be reduced.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+
+        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.algorithms.all_reduce`; between h hosts 2 (h-1)/h l bytes a
+            host, see `braid.comm.algorithms.hierarchical`.
+        """
+        if wire is not None and not isinstance(wire, str):
+            msg = f"expected the name of a wire format, such as 'bf16', found {wire!r}"  # type: ignore[unreachable]
+            raise ConfigError(msg)
+        tensor = as_tensor(x, written=out is None)
+        shape = tuple(tensor.shape)
+        key = Key("all_reduce", shape, tensor.dtype, op, algorithm=algorithm, wire=wire)
+        copies = self._copies(tensor)
+        place = tensor
+        if out is None:
+            flat = copies.changed(tensor)
+        else:
+            target = result(out, tuple(tensor.shape), tensor)
+            place = target if target.shape == tensor.shape else target.view(tensor.shape)
+            flat, x = copies.filled(place, tensor), out
+        nbytes = nbytes_of(flat)
+        order = Order(
+            key,
+            x,
+            (flat,),
+            (flat,),
+            copies,
+            nbytes,
+            None,
+            0,
+            False,
+            None,
+            timeout_s,
+            async_op,
+            (tensor,),
+            (place,),
+        )
+        return self._submit(order)
+
+    @overload
+    def reduce(
+        self,
+        x: X,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> X: ...
+    @overload
+    def reduce(
+        self,
+        x: X,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: X | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Replace `x` (or fill `out`) on member `root` by the reduction; elsewhere `x` stays as it is.
+
+        Args:
+            x: The same shape and dtype on all members.
+            root: Group rank.
+            op: See the class.
+            out: On the root: where the result goes, if `x` is to stay as it is. Not looked at elsewhere.
+            async_op: Return a Work at once.
+            algorithm: staged or pulled instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `x`, or on the root `out` if it was given; or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op, root or algorithm, or a tensor that cannot be reduced.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+
+        Cost: a + n l b on the root for little data; else 2 a + 2 l b, each member summing 1/n.
+        """
+        check_peer(root, self.size, "root")
+        tensor = as_tensor(x)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
+        target, returned = flat, x
+        if self.rank == root:
+            returned = x if out is None else out
+            place = tensor if out is None else result(out, tuple(tensor.shape), tensor)
+            target = copies.written(place)
+            if flat.data_ptr() != target.data_ptr():
+                flat = copies.apart(flat, (target,))
+        key = Key("reduce", tuple(tensor.shape), tensor.dtype, op, root, algorithm)
+        return self._submit(
+            Order(
+                key,
+                returned,
+                (flat,),
+                (target,),
+                copies,
+                nbytes_of(flat),
+                timeout_s=timeout_s,
+                async_op=async_op,
+            )
+        )
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Parts,
+        op: str = "sum",
+        *,
+        out: Data | None = None,
+        async_op: Literal[False] = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: Parts,
+        op: str = "sum",
+        *,
+        out: Data | None = None,
+        async_op: Literal[True],
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: str = "sum",
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        algorithm: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Reduce all members' `x` and keep the part that belongs to this member.
+
+        Args:
+            x: A tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes and dtype on all
+                members. Stays as it is, unless `out` is a part of it.
+            op: See the class.
+            out: Where this member's part goes; a new tensor when None.
+            async_op: Return a Work at once.
+            algorithm: staged or pulled instead of the choice by size.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            This member's part (`out`, if it was given), or with `async_op` the Work to wait for.
+
+        Raises:
+            ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor per member.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+
+        Shape:
+            x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
+
+        Cost: a + 2 l b, with l the bytes of `x`.
+        """
+        widths: tuple[int, ...] | None = None
+        copies = self._copies(as_tensor(x[0] if is_sequence(x) and x else x))
+        if is_sequence(x):
+            flat, widths = self._read_parts(copies, x, "reduce_scatter input")
+            like_x, shape = x[self.rank], tuple(x[self.rank].shape)
+            full: tuple[int, ...] = (flat.numel(),)
+        else:
+            like_x = as_tensor(x)
+            flat, shape = copies.read(like_x), slice_shape(like_x, self.size, "reduce_scatter")
+            full = tuple(like_x.shape)
+        target = result(out, shape, like_x)
+        part = copies.written(target)
+        flat = copies.apart(flat, (part,))
+        key = Key("reduce_scatter", full, flat.dtype, op, -1, algorithm, widths)
+        return self._submit(
+            Order(
+                key,
+                like(x, target) if out is None else out,
+                (flat,),
+                (part,),
+                copies,
+                nbytes_of(flat),
+                widths,
+                timeout_s=timeout_s,
+                async_op=async_op,
+            )
+        )
+
+    def scan(
+        self,
+        x: X,
+        op: str = "sum",
+        *,
+        exclusive: bool = False,
+        out: X | None = None,
+        timeout_s: float | None = None,
+    ) -> X:
+        """Prefix reduction: the reduction of the `x` of members 0 to this one.
+
+        Args:
+            x: The same shape on all members; stays as it is.
+            op: See the class.
+            exclusive: Without this member's own; member 0 gets the identity (sum, product, bor, bxor only).
+            out: Where the result goes; a new tensor when None.
+            timeout_s: Seconds until CommTimeout.
+
+        Returns:
+            `out`, or a new tensor like `x`.
+
+        Raises:
+            ConfigError: Unknown op, a tensor that cannot be reduced, or `exclusive` with an op that has no identity.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+
+        Cost: a + (n+1) l b.
+        """
+        tensor = as_tensor(x)
+        if exclusive:
+            identity(op, tensor[:0] if tensor.dim() else tensor)
+        copies = self._copies(tensor)
+        flat = copies.read(tensor)
+        target = result(out, tuple(tensor.shape), tensor)
+        place = copies.written(target)
+        returned = like(x, target) if out is None else out
+        key = Key("scan", tuple(tensor.shape), tensor.dtype, op, exclusive=exclusive)
+        nbytes = nbytes_of(flat)
+        flat = copies.apart(flat, (place,))
+        order = Order(
+            key,
+            returned,
+            (flat,),
+            (place,),
+            copies,
+            nbytes,
+            exclusive=exclusive,
+            timeout_s=timeout_s,
+        )
+        return self._submit(order)  # type: ignore[no-any-return]  # X, see `returned`

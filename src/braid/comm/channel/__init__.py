@@ -1,0 +1,1 @@
+"""Control lines, slots and windows: the memory through which the ranks of a group coordinate."""

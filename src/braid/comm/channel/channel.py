@@ -1,0 +1,291 @@
+"""One cache line per (rank, channel): counter, what is asked for, where the data lies.
+
+A channel is a sequence of *steps* that all members of a group take in the same order. In each step a rank publishes
+one line and waits for the others' lines; nothing else is ever exchanged, and that does flow control, mismatch check
+and registration at once:
+
+    word   0         1        2 3 4                    5 6 7
+           counter   claims   even step:               odd step:
+                              digest  block  site      digest  block  site
+
+All words have one writer, the owner of the line, but for `claims` on the line of member 0: there members that share memory count who
+does what (`claims`).
+
+`digest` stands for the text of the operation, `block` for the place in the owner's arena where this step's data
+lies (staging slot or registered tensor, peers do not care which), `site` for the line of the program that asked.
+
+Why two entries and two staging slots are enough. Let a rank be about to publish step v. It has completed step v-1,
+in which it waited for every peer to publish v-1 (`exchange`). A peer publishes v-1 only after it has finished step v-2,
+reads included. So nobody still needs what was published in step v-2, which is what step v overwrites. Algorithms that
+do not wait for all peers in a step call `settle()` before they write.
+
+Several requests may be under way at once, each on its own channel; order matters inside a channel only. Where the lines
+lie is the business of `port`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from braid.comm.channel.staging import Staging
+from braid.comm.channel.work_counter import Claims
+from braid.errors import StaleError
+from braid.transport import Steps, Wait
+
+if TYPE_CHECKING:  # a port makes its channels
+    from braid.comm.channel.control_pages import Port
+
+__all__ = ["LINE_WORDS", "Aim", "Channel", "Disagreement", "Entry"]
+
+LINE_WORDS = 8
+CLAIMS = 1  # word of a line
+
+
+class Disagreement(Exception):
+    """Members asked for different things in one step.
+
+    Args:
+        channel: Where.
+        value: The step.
+        members: Which; None for all.
+        own: Digests of what this rank asked for, and where; None for the operation that noticed.
+    """
+
+    def __init__(
+        self,
+        channel: int,
+        value: int,
+        members: tuple[int, ...] | None = None,
+        *,
+        own: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(channel, value, members)
+        self.channel = channel
+        self.value = value
+        self.members = members
+        self.own = own
+
+
+class Entry(NamedTuple):
+    """What a member published in one step; all zero when it has published nothing yet."""
+
+    value: int
+    digest: int
+    block: int
+    site: int
+
+
+class Aim(NamedTuple):
+    """Who shall see a step, and what of the own memory with it; see `MemoryTransport.publish`."""
+
+    audience: Any
+    word: int = 0
+    nbytes: int = 0
+    parts: Sequence[tuple[int, int]] | None = None
+
+
+class Channel:
+    """A sequence of steps on one line per member; see the module for the rules.
+
+    Attributes:
+        index: Number of the channel in its group.
+        rank: Group rank of this member.
+        size: Number of members.
+        ranks: Global ranks of the members.
+        others: Group ranks of the others.
+        successors: The same, each rank beginning with its successor, so that no source is read by all at once.
+        shares: Whether peers may be able to read tensors where they lie, so that offering them makes sense.
+        value: Last step that this rank has published.
+        digest: Digest of the operation under way; set by the group.
+        site: Digest of its call site.
+        own: What the next step shows of the own memory.
+        windows: Memory that the group lends to operations.
+        transport: This rank's end of it.
+    """
+
+    __slots__ = (
+        "_arena",
+        "_audience",
+        "_claims",
+        "_lines",
+        "_own_line",
+        "_place",
+        "_port",
+        "digest",
+        "index",
+        "others",
+        "own",
+        "rank",
+        "ranks",
+        "shares",
+        "site",
+        "size",
+        "successors",
+        "transport",
+        "value",
+        "windows",
+    )
+
+    def __init__(self, port: Port, index: int) -> None:
+        self.index = index
+        self.rank = port.rank
+        self.size = port.size
+        self.others = [r for r in range(port.size) if r != port.rank]
+        self.successors = [(port.rank + distance) % port.size for distance in range(1, port.size)]
+        self.value = 0
+        self.digest = 0
+        self.site = 0
+        self.ranks = port.ranks
+        self.transport = port.transport
+        self.windows = port.windows
+        readers = [port.ranks[r] for r in port.readers(index)]
+        self.shares = port.transport.shares_with(readers)
+        self.own = Staging(port.transport, self.others, shares=self.shares)
+        self._port = port
+        self._arena = port.transport.arena
+        self._place = port.own_place(index)
+        self._own_line = self._arena.words(port.ranks[port.rank], self._place, LINE_WORDS)
+        self._lines: list[memoryview | None] = [None] * port.size
+        self._lines[port.rank] = self._own_line
+        self._audience = port.transport.audience(readers)
+        self._claims: Claims | None = None
+
+    @property
+    def claims(self) -> Claims:
+        """Shares out work among all members, which share memory; after the first step that all have taken."""
+        if self._claims is None:
+            line = self._lines[0] or self._find(0)
+            assert line is not None, "member 0 has taken a step"
+            start = ctypes.addressof(ctypes.c_char.from_buffer(line))
+            self._claims = Claims(start + CLAIMS * line.itemsize, self.size)
+        return self._claims
+
+    def counter(self, peer: int) -> int:
+        """Last step that `peer` has published."""
+        line = self._lines[peer] or self._find(peer)
+        return line[0] if line is not None else 0
+
+    def entry(self, peer: int, value: int) -> Entry:
+        """What `peer` published in step `value`, which must not be older than the step before its last."""
+        line = self._lines[peer] or self._find(peer)
+        if line is None or line[0] < value:
+            return Entry(0, 0, 0, 0)
+        at = 2 + 3 * (value & 1)
+        return Entry(line[0], line[at], line[at + 1], line[at + 2])
+
+    def audience(self, members: Sequence[int]) -> Any:
+        """Some members, to be aimed at."""
+        return self.transport.audience([self.ranks[m] for m in members])
+
+    def view(self, member: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor at a place of a member's arena."""
+        return self._arena.view(self.ranks[member], word, numel, dtype)
+
+    def post(self, aim: Aim | None = None, *, waking: bool = True) -> int:
+        """Publish the next step and return its value.
+
+        Args:
+            aim: Who shall see it; everybody, with what has been staged, when None.
+            waking: Otherwise who shares memory may see it, but nobody is woken or sent anything before `wake`.
+        """
+        value = self.value + 1
+        line, own = self._own_line, self.own
+        parity = value & 1
+        at = 2 + 3 * parity
+        line[at] = self.digest
+        line[at + 1] = own.word
+        line[at + 2] = self.site
+        line[0] = self.value = value  # last: whoever sees the counter sees the entry and the data
+        publish, place = self.transport.publish, self._place
+        if not waking:
+            assert own.nbytes == 0, "what is staged must be sent with its step"
+        elif aim is None:
+            publish(self._audience, place, own.word, own.nbytes, own.parts)
+        else:
+            publish(aim.audience, place, aim.word, aim.nbytes, aim.parts)
+        own.word = own.nbytes = 0
+        own.parts = None
+        own.parity = 1 - parity
+        return value
+
+    def wake(self) -> None:
+        """Let everybody see the step that has been posted without waking."""
+        self.transport.publish(self._audience, self._place)
+
+    def exchange(
+        self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
+    ) -> Steps:
+        """Publish the next step, wait for everyone's, compare what was asked for.
+
+        Args:
+            meanwhile: Called between publishing and waiting, for work that concerns this rank only.
+            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go on at once; nobody is woken before it
+                does: whoever is woken takes a core from those who compute.
+
+        Raises:
+            Disagreement: Some member asked for something else.
+        """
+        value = self.post(waking=not pausing)
+        if meanwhile is not None:
+            meanwhile()
+        if pausing:
+            yield Wait(self.rank, self.index, value)  # which has come
+            self.wake()
+        at = 2 + 3 * (value & 1)
+        lines = self._lines
+        digest = self.digest
+        for peer in self.others:
+            line = lines[peer]
+            if line is None or line[0] < value:
+                yield Wait(peer, self.index, value)
+                line = lines[peer]
+            if line is None or line[at] != digest:
+                raise Disagreement(self.index, value)
+
+    def await_step(self, peer: int, value: int) -> Steps:
+        """Wait for one peer to publish step `value`, without comparing."""
+        if self.counter(peer) < value:
+            yield Wait(peer, self.index, value)
+
+    def has_come(self, peer: int, value: int) -> bool:
+        """Whether one peer has published step `value`; if so, its data may be read."""
+        return self.counter(peer) >= value
+
+    def settle(self) -> Steps:
+        """Wait until everyone has published the present step, and so has read what was published before it."""
+        for peer in self.others:
+            yield from self.await_step(peer, self.value)
+
+    def refrain(self) -> Steps:
+        """Before members' memory is written to: wait for ever, which ends with the reason, if one takes no further part.
+
+        Its memory may be something else by now. For operations in which all members wait for the next step of this rank.
+        """
+        while (member := self._port.stopped_member()) is not None:
+            never = self.value + 2  # nobody takes that step before this rank takes the next
+            yield Wait(member, self.index, never)
+
+    def peek(self, peer: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """What `peer` published in the present step, as a flat tensor over its memory."""
+        line = self._lines[peer]
+        if line is None:
+            msg = f"step {self.value} of rank {peer} was read before it was published"
+            raise StaleError(msg)
+        word = line[2 + 3 * (self.value & 1) + 1]
+        return self._arena.view(self.ranks[peer], word, numel, dtype)
+
+    def words_of(self, peer: int, value: int, count: int) -> memoryview:
+        """First `count` words of what `peer` published in step `value`."""
+        return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
+
+    def close(self) -> None:
+        """Give the staging slots back."""
+        self.own.free()
+
+    def _find(self, peer: int) -> memoryview | None:
+        line = self._lines[peer] = self._port.line_of(peer, self.index)
+        return line

@@ -1,0 +1,417 @@
+"""Collectives through a process group of torch: NCCL on GPUs, Gloo and MPI where they serve better.
+
+Problem: c10d backends have no way to say what is wrong. Ranks that ask for different things hang or abort; a death shows as
+"Connection reset by peer" or not at all.
+
+Idea: the backend moves the data, braid keeps the words. What each rank asks for travels through the job's store: the first
+time that a description is used, and at every call in `checked` mode, all ranks compare before the backend sees the call; and
+when a call times out, all look up what the others asked for last. Deaths come from whoever tells `Health`. What the
+backend still cannot do is in its `capabilities`.
+
+A collective is a generator again; it yields works of torch, which are waited for one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from braid.comm.api.group import Group
+from braid.comm.engines.c10d_steps import TorchSteps, steps_of
+from braid.comm.engines.diagnostics import Asked, mismatch_table
+from braid.comm.engines.engine import Call, Capabilities, Statistics
+from braid.comm.engines.work import Work
+from braid.comm.tensors.copies import Copies
+from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
+from braid.events import NameTable, Span
+from braid.store import PrefixStore, Store
+from braid.store.torch_store import as_torch_store
+from braid.transport import RankContext
+from braid.types import text_digest
+
+__all__ = ["DelegateEngine", "MakeProcessGroup", "delegated_world", "make_gloo", "make_nccl"]
+
+c10d: Any = distributed_c10d  # its stubs know a part of it only
+
+# (store of the group's members, group rank, size, seconds) -> process group of torch
+MakeProcessGroup = Callable[[Any, int, int, float], Any]
+
+LOOK_S = 0.25  # how often a rank that waits for the others' words looks whether they can still come
+BACKEND_TIMEOUT_S = 600.0
+
+
+def make_gloo(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """A Gloo process group, for CPU tensors."""
+    return c10d.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+
+
+def make_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    """An NCCL process group, for CUDA tensors; one GPU per rank."""
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001 - torch has no other way
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+class DelegateEngine:
+    """Collectives carried out by a process group of torch.
+
+    Args:
+        context: This rank.
+        ranks: Global ranks of the members.
+        make: Makes a process group among ranks that meet in a store.
+        device_types: Devices of the tensors that it takes.
+        store: Where the members meet and compare; None for the job's.
+        name: Of the group: new for every one.
+        checked: Compare what is asked for at every call, not only at the first of its kind.
+    """
+
+    capabilities = Capabilities(
+        rank_order=False,
+        requests_any_order=False,
+        messages_checked=False,
+        eager_messages=False,
+        algorithms=(),
+        adopts=False,
+        wires=False,
+        programs=False,
+    )
+
+    def __init__(
+        self,
+        context: RankContext,
+        ranks: tuple[int, ...],
+        make: MakeProcessGroup = make_gloo,
+        *,
+        device_types: frozenset[str] = frozenset({"cpu"}),
+        store: Store | None = None,
+        name: str = "world",
+        checked: bool = False,
+    ) -> None:
+        self.device_types = device_types
+        self.statistics = Statistics()
+        self.ranks = ranks
+        self.rank = ranks.index(context.rank)
+        self.size = len(ranks)
+        self.checked = checked
+        self._context = context
+        self._make = make
+        self._name = name
+        self._root_store = context.store if store is None else store
+        self._store = PrefixStore(f"delegate/{name}/", self._root_store)
+        torch_store = as_torch_store(PrefixStore("c10d/", self._store))
+        self._group = make(torch_store, self.rank, self.size, BACKEND_TIMEOUT_S)
+        self._known: set[int] = set()
+        self._sequence = 0
+        self._num_subsets = 0
+        self._stopped = ""
+        self._last: _Operation | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def forked(self) -> bool:
+        """Process groups of torch do not say; using one in a forked child is undefined."""
+        return False
+
+    def tune(self, timeout_s: float) -> None:
+        """Nothing: the backend chooses by itself."""
+
+    def explain(self) -> str:
+        """Which algorithm is chosen when, and why."""
+        return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"
+
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """Nothing: the backend does not tell."""
+        return {}
+
+    def run(self, call: Call) -> None:
+        """Carry `call` out in this thread."""
+        operation = self._operation(call)
+        operation.wait(None)
+
+    def start(self, call: Call) -> Work:
+        """Hand `call` to the backend."""
+        operation = self._operation(call)
+        operation.advance()
+        return Work(operation, _Operation.wait, _Operation.advance)
+
+    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:  # noqa: ARG002 - it has threads
+        """Hand several calls to the backend, in order."""
+        return [self.start(call) for call in calls]
+
+    def begin(
+        self,
+        call: Call,
+        number: int,  # noqa: ARG002 - see capabilities
+        scale: float | None,
+        *,
+        lazily: bool = False,  # noqa: ARG002 - it has threads
+    ) -> Work:
+        """Start a persistent request; all ranks must start theirs in the same order."""
+        if scale is None:
+            return self.start(call)
+        text = f"{call.text} scaled by {scale!r}"  # ranks must agree on it, too
+        call = call._replace(text=text, digest=text_digest(text))
+        copies = Copies(self.device_types)
+        copies.then(partial(call.outs[0].mul_, scale))
+        return self.start(call._replace(copies=copies))
+
+    def residual(self, call: Call, number: int) -> None:
+        """Nothing is left out: numbers are sent as they are."""
+
+    def reset_residual(self, number: int) -> None:
+        """Likewise."""
+
+    def advance(self) -> bool:
+        """Take the steps that are possible now of what has been started, messages excepted."""
+        return self._last is not None and not self._last.done and self._last.advance()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An ordinary tensor on this engine's device."""
+        kind = "cuda" if "cuda" in self.device_types else "cpu"
+        return torch.empty(tuple(shape), dtype=dtype, device=kind)
+
+    def adopt(self, x: torch.Tensor) -> None:
+        """Nothing: there is no faster memory."""
+
+    def token(self) -> int:
+        """Number of the new group among those that this rank has taken part in."""
+        self._num_subsets += 1
+        return self._num_subsets << 20 | self._context.rank
+
+    def forget(self, token: int) -> None:
+        """Nothing."""
+
+    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> DelegateEngine:
+        """Engine of a new group of some members, with a process group of its own."""
+        return DelegateEngine(
+            self._context,
+            tuple(self.ranks[member] for member in order),
+            self._make,
+            device_types=self.device_types,
+            store=self._root_store,
+            name=f"{self._name}/{tokens[0]}",
+            checked=self.checked,
+        )
+
+    def bequeath(self, heir: DelegateEngine) -> None:
+        """Nothing: every process group is its engine's own."""
+
+    def stop(self, reason: str) -> None:
+        """End the process group; the members' calls fail or time out, and then read `reason`."""
+        self._stopped = self._stopped or reason
+        self._say("stopped", reason)
+        self._group.abort()
+
+    def close(self) -> None:
+        """Give the process group back."""
+        self._stopped = self._stopped or "was closed"
+        self._group.shutdown()
+
+    def _operation(self, call: Call) -> _Operation:
+        if self._stopped:
+            msg = f"expected a group in use for {call.text}, found that it ended: {self._stopped}"
+            raise StaleError(msg)
+        with self._lock:
+            if call.kind not in {"send", "recv"}:  # two ranks only: the others would wait
+                self._sequence += 1
+                self._say(f"last/{self._sequence % 2}", f"{self._sequence} {call.text}")
+                if self.checked or call.digest not in self._known:
+                    self._compare(call)
+                    self._known.add(call.digest)
+            self.statistics.num_operations += 1
+            self.statistics.nbytes += call.nbytes
+            steps = steps_of(self._group, call, self.rank, self.size)
+            if call.copies is not None:
+                steps = call.copies.around(steps)
+            span = self._context.events.span(
+                call.text, seq=self._sequence, nbytes=call.nbytes, site=call.site
+            )
+            operation = _Operation(self, call, steps, span)
+            if call.kind not in {"send", "recv"}:
+                # Gloo would carry out two collectives on one tensor at the same time
+                operation.before, self._last = self._last, operation
+        return operation
+
+    def explain_failure(self, call: Call, exc: BaseException) -> BaseException:
+        """What braid says where the backend says `exc`."""
+        if isinstance(exc, BraidError):
+            return exc
+        health = self._context.health
+        health.collect()
+        try:
+            health.check(self.ranks, -1)
+        except CommError as lost:
+            return lost
+        reason = self._said("stopped")
+        if reason:
+            rank, text = next(iter(reason.items()))
+            return CommError(f"stopped because rank {rank} abandoned the group: {text}")
+        asked = [Asked(r, text, "") for r, text in self._last_asked().items()]
+        if len({a.text for a in asked}) > 1:
+            return MismatchError(mismatch_table(asked, step=self._sequence))
+        text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+        msg = f"expected {call.text} to end, found that {self._group.name()} failed on rank {self._context.rank}: {text}"
+        return CommTimeout(msg) if "imed out" in text else CommError(msg)
+
+    def _compare(self, call: Call) -> None:
+        """All ranks say what they ask for in this step, and read what the others say."""
+        topic = f"signature/{self._sequence}"
+        self._say(topic, call.text)
+        self._await(topic, call)
+        keys = [f"{topic}/{rank}" for rank in self.ranks]
+        texts = [value.decode() for value in self._store.multi_get(keys)]
+        if len(set(texts)) > 1:
+            asked = [Asked(rank, text, "") for rank, text in zip(self.ranks, texts, strict=True)]
+            error = MismatchError(mismatch_table(asked, step=self._sequence))
+            self._stopped = str(error)
+            raise error
+
+    def _await(self, topic: str, call: Call) -> None:
+        """Wait until all ranks have spoken, but not for ranks that are lost or have left the group."""
+        keys = [f"{topic}/{rank}" for rank in self.ranks]
+        health, clock = self._context.health, self._context.clock
+        deadline_ns = clock.now_ns() + round(call.timeout_s * 1e9)
+        while True:
+            left_s = (deadline_ns - clock.now_ns()) / 1e9
+            try:
+                self._store.wait(keys, max(1e-3, min(left_s, LOOK_S)))
+            except CommTimeout:
+                health.collect()
+                health.check(self.ranks, -1)
+                here = self._said(topic)
+                missing = [rank for rank in self.ranks if rank not in here]
+                self._check_stopped(missing)
+                if left_s <= LOOK_S:
+                    raise self._late(call, missing) from None
+            else:
+                return
+
+    def _check_stopped(self, ranks: Sequence[int]) -> None:
+        for rank, text in self._said("stopped").items():
+            if rank in ranks:
+                msg = f"stopped because rank {rank} abandoned the group: {text}"
+                raise CommError(msg)
+
+    def _late(self, call: Call, missing: Sequence[int]) -> CommTimeout:
+        asked = [Asked(rank, text, "") for rank, text in sorted(self._last_asked().items())]
+        table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
+        return CommTimeout(
+            f"expected all ranks in {call.text} within {call.timeout_s:g} s, found no word from ranks {missing}\n{table}"
+        )
+
+    def _last_asked(self) -> dict[int, str]:
+        """What each rank asked for in this step, or says that it asked for last."""
+        found: dict[int, tuple[int, str]] = {}
+        for parity in (0, 1):
+            for rank, text in self._said(f"last/{parity}").items():
+                number, _, what = text.partition(" ")
+                if int(number) <= self._sequence:
+                    found[rank] = max(found.get(rank, (0, "")), (int(number), what))
+        return {rank: what for rank, (_, what) in found.items()}
+
+    def _say(self, topic: str, text: str) -> None:
+        self._store.set(f"{topic}/{self._context.rank}", text.encode())
+
+    def _said(self, topic: str) -> dict[int, str]:
+        keys = {rank: f"{topic}/{rank}" for rank in self.ranks}
+        there = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._store.get(key).decode() for rank, key in there.items()}
+
+
+class _Operation:
+    """One collective under way in the backend."""
+
+    def __init__(self, engine: DelegateEngine, call: Call, steps: TorchSteps, span: Span) -> None:
+        self.text = call.text
+        self.done = False
+        self.error: BaseException | None = None
+        self.before: _Operation | None = None  # must have ended before this begins
+        self._engine = engine
+        self._call = call
+        self._steps = steps
+        self._span = span
+        self._work: Any = None
+        self._ended: list[Callable[[], None]] = []
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting; True when it has ended."""
+        if self.before is not None and not self.before.advance():
+            return False
+        self.before = None
+        while not self.done and (self._work is None or self._work.is_completed()):
+            self._step(None)
+        return self.done
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait for the end.
+
+        Raises:
+            CommError: What stopped it.
+        """
+        limit = self._call.timeout_s if timeout_s is None else timeout_s
+        if self.before is not None:
+            with contextlib.suppress(BraidError):  # its own business; this one will find out
+                self.before.wait(timeout_s)
+            self.before = None
+        while not self.done:
+            self._step(limit)
+        if self.error is not None:
+            raise self.error
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called when this ends."""
+        if self.done:
+            call()
+        else:
+            self._ended.append(call)
+
+    def _step(self, limit: float | None) -> None:
+        try:
+            if self._work is not None:
+                wait_for(self._work, limit)
+            self._work = next(self._steps, None)
+            if self._work is None:
+                self._finish(None)
+        except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
+            self._finish(self._engine.explain_failure(self._call, exc))
+
+    def _finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self.done = True
+        self._span.end()
+        for call in self._ended:
+            call()
+
+
+def wait_for(work: Any, limit: float | None) -> None:
+    """Wait for a work of torch, in which None and zero both mean its own time-out."""
+    if limit:
+        work.wait(timedelta(seconds=limit))
+    else:
+        work.wait()
+
+
+def delegated_world(
+    context: RankContext, make: MakeProcessGroup = make_gloo, *, checked: bool = False
+) -> Group:
+    """The group of all ranks over a backend of torch; every rank calls it once.
+
+    Args:
+        context: This rank.
+        make: `make_gloo`, `make_nccl`, or what makes another backend's process group.
+        checked: Compare what is asked for at every call.
+    """
+    kind = "cuda" if make is make_nccl else "cpu"
+    ranks = tuple(range(context.world_size))
+    types = frozenset({kind})
+    engine = DelegateEngine(context, ranks, make, device_types=types, checked=checked)
+    # a table that nobody else reads: what ranks ask for travels through the store here
+    names = NameTable(memoryview(bytearray(256 << 10)), threading.Lock())
+    return Group(context, engine, ranks, names)

@@ -1,0 +1,235 @@
+"""Each collective in terms of what a c10d backend has: generators of torch's works.
+
+Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. What they lack is made of what they have:
+moves travel as bytes; an average is a sum and a division; ragged parts go from rank to rank; a scan is a gather and a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from braid.comm.algorithms.sizes import offsets_of
+from braid.comm.engines.engine import Call
+from braid.comm.tensors.reduction import combine, finish, identity
+
+__all__ = ["TorchSteps", "steps_of"]
+
+c10d: Any = distributed_c10d  # its stubs know a part of it only
+
+TorchSteps = Generator[Any, None, None]
+RAGGED_TAG = 1 << 20  # of the messages that ragged parts travel in
+
+
+def steps_of(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    """The works that carry `call` out, one after the other.
+
+    Args:
+        group: Backend of torch.
+        call: What is asked for.
+        rank: Of this process in the group.
+        size: Of the group.
+    """
+    return _STEPS[call.kind](group, call, rank, size)
+
+
+def _barrier(group: Any, _call: Call, _rank: int, _size: int) -> TorchSteps:
+    yield group.barrier()
+
+
+def _all_reduce(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    if call.outs[0].is_complex() and call.op == "product":  # not a product of pairs
+        rows = [torch.empty_like(call.outs[0]) for _ in range(size)]
+        yield from _all_gather(group, call._replace(outs=tuple(rows)), rank, size)
+        combine(rows, call.outs[0], call.op, None)
+        return
+    x = _numbers(call.outs[0])
+    options = c10d.AllreduceOptions()
+    options.reduceOp = _OPS[call.op]
+    yield group.allreduce([x], options)
+    _back(x, call.outs[0])
+    finish(call.outs[0], call.op, size, None)
+
+
+def _reduce(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    x = call.ins[0].clone()  # backends use it as room on the way
+    yield from _reduce_to(group, x, call.op, call.peer)
+    if rank == call.peer:
+        call.outs[0].copy_(x)
+        finish(call.outs[0], call.op, size, None)
+
+
+def _reduce_to(group: Any, x: torch.Tensor, op: str, root: int) -> TorchSteps:
+    numbers = _numbers(x)
+    options = c10d.ReduceOptions()
+    options.reduceOp = _OPS[op]
+    options.rootRank = root
+    yield group.reduce([numbers], options)
+    _back(numbers, x)
+
+
+def _reduce_scatter(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    out, x = call.outs[0], call.ins[0]
+    widths = call.widths or (out.numel(),) * size
+    for root, (low, high) in enumerate(_bounds(widths)):
+        part = x[low:high].clone()
+        yield from _reduce_to(group, part, call.op, root)
+        if root == rank:
+            out.copy_(part)
+    finish(out, call.op, size, None)
+
+
+def _scan(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    x = call.ins[0]
+    rows = [torch.empty_like(x) for _ in range(size)]
+    yield group.allgather([[_bytes(row) for row in rows]], [_bytes(x)])
+    before = rows[: rank if call.exclusive else rank + 1]
+    if before:
+        combine(before, call.outs[0], call.op, None)
+    else:
+        call.outs[0].copy_(identity(call.op, x))
+
+
+def _broadcast(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
+    yield from _broadcast_from(group, call.outs[0], call.peer)
+
+
+def _broadcast_from(group: Any, x: torch.Tensor, root: int) -> TorchSteps:
+    options = c10d.BroadcastOptions()
+    options.rootRank = root
+    yield group.broadcast([_bytes(x)], options)
+
+
+def _all_gather(group: Any, call: Call, rank: int, _size: int) -> TorchSteps:
+    x, outs = call.ins[0], call.outs
+    if call.widths is None:
+        yield group.allgather([[_bytes(out) for out in outs]], [_bytes(x)])
+        return
+    outs[rank].copy_(x)
+    for root, out in enumerate(outs):
+        if out.numel():
+            yield from _broadcast_from(group, out, root)
+
+
+def _gather(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    x, root = call.ins[0], call.peer
+    sizes = yield from _sizes(group, x.numel() if rank != root else 0, size, x.device)
+    if rank != root:
+        if x.numel():
+            yield group.send([_bytes(x)], root, RAGGED_TAG)
+        return
+    call.outs[root].copy_(x)
+    for peer, numel in enumerate(sizes):
+        if peer != root and numel:
+            yield group.recv([_bytes(_fitting(call.outs[peer], numel, peer))], peer, RAGGED_TAG)
+
+
+def _scatter(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    out, root = call.outs[0], call.peer
+    sizes = yield from _sizes(group, out.numel(), size, out.device)
+    if rank != root:
+        if out.numel():
+            yield group.recv([_bytes(out)], root, RAGGED_TAG)
+        return
+    for peer, (low, high) in enumerate(_bounds(call.widths or ())):
+        part = _fitting(call.ins[0][low:high], sizes[peer], peer)
+        if peer == root:
+            out.copy_(part)
+        elif part.numel():
+            yield group.send([_bytes(part)], peer, RAGGED_TAG)
+
+
+def _all_to_all(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
+    x, outs = call.ins[0], call.outs
+    received = [out.numel() * out.element_size() for out in outs]
+    widths = call.widths or (x.numel() // size,) * size
+    sent = [width * x.element_size() for width in widths]
+    flat = torch.empty(sum(received), dtype=torch.uint8, device=x.device)
+    yield group.alltoall_base(flat, _bytes(x), received, sent)
+    for (low, high), out in zip(_bounds(received), outs, strict=True):
+        _bytes(out).copy_(flat[low:high])
+    del rank
+
+
+def _send(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
+    yield group.send([_bytes(call.ins[0])], call.peer, call.tag)
+
+
+def _recv(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
+    x = _bytes(call.outs[0])
+    if call.peer >= 0:
+        yield group.recv([x], call.peer, call.tag)
+        return
+    work = group.recv_anysource([x], call.tag)
+    yield work
+    if call.source is not None:
+        call.source.append(work._source_rank())  # noqa: SLF001 - torch has no other way
+
+
+_STEPS: dict[str, Callable[[Any, Call, int, int], TorchSteps]] = {
+    "barrier": _barrier,
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "scan": _scan,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "send": _send,
+    "recv": _recv,
+}
+_OPS = {
+    "sum": c10d.ReduceOp.SUM,
+    "avg": c10d.ReduceOp.SUM,
+    "product": c10d.ReduceOp.PRODUCT,
+    "min": c10d.ReduceOp.MIN,
+    "max": c10d.ReduceOp.MAX,
+    "band": c10d.ReduceOp.BAND,
+    "bor": c10d.ReduceOp.BOR,
+    "bxor": c10d.ReduceOp.BXOR,
+}
+
+
+def _sizes(
+    group: Any, mine: int, size: int, device: torch.device
+) -> Generator[Any, None, list[int]]:
+    """Everybody's size."""
+    own = torch.tensor([mine], device=device)
+    rows = [torch.empty_like(own) for _ in range(size)]
+    yield group.allgather([rows], [own])
+    return [int(row) for row in rows]
+
+
+def _fitting(x: torch.Tensor, numel: int, peer: int) -> torch.Tensor:
+    if x.numel() != numel:
+        msg = f"rank {peer} of the group has {numel} elements where {x.numel()} were expected"
+        raise ValueError(msg)
+    return x
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """`x` in a type that backends can add: 16-bit integers and bool are widened, complex numbers are pairs."""
+    if x.is_complex():
+        return torch.view_as_real(x)
+    if x.dtype in {torch.int16, torch.bool}:
+        return x.to(torch.int32)
+    return x
+
+
+def _back(numbers: torch.Tensor, x: torch.Tensor) -> None:
+    if not x.is_complex() and numbers.data_ptr() != x.data_ptr():
+        x.copy_(numbers)
+
+
+def _bounds(widths: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise(offsets_of(widths)))

@@ -1,0 +1,119 @@
+"""What to say when ranks ask for different things, or when one does not come.
+
+The texts are made from what the members have published in shared memory (their last lines and name tables), so no rank
+has to cooperate: a rank that is stuck, or dead, still says what it last asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from braid.comm.channel.channel import Channel, Entry
+from braid.comm.channel.control_pages import Port
+
+__all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
+
+
+class Asked(NamedTuple):
+    """What one member asked for.
+
+    Attributes:
+        rank: Global rank.
+        text: Operation, such as `all_reduce(float32[4], sum)`; empty when it has not come.
+        site: Call site, may be empty.
+    """
+
+    rank: int
+    text: str
+    site: str
+
+
+def asked(port: Port, member: int, entry: Entry) -> Asked:
+    """Read a member's line."""
+    return Asked(
+        port.ranks[member],
+        port.text_of(member, entry.digest) if entry.digest else "",
+        port.text_of(member, entry.site) if entry.site else "",
+    )
+
+
+def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
+    """The message of a MismatchError: rank -> operation, the odd ones marked.
+
+    >>> print(mismatch_table([Asked(0, "barrier(x)", ""), Asked(1, "broadcast(x)", "")], step=3))
+    expected every rank to ask for the same operation (step 3 of this channel), found
+      rank 0  barrier(x)
+      rank 1  broadcast(x)
+    make all ranks call the same collectives, with the same shapes and dtypes, in the same order
+    """
+    texts = Counter(answer.text for answer in answers)
+    usual, count = texts.most_common(1)[0]
+    clear = count > len(answers) - count  # with a tie nobody is the odd one
+    width = max(len(answer.text or "has not come") for answer in answers)
+    lines = [
+        f"expected every rank to ask for the same operation (step {step} of this channel), found"
+    ]
+    for answer in answers:
+        where = f"  at {answer.site}" if answer.site else ""
+        mark = "   <-- differs" if clear and answer.text != usual else ""
+        text = answer.text or "has not come"
+        lines.append(f"  rank {answer.rank}  {text:<{width}}{where}{mark}".rstrip())
+    lines.append(
+        "make all ranks call the same collectives, with the same shapes and dtypes, in the same order"
+    )
+    return "\n".join(lines)
+
+
+def timeout_text(
+    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+) -> str:
+    """The message of a CommTimeout: who has not come, and what it last asked for.
+
+    Args:
+        port: Of the group.
+        channel: Of the operation.
+        operation: In words.
+        timeout_s: Its deadline.
+        awaited: Members that it waits for just now; all that matter if it is a message.
+    """
+    if port.carries_messages(channel.index):
+        return _message_timeout(port, channel, operation, timeout_s, awaited)
+    lines = [
+        f"expected all ranks in {operation} within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+    ]
+    for member in channel.others:
+        counter = channel.counter(member)
+        if counter >= channel.value:
+            continue
+        last = asked(port, member, channel.entry(member, counter)) if counter else None
+        what = (
+            f"last in {last.text} {last.site}".rstrip() if last else "has not called anything here"
+        )
+        behind = channel.value - counter
+        lines.append(f"  rank {port.ranks[member]}  {behind} step(s) behind, {what}")
+    lines.append(
+        "see where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
+    )
+    return "\n".join(lines)
+
+
+def _message_timeout(
+    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+) -> str:
+    lines = [
+        f"expected {operation} to end within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+    ]
+    for member in awaited:
+        if channel.index == port.sending_index(port.rank):  # of what is sent to this rank
+            counter = channel.counter(member)
+            last = asked(port, member, channel.entry(member, counter)) if counter else None
+            what = f"last sent {last.text} {last.site}" if last else "has not sent anything here"
+        else:
+            what = "has not received it"
+        lines.append(f"  rank {port.ranks[member]}  {what}".rstrip())
+    lines.append(
+        "see where those ranks are, whether both ends use the same tag and group, or raise timeout_s"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,402 @@
+"""Who takes the steps: the thread that waits, for everything that has been started, and one thread for the rest.
+
+Started requests need this rank's steps even while it waits for something else: if rank 0 waited for bucket A and rank 1 for
+bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule). So a thread
+that waits, in `run` or in `join`, takes the steps of every started request as they become possible.
+
+`submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were
+submitted; those of different channels advance independently, so a late one blocks nobody else. What threads of the
+program start or run on one channel takes its place in the same way (`enlist`); what is asked for in the background behind
+them is left to the thread, together with what it stands behind (`leave`). The progress thread exists only while something
+is under way; while it runs, the interpreter's switch interval is lowered (5 ms by default, which a 1 MiB
+all-reduce would pay several times) and put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.control_pages import Port
+from braid.comm.engines.work import Operation
+from braid.errors import BraidError, CommTimeout, StaleError
+from braid.transport import MemoryTransport
+
+__all__ = ["Progress"]
+
+SWITCH_INTERVAL_S = 1e-4
+CLOSE_GRACE_S = 5.0
+LOOK_S = 0.05  # how often a thread that waits for the progress thread looks whether another has started something
+
+
+class Progress:
+    """Progress of all operations of one rank; owns the thread, if there is one; a context manager.
+
+    Args:
+        transport: Whose waits it takes over.
+    """
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._started: list[Operation] = []  # in order, whether somebody waits for them or not
+        self._num_started = 0  # how many nobody was waiting for when they began
+        self._queues: dict[Channel, deque[Operation]] = {}
+        self._left: list[Operation] = []  # started ones that the thread sees to when nobody waits
+        self._thread: threading.Thread | None = None
+        self._fresh = False
+        self._closing = False
+        self._waiting: set[int] = set()  # threads in `run`
+
+    def enlist(self, operation: Operation) -> None:
+        """Give `operation` its place in the order of its channel; then `start` it or `run` it."""
+        self.refuse_fork()
+        self._started.append(operation)
+
+    def start(self, operation: Operation, *, lazily: bool = False, opening: bool = False) -> None:
+        """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits.
+
+        Args:
+            operation: Enlisted.
+            lazily: Leave all of them to whoever waits or asks, or to the thread if background work stands behind it ...
+            opening: ... but for the first, for an operation that is the first on its channel.
+        """
+        if opening:
+            operation.advance(opening=True)
+        if not lazily:
+            self.advance_started()
+            if not self._behind(operation):
+                operation.advance()
+        if operation.done:
+            self._strike(operation)
+        else:
+            self._num_started += 1
+            self._transport.bells.ring_own()  # threads that wait take its steps from now on
+
+    def pending(self, channel: Channel) -> bool:
+        """Whether something that was started on `channel` has not ended."""
+        return any(o.channel is channel and not o.done for o in tuple(self._started))
+
+    def advance_started(self) -> bool:
+        """Advance every started operation that can move and is the first of its channel; whether any did."""
+        return self._advance(self._heads())
+
+    def _advance(self, heads: list[Operation]) -> bool:
+        """Advance those that can move and that no other thread is at; whether there were any."""
+        moved = False
+        for operation in heads:
+            if operation.ready():
+                moved = True
+                if operation.advance():
+                    self._strike(operation)
+                    self._transport.bells.ring_own()  # what stands behind it is somebody else's perhaps
+                elif operation.ready():  # who looked while this thread was at it may be asleep now
+                    self._transport.bells.ring_own()
+        return moved
+
+    def look(self, operation: Operation) -> None:
+        """Take the steps that are possible now until `operation` has ended or nothing moves; never out of order."""
+        if not operation.done:
+            self.refuse_fork()
+        if self._waiting - {threading.get_ident()}:
+            return  # a thread that waits takes all steps, and two in each other's way are slower than one
+        while not operation.done and self.advance_started():
+            pass
+
+    def _heads(self) -> list[Operation]:
+        """The first started operation of each channel."""
+        heads: dict[Channel, Operation] = {}
+        for operation in tuple(self._started):
+            if not operation.done:
+                heads.setdefault(operation.channel, operation)
+            else:
+                self._strike(operation)
+        return list(heads.values())
+
+    def _strike(self, operation: Operation) -> None:
+        with contextlib.suppress(ValueError):  # another thread was faster
+            self._started.remove(operation)
+
+    def _behind(self, operation: Operation) -> bool:
+        """Whether something that was started earlier on its channel has not ended; not if it has ended itself."""
+        started = self._started
+        if operation.done or len(started) < 2:  # the usual case: it is alone
+            return False
+        for other in tuple(started):
+            if other is operation:
+                return False
+            if other.channel is operation.channel and not other.done:
+                return True
+        return False
+
+    def run(self, operation: Operation, timeout_s: float | None = None) -> None:
+        """Take all steps of `operation` in this thread, and those of started ones in between.
+
+        Args:
+            operation: Enlisted.
+            timeout_s: Seconds for this wait, within the operation's own deadline.
+
+        Raises:
+            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommError: What stopped it.
+        """
+        if not operation.done:
+            self.refuse_fork()
+            self.refuse_own_thread(operation.text)
+        late = self._late(timeout_s)
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        try:
+            while self._behind(operation) or not operation.advance(in_turn=True):
+                if len(self._started) > 1 and self.advance_started():
+                    continue
+                if late is not None and late():
+                    break
+                self._wait(operation, late)
+        except BaseException as exc:  # noqa: BLE001 - an interrupt, say: peers must hear of it
+            operation.fail(exc)
+        finally:
+            self._waiting.discard(thread)
+            if self._left and not self._waiting:
+                self._wake()
+        if operation.done:
+            self._strike(operation)
+        _raise_error(operation)
+        if not operation.done:
+            raise CommTimeout(_impatient(operation, timeout_s))
+
+    def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
+        start_ns = self._transport.clock.now_ns()
+        ready = self._anything_ready(operation, late)
+        try:
+            waited_ns = self._transport.waiter.until(ready, operation.check)
+        except BaseException:
+            operation.note_wait(self._transport.clock.now_ns() - start_ns)
+            raise
+        operation.note_wait(waited_ns)
+
+    def busy(self, channel: Channel) -> bool:
+        """Whether operations of `channel` are queued here, so that the next one must be, too."""
+        return channel in self._queues
+
+    def join(
+        self, ended: threading.Event, operation: Operation, timeout_s: float | None = None
+    ) -> None:
+        """Wait for what the progress thread carries out, and take the steps of started requests meanwhile.
+
+        Args:
+            ended: What `submit` returned.
+            operation: What was submitted.
+            timeout_s: Seconds for this wait.
+
+        Raises:
+            CommTimeout: `timeout_s` passed; the operation goes on.
+            CommError: What stopped it.
+        """
+        if not operation.done:
+            self.refuse_fork()
+            self.refuse_own_thread(operation.text)
+        late = self._late(timeout_s)
+        while not ended.is_set() and not (late is not None and late()):
+            if not self._started:
+                ended.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s))
+            elif not self.advance_started():
+                ready = self._anything_ready(operation, late, is_ready=ended.is_set)
+                self._transport.waiter.until(ready, lambda: None)
+        if not ended.is_set():
+            raise CommTimeout(_impatient(operation, timeout_s))
+        _raise_error(operation)
+
+    def refuse_fork(self) -> None:
+        """Raise StaleError in a forked child, whose steps would be taken in its parent's name."""
+        if self._transport.forked:
+            msg = (
+                "expected the process that made the group, found a child that was forked from it: use the group, its works "
+                "and its requests in the parent only"
+            )
+            raise StaleError(msg)
+
+    def refuse_own_thread(self, text: str) -> None:
+        """Raise StaleError in the progress thread, which would wait for itself or keep everything else waiting."""
+        if self._thread is not None and threading.current_thread() is self._thread:
+            msg = (
+                f"expected {text} to be waited for in a thread of the program, found that a callback waits for "
+                "it in the thread that carries it out: start it there with async_op, and wait for it elsewhere"
+            )
+            raise StaleError(msg)
+
+    def submit(self, operation: Operation) -> threading.Event:
+        """Take over an operation; the event is set when it has ended."""
+        self.refuse_fork()
+        ended = threading.Event()
+
+        def end() -> None:
+            ended.set()
+            self._transport.bells.ring_own()
+
+        operation.on_done(end)
+        with self._lock:
+            self._queues.setdefault(operation.channel, deque()).append(operation)
+        self._wake()
+        return ended
+
+    def leave(self, operation: Operation) -> None:
+        """Let the thread take the steps of an enlisted operation, and of those before it, while nobody waits."""
+        with self._lock:
+            self._left.append(operation)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the thread look at what is to be done; it is started if there is none."""
+        with self._lock:
+            self._fresh = True
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"braid-comm-{self._transport.rank}", daemon=True
+                )
+                self._thread.start()
+        self._transport.bells.ring_own()
+
+    def abandon(self, port: Port) -> None:
+        """Fail what is under way in a group that is being closed."""
+        with self._lock:
+            queued = [o for queue in self._queues.values() for o in queue]
+        for operation in (*self._started, *queued):
+            if operation.port is port and not operation.done:
+                operation.fail(_closed(operation))
+        for operation in tuple(self._started):
+            if operation.port is port:
+                self._strike(operation)
+
+    def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
+        """Join the thread.
+
+        Args:
+            grace_s: Seconds in which what is under way may end; then it fails with StaleError.
+        """
+        thread = self._thread
+        if thread is None:
+            return
+        thread.join(grace_s)
+        if thread.is_alive():
+            self._closing = True
+            self._transport.bells.ring_own()
+            thread.join()
+            self._closing = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _late(self, timeout_s: float | None) -> Callable[[], bool] | None:
+        if timeout_s is None:
+            return None
+        now_ns = self._transport.clock.now_ns
+        end_ns = now_ns() + round(timeout_s * 1e9)
+        return lambda: now_ns() >= end_ns
+
+    def _anything_ready(
+        self,
+        operation: Operation,
+        late: Callable[[], bool] | None,
+        is_ready: Callable[[], bool] | None = None,
+    ) -> Callable[[], bool]:
+        """`operation` can move (or `is_ready`), or a started one can, or one has been started, or it is late."""
+        seen = self._num_started
+        alone = len(self._started) == (0 if is_ready else 1)  # what was submitted is not among them
+        heads = [] if alone else self._heads()
+        looks = [o.ready for o in heads if o is not operation]
+        if is_ready is not None or not self._behind(operation):
+            looks.append(is_ready or operation.ready)
+        looks += [late] if late is not None else []
+        if len(looks) == 1:
+            look_at_one = looks[0]
+            return lambda: look_at_one() or self._num_started != seen
+        return lambda: self._num_started != seen or any(look() for look in looks)
+
+    def _run(self) -> None:
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, SWITCH_INTERVAL_S))
+        try:
+            while self._turn():
+                pass
+        finally:
+            sys.setswitchinterval(interval)
+
+    def _turn(self) -> bool:
+        """Advance the head of every queue and of what is left, sleep if none could move; False when all have ended."""
+        with self._lock:
+            heads = [queue[0] for queue in self._queues.values()]
+            left, closing = [o for o in self._left if not o.done], self._closing
+            self._left = [] if closing else left
+            channels = {o.channel for o in self._left}
+            self._fresh = False
+            if not (heads or channels):
+                self._thread = None
+        if closing:
+            for (
+                operation
+            ) in left:  # without the lock, since the program's callbacks may start something
+                operation.fail(_closed(operation))
+        if not (heads or channels):
+            return False
+        started = [o for o in self._heads() if o.channel in channels] if not self._waiting else []
+        moved = self._advance(started)
+        for operation in heads:
+            if closing:
+                operation.fail(_closed(operation))
+            if operation.advance():
+                self._drop(operation)
+                moved = True
+        if not moved:
+            self._sleep(heads, started)
+        return True
+
+    def _sleep(self, heads: list[Operation], started: list[Operation]) -> None:
+        watched = [(o, self._drop) for o in heads] + [(o, self._strike) for o in started]
+
+        def ready() -> bool:
+            return self._fresh or self._closing or any(o.ready() for o, _ in watched)
+
+        def check() -> None:
+            for operation, forget in watched:
+                try:
+                    operation.check()
+                except BaseException as exc:  # noqa: BLE001 - belongs to the one who waits for it
+                    operation.fail(exc)
+                    forget(operation)
+                    self._fresh = True
+
+        self._transport.waiter.until(ready, check)
+
+    def _drop(self, operation: Operation) -> None:
+        with self._lock:
+            queue = self._queues[operation.channel]
+            queue.popleft()
+            if not queue:
+                del self._queues[operation.channel]
+
+
+def _closed(operation: Operation) -> StaleError:
+    msg = f"expected {operation.text} to end before its group was closed, found it under way"
+    return StaleError(msg)
+
+
+def _impatient(operation: Operation, timeout_s: float | None) -> str:
+    return (
+        f"expected {operation.text} to end within {timeout_s:g} s, found it under way: wait again"
+    )
+
+
+def _raise_error(operation: Operation) -> None:
+    """Raise what stopped it; for errors of ours without the frames in which it was noticed."""
+    if isinstance(operation.error, BraidError):
+        raise operation.error.with_traceback(None)
+    if operation.error is not None:
+        raise operation.error

@@ -1,0 +1,442 @@
+"""Which algorithm for which size: measured costs of a few primitives, closed forms over them, one table.
+
+Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of the tensor, since a
+copy that stays in the cache is several times as fast as one that does not:
+
+    a         a step of the group on few bytes          copy(l)   a byte between a tensor and a slot
+    add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
+    send(l)   a byte through the network card of a host; nothing where memory is shared
+
+All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
+as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
+number of ranks. Inside of a host all choices give the same bits: it is a matter of speed only. Over hosts `hierarchical` takes sums
+in another order, unless the group keeps that of ranks.
+
+Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Generator
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from braid.clock import Clock
+from braid.comm.algorithms.all_reduce import SENT_CHUNK_BYTES
+from braid.comm.channel.channel import Channel
+from braid.comm.channel.peer_tensor import remote_of
+from braid.comm.channel.staging import CHUNK_BYTES, pieces
+from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.reduction import combine
+from braid.transport import Steps, Wait, WaitAny
+
+__all__ = [
+    "DEFAULT_COSTS",
+    "DEFAULT_FAR_COSTS",
+    "NUM_SYNCS",
+    "Costs",
+    "Selection",
+    "measure",
+    "predicted_s",
+]
+
+MEASURED_BYTES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)  # the last one in no cache
+STEP_BYTES = 64
+SENT_BYTES = (64 << 10, 1 << 20)
+SIZES = tuple(1 << power for power in range(12, 31))  # where tables may change: 4 KiB to 1 GiB
+REPEATS = 3
+CLEARLY = 0.9  # share of the present algorithm's time at which a better one takes over
+NUM_SYNCS = 20  # and calls
+LEAST_RATE = (
+    1e-12  # seconds per byte; a small one next to a slow synchronisation may come out negative
+)
+
+Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
+
+
+class Costs(NamedTuple):
+    """What the primitives cost here.
+
+    Attributes:
+        sync_s: One synchronisation of all ranks.
+        copy: Seconds per byte, piecewise.
+        add: Likewise.
+        pull: Likewise; empty where the kernel does not permit it.
+        measured: Whether these are figures of this machine.
+        send: Seconds per byte that a host sends, with all of its ranks; empty where memory is shared.
+        call_s: Of a call, beside its steps; the same for all algorithms.
+    """
+
+    sync_s: float
+    copy: Piecewise
+    add: Piecewise
+    pull: Piecewise
+    measured: bool = False
+    send: Piecewise = ()
+    call_s: float = 0.0
+
+
+# of a two-core virtual machine, for worlds that do not measure (ranks as threads, tests)
+DEFAULT_COSTS = Costs(
+    3e-6,
+    ((64 << 10, 0.03e-9), (512 << 10, 0.04e-9), (4 << 20, 0.09e-9)),
+    ((64 << 10, 0.04e-9), (512 << 10, 0.05e-9), (4 << 20, 0.12e-9)),
+    ((64 << 10, 0.08e-9), (512 << 10, 0.08e-9), (4 << 20, 0.12e-9)),
+)
+# of a network of 10 Gbit/s
+DEFAULT_FAR_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 10, 0.8e-9),))
+
+
+def predicted_s(
+    kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, hosting: Hosting | None = None
+) -> float:
+    """Seconds that `algorithm` takes.
+
+    Args:
+        kind: Operation.
+        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or hierarchical for the others.
+        nbytes: l, bytes of the largest full buffer of a rank.
+        size: n, number of ranks.
+        costs: Of the primitives.
+        hosting: Which ranks share memory; each for itself when None.
+    """
+    rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
+    moves = (size - 1) / size * nbytes
+    steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
+    sent = 0.0
+    if costs.send and (kind, algorithm) in _SENT:
+        hosting = hosting or Hosting.of(range(size))
+        steps, sent = _SENT[kind, algorithm](size, nbytes, hosting)
+    return (
+        costs.call_s
+        + steps * costs.sync_s
+        + copied * rate["copy"]
+        + added * rate["add"]
+        + pulled * rate["pull"]
+        + sent * _at(costs.send, nbytes)
+    )
+
+
+# (n, l, (n-1)/n l) -> synchronisations, bytes copied, bytes added, bytes pulled, on the busiest rank
+_Form = Callable[[int, int, float], tuple[float, float, float, float]]
+_FORMS: dict[tuple[str, str], _Form] = {
+    ("all_reduce", "direct"): lambda n, l, _: (_chunks(l), l, (n - 1) * l, 0),  # noqa: E741 - the model's l
+    ("all_reduce", "two_phase"): lambda n, l, m: (  # noqa: E741
+        2 * _chunks(l / n * 2),
+        l + 2 * l / n + m,
+        m,
+        0,
+    ),
+    ("all_reduce", "hierarchical"): lambda _n, l, m: (1, 2 * l, m, 0),  # noqa: E741
+    ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
+    ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
+    ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, m: (_offered(l / n), 2 * l / n + m, 0, 0),  # noqa: E741
+    ("all_gather", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
+    ("reduce_scatter", "staged"): lambda n, l, m: (_offered(l), m + l / n, m, 0),  # noqa: E741
+    ("reduce_scatter", "pulled"): lambda _n, _l, m: (2, 0, m, m),
+    ("broadcast", "hierarchical"): lambda _n, l, _: (1, 2 * l, 0, 0),  # noqa: E741
+    ("all_gather", "hierarchical"): lambda _n, l, m: (1, 2 * m, 0, 0),  # noqa: ARG005, E741
+    ("reduce_scatter", "hierarchical"): lambda _n, l, m: (1, l, m, 0),  # noqa: E741
+    ("reduce", "staged"): lambda n, l, m: (2 * _chunks(l), l + l / n + m, m, 0),  # noqa: E741
+    ("reduce", "pulled"): lambda n, l, m: (2, l / n + m, m, m),  # noqa: E741
+    ("all_to_all", "staged"): lambda n, l, m: (_offered(l), 2 * m + l / n, 0, 0),  # noqa: E741
+    ("all_to_all", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
+    ("gather", "staged"): lambda n, l, m: (1 + _chunks(l / n), l / n + m, 0, 0),  # noqa: E741
+    ("gather", "pulled"): lambda _n, _l, m: (3, 0, 0, m),
+    ("scatter", "staged"): lambda n, l, m: (1 + _chunks(l), m + l / n, 0, 0),  # noqa: E741
+    ("scatter", "pulled"): lambda n, l, _: (3, 0, 0, l / n),  # noqa: E741
+    ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
+    ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
+}
+# (n, l, hosting) -> synchronisations, bytes that the busiest host sends; for operations that have a choice where memory is
+# not shared
+_SENT: dict[tuple[str, str], Callable[[int, int, Hosting], tuple[float, float]]] = {
+    ("all_reduce", "direct"): lambda _n, l, hosting: (  # noqa: E741
+        _chunks(l, SENT_CHUNK_BYTES),
+        hosting.bytes_out(l),
+    ),
+    ("all_reduce", "two_phase"): lambda n, l, hosting: (  # noqa: E741
+        2 * _chunks(l / n * 2, SENT_CHUNK_BYTES),
+        2 * hosting.bytes_out(l / n),
+    ),
+    ("all_reduce", "hierarchical"): lambda _n, l, hosting: (  # noqa: E741
+        3 if len(hosting.hosts) > 2 else 2,
+        2 * (len(hosting.hosts) - 1) / len(hosting.hosts) * l,
+    ),
+    ("broadcast", "staged"): lambda n, l, hosting: (  # noqa: E741
+        1 + _chunks(l),
+        (n - hosting.fewest) * l,
+    ),
+    ("broadcast", "hierarchical"): lambda _n, l, hosting: (3, (len(hosting.hosts) - 1) * l),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, hosting: (_chunks(l / n), hosting.bytes_out(l / n)),  # noqa: E741
+    ("all_gather", "hierarchical"): lambda n, l, hosting: (  # noqa: E741
+        3,
+        hosting.most * (len(hosting.hosts) - 1) * l / n,
+    ),
+    ("reduce_scatter", "staged"): lambda n, l, hosting: (_chunks(l), hosting.bytes_out(l / n)),  # noqa: E741
+    ("reduce_scatter", "hierarchical"): lambda n, l, hosting: (3, (n - hosting.fewest) * l / n),  # noqa: E741
+}
+_FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
+
+
+class Selection:
+    """The table for groups of one size.
+
+    Args:
+        costs: Of the primitives.
+        size: Number of ranks.
+        may_pull: Whether ranks may read each other's private memory.
+        hosting: Which ranks share memory; None if all do.
+        in_order: Whether sums must be in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        size: int,
+        *,
+        may_pull: bool,
+        hosting: Hosting | None = None,
+        in_order: bool = False,
+    ) -> None:
+        self.costs = costs
+        self.size = size
+        self.may_pull = may_pull and bool(costs.pull)
+        self.hosting = hosting
+        self._in_order = in_order
+        kinds = dict.fromkeys(kind for kind, _ in _FORMS)
+        self._tables = {kind: self._table(kind) for kind in kinds}
+
+    def choose(self, kind: str, nbytes: int) -> str:
+        """Name of the algorithm for an operation on `nbytes` bytes; staged for kinds that have only one."""
+        table = self._tables.get(kind)
+        if table is None:
+            return "staged"
+        bounds, names = table
+        return names[bisect.bisect(bounds, nbytes)]
+
+    def explain(self) -> str:
+        """The table in words, with the predictions that decided it."""
+        origin = "measured here" if self.costs.measured else "built in, not measured here"
+        lines = [
+            f"{self.size} ranks, costs {origin}: synchronisation {self.costs.sync_s * 1e6:.1f} us"
+        ]
+        primitives = list(zip(("copy", "add", "pull"), self.costs[1:4], strict=True))
+        primitives += [("send", self.costs.send)] if self.costs.send else []
+        for name, rates in primitives:
+            at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(l)}" for l, rate in rates)  # noqa: E741
+            lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
+        for kind, (bounds, names) in self._tables.items():
+            parts = [names[0]]
+            for bound, name in zip(bounds, names[1:], strict=True):
+                times = sorted(
+                    (self._predicted_s(kind, other, bound), other) for other in self._names(kind)
+                )
+                told = ", ".join(f"{other} {s * 1e6:.0f} us" for s, other in times)
+                parts.append(f"from {_size(bound)} {name} (there {told})")
+            lines.append(f"  {kind:<14} {', '.join(parts)}")
+        return "\n".join(lines)
+
+    def record(self) -> dict[str, list[tuple[int, str]]]:
+        """The table as plain data: operation -> [(from bytes, algorithm)]."""
+        return {
+            kind: list(zip([0, *bounds], names, strict=True))
+            for kind, (bounds, names) in self._tables.items()
+        }
+
+    def _names(self, kind: str) -> list[str]:
+        names = [name for other, name in _FORMS if other == kind]
+        if not self.may_pull and "pulled" in names:
+            names.remove("pulled")
+        if "hierarchical" in names and not self._may_divide(kind):
+            names.remove("hierarchical")
+        return names
+
+    def _may_divide(self, kind: str) -> bool:
+        """Whether to do it inside of each host first: where that is possible, saves anything, and may change the order of sums."""
+        if self.hosting is None:
+            return False
+        alone = len(self.hosting.hosts) == self.size
+        reduces = kind in {"all_reduce", "reduce_scatter"}
+        return kind == "all_reduce" if alone else not (reduces and self._in_order)
+
+    def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
+        # each rank has its own figure of what a call takes, and all must choose alike
+        costs = self.costs._replace(call_s=0.0)
+        return predicted_s(kind, name, nbytes, self.size, costs, self.hosting)
+
+    def _table(self, kind: str) -> tuple[list[int], list[str]]:
+        bounds: list[int] = []
+        names = [_FIRST.get(kind, "staged")]
+        for nbytes in SIZES:
+            times = {name: self._predicted_s(kind, name, nbytes) for name in self._names(kind)}
+            best = min(times, key=times.__getitem__)
+            if times[best] < CLEARLY * times[names[-1]]:
+                bounds.append(nbytes)
+                names.append(best)
+        return bounds, names
+
+
+def measure(
+    ch: Channel, clock: Clock, *, may_pull: bool, hosting: Hosting | None = None, found: list[Costs]
+) -> Steps:
+    """Measure the primitives on all ranks together and append rank 0's figures to `found`.
+
+    Cost: some 50 ms of two ranks, once per job; on a network of 1 Gbit/s as much again.
+    """
+    # written, for pages that are only read would all be the kernel's one page of zeros
+    x, out = (
+        torch.empty(MEASURED_BYTES[-1], dtype=torch.uint8, device="cpu").fill_(0) for _ in range(2)
+    )
+    peer = (ch.rank + 1) % ch.size
+    if may_pull:
+        ch.own.offer(x, private=True)
+    yield from ch.exchange()
+    remote = remote_of(ch, peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
+    syncs = []
+    little = x[:STEP_BYTES]
+    for _ in range(
+        NUM_SYNCS
+    ):  # a whole step, since on few bytes its calls of torch take most of the time
+        start_ns = clock.now_ns()
+        ch.own.stage(little)
+        yield from ch.exchange()
+        combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
+        syncs.append(clock.now_ns() - start_ns)
+    # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
+    figures = [median(syncs) * 1e-9]
+    for act in (_copy, _add):
+        for nbytes in MEASURED_BYTES:
+            figures += [(yield from _passes(ch, clock, act, x[:nbytes], out[:nbytes], peer))]
+    for nbytes in MEASURED_BYTES:
+        times = [0.0]
+        for _ in range(REPEATS):
+            yield from ch.exchange()
+            if remote is None:
+                continue
+            start_ns = clock.now_ns()
+            for low in range(0, nbytes, CHUNK_BYTES):
+                remote.read(low, out[low : min(low + CHUNK_BYTES, nbytes)])
+            times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
+        figures.append(min(times[1:], default=0.0))
+    yield from ch.exchange()  # nobody reads `x` any more
+    for nbytes in SENT_BYTES:
+        hosts = hosting or Hosting.of(range(ch.size))
+        figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
+    # little data may fit into buffers on the way and seem to take no time; the next call finds them full
+    for i in range(2, 1 + len(SENT_BYTES)):
+        figures[-i] = max(figures[-i], figures[1 - i])
+    ch.own.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
+    yield from ch.exchange()
+    if ch.rank != 0:
+        figures = ch.peek(0, len(figures), torch.float64).tolist()
+    n = len(MEASURED_BYTES)
+    copies, adds, pulls = (
+        tuple(zip(MEASURED_BYTES, figures[1 + i * n : 1 + (i + 1) * n], strict=True))
+        for i in range(3)
+    )
+    sends = () if ch.shares else tuple(zip(SENT_BYTES, figures[1 + 3 * n :], strict=True))
+    pulls = pulls if remote is not None else ()
+    found.append(Costs(figures[0], copies, adds, pulls, measured=True, send=sends))
+
+
+def _sent(
+    ch: Channel, clock: Clock, x: torch.Tensor, hosting: Hosting, *, sync_s: float
+) -> Generator[Wait | WaitAny, None, float]:
+    """Seconds per byte that a host sends, while all ranks send `x` to all others; nothing is sent where memory is shared."""
+    if ch.shares:
+        return 0.0
+    times = []
+    for _ in range(REPEATS):
+        ch.own.stage(x)
+        start_ns = clock.now_ns()
+        yield from ch.exchange()
+        times.append((clock.now_ns() - start_ns) * 1e-9)
+    return max(LEAST_RATE, (min(times) - sync_s) / hosting.bytes_out(x.numel()))
+
+
+def _passes(
+    ch: Channel,
+    clock: Clock,
+    act: Callable[[torch.Tensor, torch.Tensor], int],
+    x: torch.Tensor,
+    out: torch.Tensor,
+    peer: int,
+) -> Generator[Wait | WaitAny, None, float]:
+    """Seconds per byte that `act` takes, on what a peer has staged if memory is shared."""
+    uses = []
+    for _ in range(REPEATS):
+        spent_ns = 0
+        for part, other in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
+            if ch.shares:
+                spent_ns += yield from _pass(ch, clock, act, part, other, peer)
+            else:
+                start_ns = clock.now_ns()
+                act(part, other)
+                spent_ns += clock.now_ns() - start_ns
+        uses.append(spent_ns * 1e-9 / x.numel())
+    return min(uses)
+
+
+def _pass(
+    ch: Channel,
+    clock: Clock,
+    act: Callable[[torch.Tensor, torch.Tensor], int],
+    part: torch.Tensor,
+    other: torch.Tensor,
+    peer: int,
+) -> Generator[Wait | WaitAny, None, int]:
+    """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective.
+
+    What is copied goes elsewhere than where it was staged from, to memory that is in no cache; what is added stays in its place.
+    """
+    start_ns = clock.now_ns()
+    ch.own.stage(part)
+    staged_ns = clock.now_ns() - start_ns
+    yield from ch.exchange()
+    theirs = ch.peek(peer, part.numel(), part.dtype)
+    start_ns = clock.now_ns()
+    weight = act(other if act is _copy else part, theirs)
+    used_ns = clock.now_ns() - start_ns
+    # a copy is the mean of the two ways; an addition is timed alone
+    return (staged_ns + used_ns) // 2 if weight == 2 else used_ns
+
+
+def _copy(part: torch.Tensor, theirs: torch.Tensor) -> int:
+    part.copy_(theirs)
+    return 2
+
+
+def _add(part: torch.Tensor, theirs: torch.Tensor) -> int:
+    numbers = part.view(torch.float32)
+    torch.add(numbers, theirs.view(torch.float32), out=numbers)
+    return 1
+
+
+def _at(rates: Piecewise, nbytes: int) -> float:
+    """Rate at a size: constant outside of what was measured, the nearest lower one inside."""
+    if not rates:
+        return 0.0
+    index = bisect.bisect([size for size, _ in rates], nbytes) - 1
+    return rates[max(0, index)][1]
+
+
+def _chunks(nbytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
+    return max(1, -(-int(nbytes) // chunk_bytes))
+
+
+def _offered(nbytes: float) -> int:
+    """Steps where one is taken first to learn what is registered, unless a single chunk holds it all."""
+    chunks = _chunks(nbytes)
+    return chunks + (chunks > 1)
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:g} {unit}"
+    return f"{nbytes} B"

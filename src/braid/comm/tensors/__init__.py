@@ -1,0 +1,1 @@
+"""Checks, copies and reductions of the tensors that collectives are called with."""

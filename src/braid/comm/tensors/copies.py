@@ -1,0 +1,208 @@
+"""What has to be copied before an operation's first step and after its last.
+
+Algorithms want flat, contiguous memory on their own device, and inputs that no result is written over while peers still
+read them. Most tensors are so; for the others an operation works on memory of its own:
+
+    read       load before the first step
+    written    store after the last step
+    changed    both
+
+When the load happens matters: a collective that waits its turn behind another one must see what that one writes. So nothing
+is copied when the operation is called, everything when its first step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from braid.comm.tensors.arguments import ordinary, overlap
+from braid.errors import ConfigError
+
+__all__ = ["Copies"]
+
+Y = TypeVar("Y")
+
+
+class Copies:
+    """The copies of one operation; none when it works on the user's memory itself.
+
+    Args:
+        device_types: Devices on which the group's engine works; tensors on CUDA are copied to the CPU for others.
+    """
+
+    __slots__ = ("_after", "_before", "_device_types")
+
+    def __init__(self, device_types: frozenset[str]) -> None:
+        self._device_types = device_types
+        self._before: list[Callable[[], object]] = []
+        self._after: list[Callable[[], object]] = []
+
+    @property
+    def needed(self) -> bool:
+        """Whether there are any."""
+        return bool(self._before or self._after)
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """A flat tensor with the elements of `x`.
+
+        Raises:
+            ConfigError: `x` cannot be communicated.
+        """
+        return self._flat(x, load=True, store=False)
+
+    def written(self, x: torch.Tensor) -> torch.Tensor:
+        """A flat tensor whose elements become those of `x`.
+
+        Raises:
+            ConfigError: `x` cannot be communicated, or cannot hold a result.
+        """
+        return self._flat(x, load=False, store=True)
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        """A flat tensor with the elements of `x`, which become those of `x`.
+
+        Raises:
+            ConfigError: See `written`.
+        """
+        return self._flat(x, load=True, store=True)
+
+    def filled(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """A flat tensor with the elements of `source`, which become those of `x`; both of one shape.
+
+        Raises:
+            ConfigError: See `written`.
+        """
+        _check(source, self._device_types)
+        flat = self._flat(x, load=False, store=True)
+        view, source = flat.view(x.shape), source.detach()
+        if overlap(source, view, exactly=False):
+            self._before.append(lambda: view.copy_(source.clone()))
+        else:
+            self._before.append(_copy(view, source))
+        return flat
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One flat tensor that holds flat `parts` one after the other; the same memory if they lie there so."""
+        first = parts[0]
+        numel = sum(part.numel() for part in parts)
+        if _are_neighbours(parts, numel):
+            return first.as_strided((numel,), (1,))
+        return self.packed(parts)
+
+    def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Like `joined`, but always in memory of its own."""
+        numel = sum(part.numel() for part in parts)
+        flat = ordinary(torch.empty(numel, dtype=parts[0].dtype, device=parts[0].device))
+        parts = list(parts)
+        self._before.append(lambda: torch.cat(parts, out=flat))
+        return flat
+
+    def unpacked(self, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+        """Let `parts` become what `flat` holds one after the other."""
+        rows = torch.split(flat, [part.numel() for part in parts])
+        self._after.append(lambda: [part.copy_(row) for part, row in zip(parts, rows, strict=True)])
+
+    def apart(self, x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Flat `x`, or a copy of it if one of `outs` shares memory with it: results are stored while peers still read."""
+        start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
+        for out in outs:
+            out_start = out.data_ptr()
+            if start < out_start + out.numel() * out.element_size() and out_start < end:
+                copy = ordinary(torch.empty_like(x))
+                self._before.append(partial(copy.copy_, x))
+                return copy
+        return x
+
+    def include(self, other: Copies, *, position: int) -> int:
+        """Make the copies of `other`, too: its stores last, its loads from `position` on; returns where they end."""
+        self._before[position:position] = other._before
+        self._after += other._after
+        return position + len(other._before)
+
+    def then(self, act: Callable[[], object]) -> None:
+        """Have `act` called after the last step."""
+        self._after.append(act)
+
+    def around(self, steps: Generator[Y, None, None]) -> Generator[Y, None, None]:
+        """The steps of an operation, with the copies before the first and after the last."""
+        for load in self._before:
+            load()
+        yield from steps
+        for store in self._after:
+            store()
+
+    def _flat(self, x: torch.Tensor, *, load: bool, store: bool) -> torch.Tensor:
+        _check(x, self._device_types)
+        if x.requires_grad:
+            x = x.detach()
+        here = x.device.type in self._device_types
+        if here and x.is_contiguous() and not x.is_conj() and not x.is_neg():
+            flat = x.view(-1)
+            # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
+            return flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
+        if store:
+            _check_own_memory(x)
+        device = x.device if here else torch.device("cpu")
+        flat = ordinary(torch.empty(x.numel(), dtype=x.dtype, device=device, pin_memory=not here))
+        if load:
+            self._before.append(_copy(flat.view(x.shape), x))
+        if store:
+            self._after.append(_copy(x, flat.view(x.shape)))
+        return flat
+
+
+def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
+    if x.device.type not in device_types and x.device.type != "cuda":
+        msg = (
+            f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: this group has no "
+            "engine for that device; move the tensor, or make a group with a backend for it"
+        )
+        raise ConfigError(msg)
+    if x.layout != torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout)
+        msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
+        raise ConfigError(msg)
+
+
+def _check_own_memory(x: torch.Tensor) -> None:
+    if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
+        msg = (
+            f"expected a tensor whose elements each have their own memory, found shape {list(x.shape)} with strides "
+            f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
+        )
+        raise ConfigError(msg)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    """What copies `source` to `target`.
+
+    Between a GPU and page-locked memory the copy is ordered with the stream that is current now, and the host waits for it:
+    shared memory knows nothing of streams.
+    """
+    if target.is_cuda == source.is_cuda:
+        return partial(target.copy_, source)
+    stream = torch.cuda.current_stream(source.device if source.is_cuda else target.device)
+
+    def copy() -> None:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+    return copy
+
+
+def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:
+    """Whether flat tensors lie one after the other in one storage."""
+    first = parts[0]
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end and part.numel():
+            return False
+        end += part.numel() * part.element_size()
+    itemsize = first.element_size()
+    # else neighbours in memory by chance
+    return (first.storage_offset() + numel) * itemsize <= len(first.untyped_storage())

@@ -1,0 +1,1 @@
+"""The command horovodrun and the function horovod.run."""

@@ -1,0 +1,91 @@
+"""horovodrun's configuration file: sections of options, put below those of the command line. Pure: the text is parsed elsewhere.
+
+params:
+  fusion-threshold-mb: 32
+timeline:
+  filename: /tmp/timeline.json
+verbose: true
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from braid.compat.horovod.launcher.flags import Flags
+from braid.compat.horovod.launcher.options import BY_NAME, Option
+from braid.compat.horovod.variables import closest
+from braid.errors import ConfigError
+
+__all__ = ["with_config"]
+
+PATHS: Mapping[tuple[str, str], Option] = {
+    option.path: option
+    for option in BY_NAME.values()
+    if option.use != "ask" and option.name != "config-file"
+}
+SECTIONS = sorted({section for section, _ in PATHS if section})
+
+
+def with_config(flags: Flags, content: object, name: str) -> Flags:
+    """The options of a file, where the command line does not say otherwise.
+
+    Args:
+        flags: Of the command line.
+        content: Of the file, as plain values.
+        name: How errors call the file.
+
+    Raises:
+        ConfigError: Sections or keys that are not known, values of a wrong kind; all of them.
+    """
+    if not isinstance(content, Mapping | None):
+        msg = f"expected sections such as `params:` in {name}, found {type(content).__name__}"
+        raise ConfigError(msg)
+    problems: list[str] = []
+    values: dict[str, str] = {}
+    for path, value in _rows(content or {}).items():
+        option = PATHS.get(path)
+        if option is None:
+            problems.append(_unknown(path, value))
+        elif value is not None:
+            values[option.name] = _text(option, value, ".".join(filter(None, path)), problems)
+    if problems:
+        msg = f"{name} cannot be used: {'; '.join(problems)}"
+        raise ConfigError(msg)
+    return Flags(values={**values, **flags.values}, command=flags.command)
+
+
+def _rows(content: Mapping[object, object]) -> dict[tuple[str, str], object]:
+    """Values by section and key."""
+    rows: dict[tuple[str, str], object] = {}
+    for name, value in content.items():
+        section = _plain(name)
+        if section in SECTIONS and isinstance(value, Mapping):
+            rows |= {(section, _plain(key)): inner for key, inner in value.items()}
+        elif section not in SECTIONS or value is not None:  # a section may be empty
+            rows["", section] = value
+    return rows
+
+
+def _plain(key: object) -> str:
+    return str(key).replace("_", "-")
+
+
+def _text(option: Option, value: object, path: str, problems: list[str]) -> str:
+    if not option.metavar:
+        if not isinstance(value, bool):
+            problems.append(f"{path} is {value!r}, expected true or false")
+        return str(int(value is True))
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        problems.append(f"{path} is {value!r}, expected one value")
+    return str(value)
+
+
+def _unknown(path: tuple[str, str], value: object) -> str:
+    section, key = path
+    keys = [k for s, k in PATHS if s == section]
+    if not section and key in SECTIONS:
+        inner = next(k for s, k in PATHS if s == key)
+        return f"{key} is {value!r}, expected keys below it, such as {inner}"
+    if not section:
+        keys += SECTIONS
+    return f"{'.'.join(filter(None, path))} is not known{closest(key, keys)}"

@@ -1,0 +1,131 @@
+"""horovodrun's command line, read: options by name, and the command behind them. Pure: nothing is printed, and nobody ended.
+
+Everything from the first word that is no option belongs to the command, whatever it looks like.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from braid.compat.horovod.launcher.options import BY_NAME, GROUPS, Option
+from braid.compat.horovod.variables import closest
+from braid.errors import ConfigError
+
+__all__ = ["Flags", "help_text", "parse_flags"]
+
+USAGE = "horovodrun [options] command [arguments]"
+DESCRIPTION = (
+    "Start a program on several ranks, on this host or on others, with horovodrun's options and braid's launcher: "
+    "`horovodrun -np 4 -H a:2,b:2 python train.py --lr 0.1`."
+)
+EPILOG = "HOROVOD_* variables that are set here hold where an option does not say otherwise."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """What was said, not yet checked.
+
+    Attributes:
+        values: By name of the option; `1` and `0` for switches.
+        command: What ranks run.
+    """
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+
+    def __getitem__(self, name: str) -> str:
+        """The value of an option; empty when it was not given."""
+        assert name in BY_NAME, name
+        return self.values.get(name, "")
+
+    def is_on(self, name: str) -> bool:
+        """Whether a switch was given, and not negated."""
+        return self[name] == "1"
+
+
+def parse_flags(arguments: Sequence[str]) -> Flags:
+    """Read a command line.
+
+    Args:
+        arguments: What stands behind `horovodrun`.
+
+    Raises:
+        ConfigError: Options that are not known, with those that are closest, or a value that is missing.
+    """
+    found, strange = _parser().parse_known_args(list(arguments))
+    values: dict[str, str] = {}
+    for name, value in vars(found).items():
+        if name != "command" and value is not None:
+            values[name] = " ".join(value) if isinstance(value, list) else value
+    unknown = [word.partition("=")[0] for word in strange if word.startswith("-")]
+    if unknown:
+        known = [flag for option in BY_NAME.values() for flag in _forms(option)]
+        listed = "; ".join(f"{flag} is none{closest(flag, known)}" for flag in unknown)
+        msg = f"expected options of horovodrun, found that {listed} (see --help)"
+        raise ConfigError(msg)
+    command = found.command[1:] if found.command[:1] == ["--"] else found.command
+    return Flags(values=values, command=tuple(command))
+
+
+def help_text() -> str:
+    """What `--help` shows."""
+    return _parser().format_help()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        msg = f"{message} (see --help)"
+        raise ConfigError(msg)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=100)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="horovodrun",
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=_Formatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    for title, options in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for option in options:
+            _add(group, option)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> None:
+    told = option.help.replace("%", "%%")
+    if option.metavar:
+        count = option.num_values if option.num_values > 1 else None
+        group.add_argument(
+            *option.flags, dest=option.name, help=told, metavar=option.metavar, nargs=count
+        )
+        return
+    group.add_argument(*option.flags, dest=option.name, help=told, action="store_const", const="1")
+    if option.negated:
+        group.add_argument(
+            *_negations(option),
+            dest=option.name,
+            help=f"not --{option.name}",
+            action="store_const",
+            const="0",
+        )
+
+
+def _negations(option: Option) -> list[str]:
+    return [f"--no-{flag[2:]}" for flag in option.flags if flag.startswith("--")]
+
+
+def _forms(option: Option) -> list[str]:
+    return [*option.flags, *(_negations(option) if option.negated else ())]

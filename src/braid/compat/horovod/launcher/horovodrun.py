@@ -1,0 +1,156 @@
+"""The command `horovodrun`: reads files, starts the job as `braid run` does, and prints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from braid._version import __version__
+from braid.compat.horovod.launcher.check_build import check_build
+from braid.compat.horovod.launcher.config_file import with_config
+from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
+from braid.compat.horovod.launcher.job_plan import Launch, plan
+from braid.errors import ConfigError
+from braid.last_words import drop_unwritten, ending_well, say_why
+from braid.launch import Console, Host, Outcome, Supervisor, TerminalConsole, parse_hostfile
+from braid.launch.cluster.several_hosts import HostsSupervisor
+
+__all__ = ["TimedConsole", "hosts_of", "is_own_python", "launch", "main"]
+
+USAGE_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
+
+class TimedConsole:
+    """Puts the time before lines of ranks.
+
+    Args:
+        inner: Where they go.
+    """
+
+    def __init__(self, inner: Console) -> None:
+        self._inner = inner
+
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
+        """Show a line."""
+        now = datetime.now().astimezone().isoformat(sep=" ", timespec="milliseconds")
+        self._inner.line(rank, stream, now.encode() + b" " + text, end)
+
+    def notice(self, text: str) -> None:
+        """Show a message of the launcher."""
+        self._inner.notice(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        arguments: What stands behind `horovodrun`; that of this process when None.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    return ending_well(lambda: _answer(given))
+
+
+def launch(wanted: Launch, console: Console, *, owns_process: bool = False) -> Outcome:
+    """Run a job.
+
+    Args:
+        wanted: What to run, and where.
+        console: Where output and notices go.
+        owns_process: See `Supervisor`.
+
+    Raises:
+        ConfigError: Nothing has been started.
+    """
+    for note in wanted.notes:
+        console.notice(note)
+    if wanted.hosts is None:
+        return Supervisor(console, owns_process=owns_process).run(wanted.job)
+    return HostsSupervisor(console).run(wanted.job, wanted.hosts)
+
+
+def _answer(given: Sequence[str]) -> int:
+    try:
+        flags = parse_flags(given)
+        if flags.is_on("help"):
+            print(help_text(), end="")
+        elif flags.is_on("version"):
+            print(__version__)
+        elif flags.is_on("check-build"):
+            print(check_build())
+        else:
+            return _start(flags)
+    except ConfigError as exc:
+        say_why(f"nothing was started (exit {USAGE_EXIT_CODE})", str(exc))
+        return USAGE_EXIT_CODE
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    return 0
+
+
+def _start(flags: Flags) -> int:
+    if flags["config-file"]:
+        flags = with_config(flags, _yaml(flags["config-file"]), flags["config-file"])
+    wanted = plan(
+        flags,
+        os.environ,
+        hosts=hosts_of(flags["hostfile"]) if flags["hostfile"] else (),
+        is_own_python=is_own_python,
+    )
+    prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
+    with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as terminal:
+        console: Console = terminal
+        if flags.is_on("prefix-output-with-timestamp"):
+            console = TimedConsole(terminal)
+        if flags.is_on("verbose"):
+            console.notice(f"the same as: {wanted}")
+        outcome = launch(wanted, console, owns_process=True)
+    drop_unwritten()  # the logs have it all; the exit code is that of the job
+    if not outcome.ok:
+        print(outcome, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def is_own_python(word: str) -> bool:
+    """Whether `word` means the interpreter that runs this, in the same environment; so does `python` where there is none."""
+    found = shutil.which(word)
+    if found is None:
+        return os.sep not in word
+    other, own = Path(found).absolute(), Path(sys.executable).absolute()
+    return other.parent == own.parent and other.resolve() == own.resolve()
+
+
+def hosts_of(name: str) -> tuple[Host, ...]:
+    """The hosts that a file names.
+
+    Raises:
+        ConfigError: It cannot be read, or names none.
+    """
+    return parse_hostfile(_read(name, "a file that names hosts"), name)
+
+
+def _yaml(name: str) -> object:
+    text = _read(name, "a configuration file")
+    try:
+        import yaml
+    except ImportError as exc:
+        msg = "--config-file needs PyYAML: pip install 'braid-train[horovod]'"
+        raise ConfigError(msg) from exc
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        msg = f"expected YAML in {name}, found: {' '.join(str(exc).split())}"
+        raise ConfigError(msg) from exc
+
+
+def _read(name: str, what: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")  # editors on Windows put a mark before it
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is no text"
+        msg = f"expected {what}, found that {name} cannot be read: {why}"
+        raise ConfigError(msg) from exc

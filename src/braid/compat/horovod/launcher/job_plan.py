@@ -1,0 +1,259 @@
+"""From horovodrun's options to a job of braid's launcher: what to run, where, and in which environment. Pure.
+
+    horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 3 python train.py --lr 0.1
+    braid run  -n 4  -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1      with HOROVOD_CYCLE_TIME=3
+
+horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so an interpreter that is its own is
+left out; every other command is run as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Literal
+
+from braid.compat.horovod.launcher.flags import Flags
+from braid.compat.horovod.launcher.options import BY_NAME
+from braid.compat.horovod.variables import PREFIX, VARIABLES, read_variables
+from braid.errors import ConfigError
+from braid.launch import Host, Hosts, JobSpec, parse_hosts
+from braid.launch.cluster.remote_shell import DEFAULT_RSH
+
+__all__ = ["ELASTIC", "Launch", "plan", "program", "rsh_command"]
+
+Kind = Literal["script", "module", "program"]
+PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
+HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
+START_TIMEOUT = "HOROVOD_START_TIMEOUT"
+ELASTIC = (
+    "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, and start again from the last "
+    "one after a failure"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What is going to be started.
+
+    Attributes:
+        job: What each rank runs.
+        hosts: Where; this host alone when None.
+        variables: HOROVOD_* that options have set.
+        notes: Sentences for the user.
+    """
+
+    job: JobSpec
+    hosts: Hosts | None
+    variables: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The same for `braid run`."""
+        told = [f"{name}={value}" for name, value in sorted(self.variables.items())]
+        kind = {"script": [], "module": ["-m"], "program": ["--no-python"]}[self.job.kind]
+        where = self.job.where or ("-n", str(self.job.num_ranks))
+        return shlex.join([*told, "braid", "run", *where, *kind, *self.job.command])
+
+
+def plan(
+    flags: Flags,
+    environ: Mapping[str, str],
+    *,
+    hosts: tuple[Host, ...] = (),
+    is_own_python: Callable[[str], bool] = lambda _word: True,
+) -> Launch:
+    """Make a job of options.
+
+    Args:
+        flags: Options and command.
+        environ: What ranks inherit, but for what options set.
+        hosts: Those of --hostfile.
+        is_own_python: Whether a word such as `python` means the interpreter that runs this.
+
+    Raises:
+        ConfigError: Elastic options, values that cannot be read (all of them), nothing to run.
+    """
+    _refuse_elastic(flags)
+    problems = _empty(flags)
+    variables = _variables(flags, problems)
+    num_ranks = _number(flags, "num-proc", "a whole number, 1 or more", problems)
+    port = _number(flags, "ssh-port", "a port, 1 to 65535", problems, highest=65535)
+    limit_s = _start_limit(flags, environ, problems)
+    if flags["hosts"] and flags["hostfile"]:
+        problems.append("--hosts and --hostfile both name the hosts")
+    if not flags.values.keys() & {"num-proc", "hosts", "hostfile"}:
+        problems.append("expected a number of ranks, found none: give -np")
+    if not flags.command:
+        problems.append("expected a command, found none: end with one such as `python train.py`")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    kind, command = program(flags.command, is_own_python)
+    told = {**environ, **variables}
+    found = read_variables(told)
+    named = parse_hosts(flags["hosts"]) if flags["hosts"] else hosts
+    where = _where(flags, named, num_ranks, port, limit_s, told) if named else None
+    job = JobSpec(
+        command=command,
+        kind=kind,
+        num_ranks=num_ranks or sum(host.slots for host in named),
+        log_dir=flags["output-filename"] or None,
+        where=_again(flags, where, num_ranks),
+        environ=told,
+    )
+    notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *found.notes)
+    return Launch(job=job, hosts=where, variables=variables, notes=notes)
+
+
+def program(
+    command: tuple[str, ...], is_own_python: Callable[[str], bool]
+) -> tuple[Kind, tuple[str, ...]]:
+    """What a command runs, and the words that are left of it.
+
+    Args:
+        command: As typed.
+        is_own_python: See `plan`.
+
+    Raises:
+        ConfigError: An interpreter without a program.
+    """
+    word, rest = command[0], list(command[1:])
+    if PYTHON.fullmatch(PurePath(word).name) is None or not is_own_python(word):
+        return ("script" if word.endswith(".py") else "program"), command
+    if not rest:
+        msg = f"expected a program behind {word}, found none: ranks have no standard input"
+        raise ConfigError(msg)
+    while rest[0] == "-u" and len(rest) > 1:  # output is never kept back
+        del rest[0]
+    if rest[0] == "-m" and len(rest) > 1:
+        return "module", tuple(rest[1:])
+    if rest[0].startswith("-"):  # further options of the interpreter, or -c
+        return "program", command
+    return "script", tuple(rest)
+
+
+def rsh_command(port: int | None, identity_file: str) -> str:
+    """The command that reaches a host, see `Hosts.rsh`."""
+    told = ["-p", str(port)] if port else []
+    told += ["-i", identity_file] if identity_file else []
+    if "{" in identity_file:
+        msg = f"expected the path of a key without braces, found {identity_file!r}"
+        raise ConfigError(msg)
+    return DEFAULT_RSH.replace("{host}", f"{shlex.join(told)} {{host}}") if told else DEFAULT_RSH
+
+
+def _refuse_elastic(flags: Flags) -> None:
+    named = [f"--{name}" for name in flags.values if BY_NAME[name].use == "elastic"]
+    if named:
+        msg = f"{', '.join(named)}: {ELASTIC}"
+        raise ConfigError(msg)
+
+
+def _empty(flags: Flags) -> list[str]:
+    """Values that are missing, as those of a shell's variable that is not set: what they ask for must not be left out in silence."""
+    rows = [BY_NAME[name] for name, text in flags.values.items() if not text]
+    return [
+        f"--{row.name} is '', expected {row.metavar}: {row.help}"
+        for row in rows
+        if row.metavar and row.use == "here" and not row.variable
+    ]
+
+
+def _variables(flags: Flags, problems: list[str]) -> dict[str, str]:
+    """HOROVOD_* of options, each value looked at under the name that was typed."""
+    variables: dict[str, str] = {}
+    for name, text in flags.values.items():
+        option = BY_NAME[name]
+        if not option.variable:
+            continue
+        value = option.convert(text)
+        row = VARIABLES.get(option.variable)
+        try:
+            if row is not None:
+                row.read(value)
+        except ValueError:
+            expected = "megabytes, 0 or more" if name.endswith("-mb") else row and row.expected
+            problems.append(f"--{name} is {text!r}, expected {expected}")
+        variables[option.variable] = value
+    return variables
+
+
+def _number(
+    flags: Flags, name: str, expected: str, problems: list[str], *, highest: int = 1 << 30
+) -> int | None:
+    text = flags[name]
+    if not text:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= highest:
+        return int(text)
+    problems.append(f"--{name} is {text!r}, expected {expected}")
+    return None
+
+
+def _start_limit(flags: Flags, environ: Mapping[str, str], problems: list[str]) -> float:
+    text = environ.get(START_TIMEOUT, "")
+    name, text = (
+        ("--start-timeout", said) if (said := flags["start-timeout"]) else (START_TIMEOUT, text)
+    )
+    try:
+        value = float(text or HOSTS_LIMIT_S)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        problems.append(f"{name} is {text!r}, expected seconds, more than 0")
+    return value
+
+
+def _where(
+    flags: Flags,
+    named: tuple[Host, ...],
+    num_ranks: int | None,
+    port: int | None,
+    limit_s: float,
+    environ: Mapping[str, str],
+) -> Hosts:
+    return Hosts(
+        hosts=named,
+        num_ranks=num_ranks,
+        rsh=rsh_command(port, flags["ssh-identity-file"]),
+        interfaces=tuple(filter(None, flags["network-interfaces"].split(","))),
+        environ=tuple(sorted(name for name in environ if name.startswith(PREFIX))),
+        start_limit_s=limit_s,
+    )
+
+
+def _again(flags: Flags, where: Hosts | None, num_ranks: int | None) -> tuple[str, ...]:
+    """The options of `braid run` that say the same."""
+    if where is None:
+        return ()
+    options = {
+        "-n": str(num_ranks or ""),
+        "-H": flags["hosts"],
+        "--hostfile": flags["hostfile"],
+        "--rsh": "" if where.rsh == DEFAULT_RSH else where.rsh,
+        "--network-interface": ",".join(where.interfaces),
+        "--env": ",".join(where.environ),
+    }
+    return tuple(word for name, said in options.items() if said for word in (name, said))
+
+
+def _other_python(flags: Flags, kind: Kind) -> list[str]:
+    word = flags.command[0]
+    if kind != "program" or PYTHON.fullmatch(PurePath(word).name) is None:
+        return []
+    return [
+        f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must have braid, too"
+    ]
+
+
+def _notes(flags: Flags, spans_hosts: bool) -> list[str]:
+    empty = [f"--{name}" for name in flags.values if BY_NAME[name].use == "none"]
+    notes = [f"{', '.join(empty)}: without meaning here, changes nothing"] if empty else []
+    names = ("ssh-port", "ssh-identity-file", "network-interfaces", "start-timeout")
+    needless = [f"--{name}" for name in names if flags[name]]
+    if needless and not spans_hosts:
+        notes.append(f"{', '.join(needless)}: changes nothing, since no hosts are named")
+    return notes

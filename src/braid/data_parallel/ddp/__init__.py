@@ -1,0 +1,1 @@
+"""DistributedDataParallel and DistributedOptimizer, with what they check and warn of."""

@@ -1,0 +1,1 @@
+"""Communication hooks: what ranks send in place of whole gradients."""

@@ -1,0 +1,213 @@
+"""DiLoCo: hundreds of steps alone, then one step of an outer optimizer along the way that all have gone.
+
+Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the average of far apart models is worse than each.
+
+Idea: the mean of the ways that ranks have gone since they were last equal is taken as a gradient, and an outer optimizer with momentum follows it:
+
+    start   the same parameters on all ranks
+    x       each rank: `period` steps of the inner optimizer from start, on its own data
+    d       = mean over ranks of (start - x)
+    m       = momentum m + d;    start = start - lr (d + momentum m);    x = start       (Nesterov)
+
+With lr=1 and momentum=0 it is local SGD.
+
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1; lr 0.7 and momentum 0.9 are theirs.
+Inner optimizers keep their state through outer steps, as there.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from braid.data_parallel.flat_params import (
+    FiniteCheck,
+    FlatParams,
+    make_equal,
+    parameters_in,
+    refuse_others,
+)
+from braid.data_parallel.groups import group_of
+from braid.data_parallel.step_counts import is_whole
+from braid.data_parallel.wrapped_optimizer import WrappedOptimizer
+from braid.errors import ConfigError
+
+__all__ = ["DiLoCo"]
+
+KEY = "diloco"
+
+
+class DiLoCo(WrappedOptimizer):
+    """Takes steps of the inner optimizer, and an outer step in every `period`-th.
+
+    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's trained parameters are copied to all. Frozen ones, and
+    buffers, such as running means, stay each rank's own. All ranks take equally many steps (`WrappedOptimizer`).
+
+    Args:
+        optim: The inner optimizer, over the same parameters on all ranks.
+        period: Inner steps for each outer one.
+        lr: Of the outer optimizer.
+        momentum: Likewise.
+        nesterov: Whether the outer step looks ahead.
+        wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is added the next time. float32 only.
+        process_group: As for DistributedDataParallel.
+        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all ranks, before an outer step is taken.
+
+    Raises:
+        ConfigError: No group, or a number is out of range.
+        MismatchError: Ranks have other parameters, or another order.
+
+    Cost:
+        2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the parameters.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        period: int = 500,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        wire: str | None = None,
+        process_group: Any = None,
+        nonfinite: str = "warn",
+    ) -> None:
+        super().__init__(optim)
+        if not is_whole(period, 1) or not 0 < lr < float("inf") or not 0 <= momentum < 1:
+            msg = (
+                "expected a whole number of steps from 1 as period, a positive lr and a momentum from 0 to below 1 for the outer steps, found "
+                f"period={period!r}, lr={lr!r}, momentum={momentum!r}"
+            )
+            raise ConfigError(msg)
+        self.process_group = group = group_of(process_group)
+        self.period = period
+        self._check = FiniteCheck(nonfinite, "DiLoCo")
+        self.num_steps = 0
+        self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
+        self._ways = FlatParams.agreed(
+            parameters_in(optim.param_groups), group, period=period, wire=wire, nonfinite=nonfinite
+        )
+        own = [flat.clone() for flat in self._ways.read()]
+        make_equal(self._ways, group)
+        moved = not all(map(torch.equal, own, self._ways.flats))
+        self._replaced = own if moved else None  # until the first step
+        self._just_met = True  # all ranks have the same parameters
+        self._starts = [flat.clone() for flat in self._ways.flats]
+        self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
+        self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint
+        self._requests = [
+            group.persistent(
+                "all_reduce", flat, op="avg", wire=wire if flat.dtype == torch.float32 else None
+            )
+            for flat in self._ways.flats
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take an inner step; in every `period`-th an outer one as well, which is a collective.
+
+        Raises:
+            ConfigError: Parameters have been unfrozen or added since it was made.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the inner step has been taken.
+        """
+        for group in self.param_groups:
+            refuse_others(self._ways, group["params"], "DiLoCo")
+        self._replaced = None
+        self._just_met = False
+        loss = self.optim.step(closure)
+        self.num_steps += 1
+        if self.num_steps % self.period == 0:
+            with torch.no_grad():
+                self._outer_step()
+        return loss
+
+    def _outer_step(self) -> None:
+        flats = self._ways.read()
+        for flat, start, owed in zip(flats, self._starts, self._owed, strict=True):
+            torch.sub(start, flat, out=flat)
+            flat[: owed.numel()].add_(owed)
+        self._owed = [owed[:0] for owed in self._owed]
+        for work in [request.start(lazily=True) for request in self._requests]:
+            work.wait()
+        self._check(self._ways, self.process_group, self.num_steps)
+        for way, start, moment in zip(flats, self._starts, self._moments, strict=True):
+            moment.mul_(self._momentum).add_(way)
+            if self._nesterov:
+                way.add_(moment, alpha=self._momentum)
+            else:
+                way.copy_(moment)
+            start.sub_(way, alpha=self._lr)
+            way.copy_(start)
+        self._ways.write()
+        self._just_met = True
+
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:
+        """All are, except for trained parameters right after an outer step, its starts and its momentum."""
+        outer = (f"optimizer_state_dict/{KEY}/{part}/" for part in ("start", "momentum"))
+        equal = self._just_met and any(tensor is p for p in self._ways.params)
+        return not (equal or name.startswith(tuple(outer)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner optimizer, and under `diloco` the outer one's: parameters at the last outer step, momentum, what a format left out.
+
+        The latter is this rank's own, like the inner state (`is_own`).
+        """
+        residuals = [
+            owed.clone() if (found := request.residual()) is None else found
+            for request, owed in zip(self._requests, self._owed, strict=True)
+        ]
+        outer = {
+            "num_steps": self.num_steps,
+            "start": [start.clone() for start in self._starts],
+            "momentum": [moment.clone() for moment in self._moments],
+            "residual": residuals,
+            "checksum": _checksum(self._ways.read()),
+        }
+        return {**self.optim.state_dict(), KEY: outer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from it; the parameters are loaded by the program.
+
+        If it has loaded them before this was made, which copied rank 0's, this rank gets its own back.
+
+        Raises:
+            ConfigError: It is that of another optimizer or model.
+        """
+        outer = state_dict.get(KEY)
+        found = [start.numel() for start in outer["start"]] if outer else None
+        if outer is None or found != [start.numel() for start in self._starts]:
+            msg = (
+                f"expected the state of DiLoCo for {self._ways!r}, found "
+                f"{f'one for {sum(found or [])} numbers' if outer else 'that of its inner optimizer only'}"
+            )
+            raise ConfigError(msg)
+        self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
+        self.num_steps = outer["num_steps"]
+        self._just_met = False  # as far as is known here
+        self._give_back(outer.get("checksum"))
+        for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
+            for into, x in zip(kept, loaded, strict=True):
+                into.copy_(x)
+        for request in self._requests:
+            request.reset_residual()
+        self._owed = [
+            x.to(flat) for x, flat in zip(outer["residual"], self._ways.flats, strict=True)
+        ]
+
+    def _give_back(self, checksum: torch.Tensor | None) -> None:
+        """This rank's parameters as they were before rank 0's were copied, if they are those of the state."""
+        own, self._replaced = self._replaced, None
+        if own is None or checksum is None or not torch.equal(_checksum(own), checksum.cpu()):
+            return
+        for flat, values in zip(self._ways.flats, own, strict=True):
+            flat.copy_(values)
+        self._ways.write()
+
+
+def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One for each, each rank's own."""
+    found = [zlib.crc32(flat.cpu().view(torch.uint8).numpy().data) for flat in flats]
+    return torch.tensor(found, device="cpu")

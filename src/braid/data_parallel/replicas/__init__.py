@@ -1,0 +1,1 @@
+"""DataParallel: replicas of a module on several devices of one process."""

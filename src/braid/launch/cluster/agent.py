@@ -1,0 +1,344 @@
+"""The launcher's hands on one host: started there, it finds the way back, starts ranks, and never outlives its launcher.
+
+    python -m braid.launch.cluster.agent_main    started by a `Placement`; speaks on stdin and stdout
+    serve(connection, ...)               in a launcher that has joined the one of node 0
+
+Problem: ssh ends when its connection does, and leaves what it started running on the other side. Idea: the agent waits for
+two things at once, its children and its launcher. When the stream from the launcher ends, for whatever reason, it kills
+its ranks and all that they have started; when the agent itself is killed, the kernel kills its ranks (PR_SET_PDEATHSIG).
+
+Source: Horovod's task service (horovod/runner/task), without pickled messages.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from signal import SIGCHLD
+from typing import NamedTuple
+
+import psutil
+
+from braid._version import __version__
+from braid.clock import Clock, MonotonicClock
+from braid.errors import ConfigError
+from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, Channel, van_config
+from braid.launch.cluster.agent_messages import (
+    AGENT_ROLE,
+    AGENT_SCHEMA,
+    Ask,
+    Bye,
+    Finish,
+    Finished,
+    Greeting,
+    Here,
+    Ping,
+    Pong,
+    Prepare,
+    Prepared,
+    Ready,
+    Refused,
+    Send,
+    Signalled,
+    Start,
+    Tried,
+    Try,
+)
+from braid.launch.cluster.agent_ranks import AgentRanks
+from braid.launch.cluster.probe import Beacons, Prober
+from braid.launch.process.free_port import PortReservation
+from braid.launch.process.interfaces import interfaces, machine
+from braid.launch.process.job import JobSpec, check_command
+from braid.launch.process.processes import SignalInbox, end_descendants, subreaper
+from braid.message import Message, PeerLost, PipeVan, Stream
+from braid.wire import Secret
+
+__all__ = ["LOST_EXIT_CODE", "Volunteer", "serve"]
+
+SILENCE_S = 60.0  # then the launcher is gone, or cut off, or stopped for good
+LAUNCHER_NODE = "launcher"
+LOST_EXIT_CODE = 1
+WARDEN = str(Path(__file__).with_name("warden.py"))
+
+
+class Volunteer(NamedTuple):
+    """What a user said to the launcher that has become an agent.
+
+    Attributes:
+        node_rank: `--node-rank`.
+        num_nodes: `--nnodes`.
+        slots: `-n`.
+        command: What to run.
+        secret: Known to all nodes.
+    """
+
+    node_rank: int | None
+    num_nodes: int
+    slots: int
+    command: tuple[str, ...]
+    secret: Secret
+
+
+def serve(
+    stream: Stream,
+    *,
+    volunteer: Volunteer | None = None,
+    clock: Clock | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Bye:
+    """Be the agent of this host until the launcher at the other end of `stream` says good-bye or is gone.
+
+    Args:
+        stream: To the launcher; owned and closed.
+        volunteer: Set in a launcher that joins another one.
+        clock: Time source; the host's when None.
+        notice: Shows a text to a user at this end.
+
+    Returns:
+        How the run ended.
+
+    Raises:
+        ConfigError: The launcher refused this node.
+    """
+    with (
+        SignalInbox() as inbox,
+        subreaper(),
+        _Agent(stream, inbox, volunteer, clock, notice) as agent,
+    ):
+        return agent.run()
+
+
+class _Agent:
+    """One agent; closing it ends everything that it has started."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        inbox: SignalInbox,
+        volunteer: Volunteer | None,
+        clock: Clock | None,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._clock = clock or MonotonicClock()
+        self._inbox = inbox
+        self._volunteer = volunteer
+        self._notice = notice
+        self._known = frozenset(child.pid for child in psutil.Process().children())
+        self._bye: Bye | None = None
+        self._refused = ""
+        self._num_signals = 0
+        self._run_id = ""
+        self._node = -1
+        self._secret: Secret | None = volunteer.secret if volunteer is not None else None
+        self._beacons: Beacons | None = None
+        self._prober: Prober | None = None
+        self._ranks: AgentRanks | None = None
+        self._warden: subprocess.Popen[bytes] | None = None
+        with ExitStack() as stack:
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._van = stack.enter_context(
+                PipeVan(AGENT_ROLE, AGENT_SCHEMA, config=van_config(SILENCE_S), clock=self._clock)
+            )
+            self._van.attach(LAUNCHER_NODE, stream)
+            self._channel = Channel(self._van, LAUNCHER_NODE)
+            self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
+            self._selector.register(self._van, selectors.EVENT_READ, self._hear)
+            self._stack = stack.pop_all()
+
+    def run(self) -> Bye:
+        """Serve until the end."""
+        said = self._volunteer
+        self._channel.send(
+            Ready(__version__, socket.gethostname(), os.getpid())
+            if said is None
+            else Ready(
+                __version__,
+                socket.gethostname(),
+                os.getpid(),
+                said.node_rank,
+                said.num_nodes,
+                said.slots,
+                said.command,
+            )
+        )
+        while self._bye is None:
+            for key, _ in self._selector.select(self._pause_s()):
+                key.data()
+            self._attend()
+        if self._refused:
+            raise ConfigError(self._refused)
+        return self._bye
+
+    def close(self) -> None:
+        """End everything."""
+        if self._prober is not None:
+            self._prober.close()
+        if self._beacons is not None:
+            self._beacons.close()
+        self._end_ranks()
+        self._stack.close()
+
+    def __enter__(self) -> _Agent:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _pause_s(self) -> float | None:
+        due = []
+        if self._beacons is not None and self._beacons.deadline_ns is not None:
+            due.append(self._beacons.deadline_ns)
+        if self._prober is not None:
+            due.append(self._prober.next_ns)
+        if self._ranks is not None and self._ranks.deadline_ns is not None:
+            due.append(self._ranks.deadline_ns)
+        return max(0.0, (min(due) - self._clock.now_ns()) / 1e9) if due else None
+
+    def _attend(self) -> None:
+        if self._beacons is not None:
+            self._beacons.attend()
+        if self._prober is not None:
+            attempts = self._prober.attend()
+            if attempts is not None:
+                self._prober = None
+                self._channel.send(Tried(tuple(attempts)))
+        if self._ranks is not None:
+            self._ranks.attend()
+
+    def _on_signals(self) -> None:
+        for signum in self._inbox.take():
+            if signum != SIGCHLD:
+                self._num_signals += 1
+                self._channel.send(Signalled(signum))
+                if self._num_signals > 1:
+                    self._bye = Bye(128 + signum, "braid: ended by a second signal")
+        if self._ranks is not None:
+            self._ranks.reap()
+
+    def _give_up(self, why: str) -> None:
+        if self._bye is None:
+            self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
+
+    def _hear(self) -> None:
+        """Take what the launcher said."""
+        for _ in range(MESSAGES_PER_TURN):
+            delivery = self._van.try_recv() if self._bye is None else None
+            if delivery is None:
+                return
+            self._take(delivery.message, delivery.buffers)
+
+    def _take(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        if isinstance(message, Greeting):
+            self._greeted(message, buffers)
+        elif isinstance(message, Refused):
+            self._refused, self._bye = message.reason, Bye(2)
+        elif isinstance(message, Bye):
+            self._bye = message
+        elif isinstance(message, PeerLost):
+            silent = f"the launcher has been silent for {SILENCE_S:g} s"
+            self._give_up(silent if message.silent else "the launcher has closed the connection")
+        elif isinstance(message, Ping):
+            self._channel.send(Pong(message.t_ns, self._clock.now_ns()))
+        elif isinstance(message, Finish):
+            self._end_ranks()
+            self._channel.send(Finished())
+        else:
+            self._obey(message)
+
+    def _obey(self, message: Message) -> None:
+        """What needs the job's secret, or ranks."""
+        if self._secret is None:
+            self._give_up(f"the launcher said {type(message).__name__} before its greeting")
+        elif isinstance(message, Try):
+            self._prober = Prober(
+                self._node,
+                message.targets,
+                self._run_id,
+                self._secret,
+                limit_s=message.limit_s,
+                clock=self._clock,
+                selector=self._selector,
+            )
+        elif isinstance(message, Prepare):
+            self._channel.send(self._prepare(message, self._secret))
+        elif self._ranks is not None:
+            if isinstance(message, Start):
+                self._ranks.start(message.told)
+            elif isinstance(message, Send):
+                self._ranks.signal(message)
+            elif isinstance(message, Ask):
+                self._ranks.ask(message.handlers)
+
+    def _greeted(self, greeting: Greeting, buffers: Sequence[memoryview]) -> None:
+        self._run_id, self._node = greeting.run_id, greeting.node
+        if buffers:
+            self._secret = Secret(bytes(buffers[0]))
+        problem = ""
+        if greeting.cwd:
+            try:
+                os.chdir(greeting.cwd)
+            except OSError as exc:
+                problem = f"has no directory {greeting.cwd} to run in: {exc.strerror}"
+        assert self._secret is not None
+        self._beacons = Beacons(self._node, interfaces(), self._run_id, self._secret, self._clock)
+        self._beacons.watch(self._selector)
+        self._channel.send(Here(machine(), tuple(self._beacons.endpoints), problem))
+
+    def _prepare(self, wanted: Prepare, secret: Secret) -> Prepared:
+        if self._beacons is not None:
+            self._beacons.close()
+            self._beacons = None
+        try:
+            job = JobSpec(
+                command=wanted.command,
+                kind=wanted.kind,
+                num_ranks=wanted.num_ranks,
+                threads=wanted.threads,
+                environ={**_sockets(wanted.interface), **os.environ, **wanted.environ},
+            )
+            check_command(job)
+            port = 0
+            if wanted.master_addr:
+                kept = PortReservation(wanted.port or None, wanted.master_addr)
+                port = self._stack.enter_context(kept).port
+        except ConfigError as exc:
+            return Prepared(problem=f"cannot run this: {exc}")
+        self._warden = self._stack.enter_context(_warden(self._run_id))
+        self._ranks = AgentRanks(
+            job, secret, self._channel, self._selector, self._clock, look_s=wanted.look_s
+        )
+        return Prepared(port, self._ranks.threads)
+
+    def _end_ranks(self) -> None:
+        ranks, self._ranks = self._ranks, None
+        if ranks is None:
+            return
+        ranks.kill()
+        mark = {"BRAID_RUN_ID": self._run_id}
+        spared = self._known if self._warden is None else self._known | {self._warden.pid}
+        end_descendants(ranks.pids, mark, all_new=True, known=spared)
+        ranks.close()
+
+
+def _sockets(interface: str) -> dict[str, str]:
+    """Where torch's own backends shall listen; they would ask for the host's name, which often leads to loopback."""
+    return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
+
+
+@contextmanager
+def _warden(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Have somebody end what is left of the run when this process is killed."""
+    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `inherited`
+    warden = subprocess.Popen(
+        [sys.executable, "-I", "-S", WARDEN, *marks],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # what ends this process by a signal to its group spares it
+    )
+    with warden:  # closes its stdin and waits
+        yield warden

@@ -1,0 +1,221 @@
+"""The launcher's end of one agent: what it says, how it was started, whether it is still there."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from braid._version import __version__
+from braid.clock import Clock
+from braid.diagnose import signal_name
+from braid.launch.cluster.agent_channel import Channel
+from braid.launch.cluster.agent_messages import Bye, Here, Ping, Pong, Ready, ToAgent
+from braid.launch.cluster.agent_stream import FirstLine
+from braid.launch.cluster.remote_shell import Placed
+from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
+
+__all__ = ["END_LIMIT_S", "SILENCE_S", "HostAgent", "OnLost", "OnMessage"]
+
+SILENCE_S = 30.0  # as long as a stopped rank may be silent
+NUM_PINGS = 16  # one after the other; the shortest tells the time, to half of what it took
+READ_BYTES = 4096
+STATUS_LIMIT_S = 1.0  # between the end of its stream and the end of the process that carried it
+END_LIMIT_S = 5.0
+
+OnMessage = Callable[["HostAgent", Message, Sequence[memoryview]], None]
+OnLost = Callable[["HostAgent", str], None]
+
+
+class HostAgent:
+    """One agent.
+
+    Args:
+        node: Number of its host.
+        name: What to call its host.
+        van: Of the launcher; not owned.
+        peer: Its name there.
+        placed: The process that carries it, of which the van has nothing before its first line; None for one that has
+            come by itself. Owned.
+        clock: Time source.
+        on_message: Called with what it says, and the buffers that follow.
+        on_lost: Called once when it is gone, with a sentence about why.
+
+    Attributes:
+        alive: Whether it is not known to be gone.
+        offset_ns: What to add to its clock to get this one's.
+        said: Its first message; None until it came.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        name: str,
+        van: PipeVan,
+        peer: str,
+        placed: Placed | None = None,
+        *,
+        clock: Clock,
+        on_message: OnMessage,
+        on_lost: OnLost,
+    ) -> None:
+        self.node = node
+        self.name = name
+        self.on_message = on_message
+        self.on_lost = on_lost
+        self.alive = True
+        self.offset_ns = 0
+        self.said: Ready | None = None
+        self._van = van
+        self._peer = peer
+        self._channel = Channel(van, peer)
+        self._clock = clock
+        self._trips_ns: list[int] = []  # of pings, there and back
+        self._placed = placed
+        self._first_line = FirstLine()
+        self._is_attached = placed is None
+        self._errors = b""
+        self._raw: dict[int, Callable[[], None]] = {}  # what is read here, and not by the van
+        if placed is not None:
+            self._raw = {placed.reader: self._read_line, placed.errors: self._read_errors}
+        self._selector: selectors.BaseSelector | None = None
+
+    @property
+    def came_by_itself(self) -> bool:
+        """Whether nothing here carries it."""
+        return self._placed is None
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Be watched by `selector` from now on."""
+        self.unwatch()
+        self._selector = selector
+        for fd, read in self._raw.items():
+            selector.register(fd, selectors.EVENT_READ, read)
+
+    def unwatch(self) -> None:
+        """Be watched no more."""
+        if self._selector is not None:
+            for fd in self._raw:
+                self._selector.unregister(fd)
+            self._selector = None
+
+    def send(self, message: ToAgent, *buffers: bytes) -> None:
+        """Send a message, if it is there."""
+        self._channel.send(message, *buffers)
+
+    def end(self, exit_code: int, text: str) -> None:
+        """Say good-bye; `close` waits for it to go."""
+        self.send(Bye(exit_code, text))
+
+    def hang_up(self) -> None:
+        """Close pipes that the van never had: an agent at their other end ends. Idempotent."""
+        self.unwatch()
+        placed = self._placed
+        if placed is not None and not self._is_attached:
+            os.close(placed.reader)
+            os.close(placed.writer)
+            self._raw.pop(placed.reader, None)
+            self._is_attached = True
+
+    def hear(self, delivery: Delivery) -> None:
+        """Take what it says, or that it is gone."""
+        message = delivery.message
+        if isinstance(message, PeerLost):
+            silent = f"has not answered for {SILENCE_S:g} s"
+            self._lose(silent if message.silent else self._why())
+        elif isinstance(message, Pong):
+            self._tell_time(message)
+        else:
+            if isinstance(message, Ready):
+                self.said = message
+            elif isinstance(message, Here):
+                self.send(Ping(self._clock.now_ns()))
+            self.on_message(self, message, delivery.buffers)
+
+    def close(self, deadline_ns: int) -> None:
+        """Close what the van does not, once that is closed: then the agent ends, or is ended at the deadline. Idempotent."""
+        self.hang_up()
+        if self._placed is not None:
+            self._placed.wait(max(0.0, (deadline_ns - self._clock.now_ns()) / 1e9))
+        for fd in self._raw:
+            os.close(fd)
+        self._raw = {}
+
+    def _lose(self, why: str) -> None:
+        self.alive = False
+        self.on_lost(self, why)
+
+    def _read_line(self) -> None:
+        """Look for the first line; then the van takes the pipes over."""
+        placed = self._placed
+        assert placed is not None
+        line = self._first_line
+        chunk = os.read(placed.reader, READ_BYTES)
+        if chunk and not line.feed(chunk):
+            return
+        self._forget(placed.reader)
+        if not chunk:
+            self._lose(self._why())
+        elif line.version != __version__:  # what it says after its line may mean something else
+            self.on_message(self, Ready(line.version, self.name, 0), ())
+        else:
+            pipes = (placed.reader, placed.writer)
+            stream = PipeStream(*pipes, f"host {self.name}", received=line.rest)
+            self._van.attach(self._peer, stream)
+            self._is_attached = True
+
+    def _tell_time(self, pong: Pong) -> None:
+        """Compare the clocks: the agent read its own half-way, and most nearly so when that took least."""
+        now_ns = self._clock.now_ns()
+        trip_ns = now_ns - pong.t_ns
+        if trip_ns < min(self._trips_ns, default=trip_ns + 1):
+            self.offset_ns = (pong.t_ns + now_ns) // 2 - pong.now_ns
+        self._trips_ns.append(trip_ns)
+        if len(self._trips_ns) < NUM_PINGS:
+            self.send(Ping(now_ns))
+
+    def _forget(self, fd: int) -> None:
+        """Read it here no more."""
+        del self._raw[fd]
+        if self._selector is not None:
+            self._selector.unregister(fd)
+
+    def _why(self) -> str:
+        """What ended the stream, in words that stand behind the host's name."""
+        placed = self._placed
+        if placed is None:
+            who = f" (pid {self.said.pid})" if self.said is not None else ""
+            return f"is gone: its launcher{who} has closed the connection"
+        status = placed.status_within(STATUS_LIMIT_S)
+        self._read_errors()
+        how = "has closed its pipe"
+        if status is not None:
+            how = f"ended with exit code {status}"
+        if status is not None and status < 0:
+            how = f"was killed by signal {-status} ({signal_name(-status)})"
+        command = shlex.join(placed.argv)
+        words = (
+            (self._errors + self._first_line.noise).decode(errors="replace").strip().splitlines()
+        )
+        last = f": {words[-1].strip()}" if words else ""
+        if self.said is not None:
+            return f"is gone: its agent (pid {self.said.pid}) {how}{last}"
+        hint = ""
+        if "No module named" in last:
+            hint = "; install braid there, or name an interpreter that has it with --remote-python"
+        elif status == 127 or "No such file" in last or "not found" in last:
+            hint = "; name its interpreter with --remote-python"
+        return f"has no agent, `{command}` {how}{last}{hint}"
+
+    def _read_errors(self) -> None:
+        assert self._placed is not None
+        errors = self._placed.errors
+        with suppress(BlockingIOError):
+            while errors in self._raw:
+                chunk = os.read(errors, READ_BYTES)
+                self._errors = (self._errors + chunk)[-READ_BYTES:]
+                if not chunk:
+                    self._forget(errors)
+                    os.close(errors)

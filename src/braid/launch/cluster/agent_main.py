@@ -1,0 +1,33 @@
+"""What a `Placement` starts on a host: `python -m braid.launch.cluster.agent_main`, an agent that speaks on stdin and stdout."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+
+from braid.launch.cluster.agent import LOST_EXIT_CODE, serve
+from braid.launch.cluster.agent_stream import first_line
+from braid.message import PipeStream
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Serve on stdin and stdout; the exit code is that of the run."""
+    reader, writer = os.dup(0), os.dup(1)
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)  # what anything prints goes where errors go, and not between the frames
+    os.close(nowhere)
+    os.write(writer, first_line())
+    bye = serve(PipeStream(reader, writer, "the launcher"))
+    if bye.exit_code == LOST_EXIT_CODE and bye.text:
+        with suppress(OSError):  # nobody may be left to read it
+            os.write(2, f"{bye.text} ({socket.gethostname()})\n".encode())
+    return bye.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

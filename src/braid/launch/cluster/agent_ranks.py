@@ -1,0 +1,208 @@
+"""The ranks of one host, as its agent sees them: children whose output, ends and memory go to the launcher.
+
+An agent decides nothing. It does for its children what only a parent on the same host can do (start, signal, wait, read
+pipes and memory) and says what it saw.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from signal import SIGKILL, SIGUSR1
+from typing import NamedTuple
+
+from braid.clock import Clock
+from braid.launch.cluster.agent_channel import Channel
+from braid.launch.cluster.agent_messages import (
+    Changed,
+    NotStarted,
+    Output,
+    Remains,
+    Seen,
+    Send,
+    Started,
+    Waits,
+)
+from braid.launch.process.black_box import BlackBox
+from braid.launch.process.child import Child
+from braid.launch.process.hang_state import STACKS_NS, OpenWait
+from braid.launch.process.job import JobSpec, choose_threads, command_line, inherited
+from braid.launch.process.oom import MemoryWatch
+from braid.launch.process.processes import Change, changes_of
+from braid.launch.process.rank_snapshot import RankLook
+from braid.rendezvous import JobEnvironment
+from braid.wire import Secret
+
+__all__ = ["AgentRanks"]
+
+MOST_QUEUED_BYTES = 8 << 20  # then ranks that print wait until the launcher has read
+FULL_LOOK_NS = 10_000_000  # a network of 100 MB/s carries the eighth that remains meanwhile
+
+
+class _Kept(NamedTuple):
+    """A child and what is kept of it."""
+
+    child: Child
+    box: BlackBox
+    look: RankLook
+
+
+class AgentRanks:
+    """Starts ranks and says what happens to them.
+
+    Args:
+        job: What they run.
+        secret: The job's.
+        channel: To the launcher.
+        selector: Watches their pipes; the data of its keys is what to call.
+        clock: Time source.
+        look_s: How often to tell what ranks wait for; 0 for never.
+
+    Attributes:
+        threads: OMP_NUM_THREADS of each, and the reason.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        secret: Secret,
+        channel: Channel,
+        selector: selectors.BaseSelector,
+        clock: Clock,
+        *,
+        look_s: float,
+    ) -> None:
+        self._job = job
+        self._argv = command_line(job)
+        self._num_threads, reason = choose_threads(job)
+        self.threads = f"{self._num_threads} ({reason})"
+        self._secret_fd = secret.to_fd()
+        self._channel = channel
+        self._selector = selector
+        self._clock = clock
+        self._memory = MemoryWatch.of_this_process()
+        self._ranks: dict[int, _Kept] = {}
+        self._signalled: set[int] = set()
+        self._every_ns = round(look_s * 1e9)
+        self._look_ns = clock.now_ns()
+        self._seen_ns: int | None = None
+        self._told: tuple[OpenWait, ...] = ()
+        self._is_full = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of all ranks so far."""
+        return [kept.child.pid for kept in self._ranks.values()]
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When `attend` is due."""
+        due = [self._look_ns] if self._ranks and self._every_ns else []
+        if self._seen_ns is not None:
+            due.append(self._seen_ns)
+        if self._is_full:
+            due.append(self._clock.now_ns() + FULL_LOOK_NS)
+        return min(due, default=None)
+
+    def start(self, told: JobEnvironment) -> None:
+        """Start a rank, or say why it cannot be."""
+        rank = told.rank
+        try:
+            with ExitStack() as undo:
+                box = undo.enter_context(BlackBox(rank))
+                told = replace(
+                    told,
+                    secret_fd=self._secret_fd,
+                    events_fd=box.events_fd,
+                    stacks_fd=box.stacks_fd,
+                )
+                child = Child(
+                    self._argv,
+                    environ=inherited(self._job.environ, told, self._num_threads),
+                    pass_fds=[self._secret_fd, box.events_fd, box.stacks_fd],
+                    selector=self._selector,
+                    on_output=lambda stream, chunk: self._channel.send(Output(rank, stream), chunk),
+                )
+                undo.pop_all()
+        except OSError as exc:
+            self._channel.send(NotStarted(rank, exc.strerror or str(exc)))
+            return
+        self._ranks[rank] = _Kept(child, box, RankLook(rank, child.pid, box, self._clock))
+        self._channel.send(Started(rank, child.pid))
+
+    def signal(self, message: Send) -> None:
+        """Send a signal to a rank."""
+        kept = self._ranks.get(message.rank)
+        if kept is not None:
+            if message.signum != SIGUSR1:
+                self._signalled.add(message.rank)
+            kept.child.signal(message.signum)
+
+    def ask(self, handlers: tuple[int, ...]) -> None:
+        """Ask ranks for their stacks; the answer goes to the launcher after a moment."""
+        for rank, kept in self._ranks.items():
+            kept.look.ask(alive=kept.child.alive, answers=rank in handlers)
+        self._seen_ns = self._clock.now_ns() + STACKS_NS // 2
+
+    def reap(self) -> None:
+        """Look what the ranks have done."""
+        for rank, kept in self._ranks.items():
+            for change in changes_of(kept.child.pid) if kept.child.alive else ():
+                self._changed(rank, kept, change)
+
+    def attend(self) -> None:
+        """Do what is due."""
+        now_ns = self._clock.now_ns()
+        least = MOST_QUEUED_BYTES // 8 if self._is_full else MOST_QUEUED_BYTES
+        self._is_full = self._channel.queued_bytes > least
+        for kept in self._ranks.values():
+            kept.child.pause(paused=self._is_full)
+        if self._every_ns and now_ns >= self._look_ns:
+            self._look_ns = now_ns + self._every_ns
+            alive = [kept for kept in self._ranks.values() if kept.child.alive]
+            waits = tuple(wait for kept in alive for wait in kept.look.waits())
+            if waits != self._told:
+                self._told = waits
+                self._channel.send(Waits(waits))
+        if self._seen_ns is not None and now_ns >= self._seen_ns:
+            self._seen_ns = None
+            views = [k.look.view(alive=k.child.alive) for k in self._ranks.values()]
+            self._channel.send(Seen(tuple(views)))
+
+    def kill(self) -> None:
+        """End all that live, and take what they have written."""
+        for kept in self._ranks.values():
+            kept.child.signal(SIGKILL)
+        for rank, kept in self._ranks.items():
+            if kept.child.alive:
+                with suppress(ChildProcessError):
+                    kept.child.wait()
+                self._changed(rank, kept, Change("killed", SIGKILL))
+
+    def close(self) -> None:
+        """End all that live, and close everything. Idempotent."""
+        self.kill()
+        for kept in self._ranks.values():
+            kept.child.close()
+            kept.box.close()
+        self._ranks = {}
+        if self._secret_fd >= 0:
+            os.close(self._secret_fd)
+            self._secret_fd = -1
+
+    def _changed(self, rank: int, kept: _Kept, change: Change) -> None:
+        t_ns = self._clock.now_ns()
+        memory_kill = None
+        if change.what in {"exited", "killed"}:
+            kept.child.reaped(change)
+            kept.child.drain()
+            if change[:2] == ("killed", SIGKILL) and rank not in self._signalled:
+                memory_kill = self._memory.new_kill()
+        if change.what != "continued":
+            pieces = kept.box.pieces()
+            data = [bytes(piece) for _, piece in pieces]
+            offsets = tuple(at for at, _ in pieces)
+            self._channel.send(Remains(rank, offsets), *data, kept.box.stacks().encode())
+        self._channel.send(Changed(rank, change.what, change.status, t_ns, memory_kill))

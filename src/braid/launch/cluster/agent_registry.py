@@ -1,0 +1,124 @@
+"""The launcher's van: who is at its other ends, and who hears what each of them says."""
+
+from __future__ import annotations
+
+import itertools
+import selectors
+from contextlib import ExitStack
+
+from braid.clock import Clock
+from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, van_config
+from braid.launch.cluster.agent_handle import END_LIMIT_S, SILENCE_S, HostAgent, OnLost, OnMessage
+from braid.launch.cluster.agent_messages import AGENT_ROLE, AGENT_SCHEMA
+from braid.launch.cluster.remote_shell import Placed, Placement
+from braid.message import PipeVan
+from braid.wire import SocketConnection
+
+__all__ = ["Switchboard"]
+
+
+class Switchboard:
+    """All agents of a launcher, on one van; closing it ends them.
+
+    Agents have numbers of their own on the van: several may come and say that they are the same host. One that has come by
+    itself is forgotten when it is gone, so that it may come again however often.
+
+    Args:
+        clock: Time source.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._van = PipeVan("launcher", AGENT_SCHEMA, config=van_config(SILENCE_S), clock=clock)
+        self._agents: dict[str, HostAgent] = {}
+        self._numbers = itertools.count()
+        self._selector: selectors.BaseSelector | None = None
+
+    def start(
+        self, node: int, name: str, placement: Placement, on_message: OnMessage, on_lost: OnLost
+    ) -> HostAgent:
+        """Start an agent on a host.
+
+        Args:
+            node: Number of the host.
+            name: What to call it.
+            placement: How it comes to be there.
+            on_message: Called with what it says, and the buffers that follow.
+            on_lost: Called once when it is gone, with a sentence about why.
+
+        Raises:
+            ConfigError: It cannot be started.
+        """
+        return self._add(self._new_peer(), node, name, placement.start(), on_message, on_lost)
+
+    def admit(
+        self, connection: SocketConnection, on_message: OnMessage, on_lost: OnLost
+    ) -> HostAgent:
+        """Take one that has come by itself, and knows the secret; otherwise like `start`."""
+        peer, node = self._new_peer(), connection.peer.rank
+        self._van.attach(peer, connection)
+        return self._add(peer, node, f"node {node}", None, on_message, on_lost)
+
+    def watch(self, selector: selectors.BaseSelector) -> None:
+        """Be watched by `selector` from now on, whose keys' data is what to call."""
+        self.unwatch()
+        self._selector = selector
+        selector.register(self._van, selectors.EVENT_READ, self._hear)
+        for agent in self._agents.values():
+            agent.watch(selector)
+
+    def unwatch(self) -> None:
+        """Be watched no more."""
+        if self._selector is not None:
+            self._selector.unregister(self._van)
+            self._selector = None
+            for agent in self._agents.values():
+                agent.unwatch()
+
+    def close(self) -> None:
+        """Say good-bye to all; agents that are still there end their ranks, all at the same time. Idempotent."""
+        self.unwatch()
+        deadline_ns = self._clock.now_ns() + round(END_LIMIT_S * 1e9)
+        with ExitStack() as stack:
+            for agent in self._agents.values():
+                stack.callback(agent.close, deadline_ns)
+            for agent in self._agents.values():
+                stack.callback(agent.hang_up)
+            self._van.close()
+
+    def _new_peer(self) -> str:
+        return f"{AGENT_ROLE}:{next(self._numbers)}"
+
+    def _add(
+        self,
+        peer: str,
+        node: int,
+        name: str,
+        placed: Placed | None,
+        on_message: OnMessage,
+        on_lost: OnLost,
+    ) -> HostAgent:
+        agent = self._agents[peer] = HostAgent(
+            node,
+            name,
+            self._van,
+            peer,
+            placed,
+            clock=self._clock,
+            on_message=on_message,
+            on_lost=on_lost,
+        )
+        if self._selector is not None:
+            agent.watch(self._selector)
+        return agent
+
+    def _hear(self) -> None:
+        """Take what has arrived."""
+        for _ in range(MESSAGES_PER_TURN):
+            delivery = self._van.try_recv()
+            if delivery is None:
+                return
+            agent = self._agents[delivery.sender]
+            agent.hear(delivery)
+            if not agent.alive and agent.came_by_itself:
+                del self._agents[delivery.sender]

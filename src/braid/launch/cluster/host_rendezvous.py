@@ -1,0 +1,369 @@
+"""Gathers the hosts of a job: starts or awaits an agent on each, and carries out what `MusterState` decides."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from signal import SIGCHLD, SIGINT
+
+from braid._version import __version__
+from braid.clock import Clock
+from braid.diagnose import signal_name
+from braid.errors import ConfigError
+from braid.launch.cluster.agent_handle import HostAgent
+from braid.launch.cluster.agent_messages import (
+    Greeting,
+    Here,
+    Prepare,
+    Prepared,
+    Ready,
+    Tried,
+    Try,
+)
+from braid.launch.cluster.agent_registry import Switchboard
+from braid.launch.cluster.host_rendezvous_state import (
+    Greet,
+    Instruction,
+    Look,
+    MusterLimits,
+    MusterPhase,
+    MusterState,
+)
+from braid.launch.cluster.join_listener import Lobby
+from braid.launch.cluster.options import Hosts, Nodes, forwarded, node_secret
+from braid.launch.cluster.probe import Beacons, Prober
+from braid.launch.cluster.rank_assignment import Host, Place, assign
+from braid.launch.cluster.reachability import LAUNCHER
+from braid.launch.cluster.remote_backend import Mustered, RemoteCrew
+from braid.launch.cluster.remote_shell import LocalPlacement, Placement
+from braid.launch.process.hang_state import LOOKS_PER_LIMIT
+from braid.launch.process.interfaces import interfaces, machine
+from braid.launch.process.job import JobSpec
+from braid.launch.process.processes import SignalInbox
+from braid.message import Message
+from braid.wire import SECRET_BYTES, Secret
+
+__all__ = ["Muster"]
+
+PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions, and within the 10 s of a report
+PATIENCE_NS = 10_000_000_000  # then the user is told who is missing, and three times as late again
+
+
+class Muster:
+    """Gathers hosts; a context manager that owns their agents.
+
+    Args:
+        job: What they will run.
+        where: The hosts.
+        inbox: Signals of this process.
+        clock: Time source.
+        notice: Shows a text to the user.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        where: Hosts | Nodes,
+        inbox: SignalInbox,
+        clock: Clock,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._where = where
+        self._inbox = inbox
+        self._clock = clock
+        self._notice = notice
+        self._run_id = secrets.token_hex(8)
+        self._agents: dict[int, HostAgent] = {}
+        self._prober: Prober | None = None
+        self._prepared: dict[int, Prepared] = {}
+        self._places: tuple[Place, ...] = ()
+        self._lobby: Lobby | None = None
+        self._told_ns = clock.now_ns() + PATIENCE_NS
+        self._wait_ns = PATIENCE_NS
+        self._stack = ExitStack()
+        by_hand = isinstance(where, Nodes)
+        self._secret = node_secret(where) if isinstance(where, Nodes) else Secret.generate()
+        names: dict[int, str] = {}
+        num_nodes = 0
+        limit_s = 0.0
+        if isinstance(where, Nodes):
+            num_nodes, limit_s = where.meeting.num_nodes, where.join_limit_s
+        else:
+            self._places = assign(where.hosts, where.num_ranks)
+            num_nodes, limit_s = len({p.node for p in self._places}), where.start_limit_s
+            names = {node: host.name for node, host in enumerate(where.hosts[:num_nodes])}
+        with ExitStack() as stack:
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
+            self._beacons = Beacons(LAUNCHER, interfaces(), self._run_id, self._secret, clock)
+            stack.callback(self._beacons.close)
+            self._beacons.watch(self._selector)
+            self._state = MusterState(
+                names,
+                num_nodes,
+                here=Here(machine(), tuple(self._beacons.endpoints)),
+                version=__version__,
+                wanted=where.interfaces,
+                limits=MusterLimits(round(limit_s * 1e9)),
+                now_ns=clock.now_ns(),
+            )
+            self._switchboard = Switchboard(clock)
+            stack.callback(self._switchboard.close)
+            stack.callback(self._end_probing)
+            self._switchboard.watch(self._selector)
+            self._stack = stack.pop_all()
+        self._by_hand = by_hand
+
+    def gather(self, lobby: Lobby | None = None) -> RemoteCrew:
+        """Wait until all hosts are ready.
+
+        Args:
+            lobby: Where launchers come in that were started by hand; not owned.
+
+        Returns:
+            The crew; its agents are still this object's to close.
+
+        Raises:
+            ConfigError: Some host cannot take part; the message names all that cannot.
+            KeyboardInterrupt: The user has given up.
+        """
+        self._lobby = lobby
+        if lobby is not None:
+            lobby.watch(self._selector, self._switchboard, self._judge, self._notice)
+        try:
+            self._start_agents()
+            while self._state.phase not in {MusterPhase.READY, MusterPhase.FAILED}:
+                for key, _ in self._selector.select(self._pause_s()):
+                    key.data()
+                self._attend()
+        finally:
+            if lobby is not None:
+                lobby.unwatch()
+        if self._state.phase is MusterPhase.FAILED:
+            problem = self._state.problem
+            for agent in self._agents.values():
+                agent.end(2, f"braid: nothing was started (exit 2)\n  problem  {problem}")
+            raise ConfigError(problem)
+        self._switchboard.unwatch()
+        self._beacons.close()
+        for names in self._state.shared_machines:
+            listed = ", ".join(names)
+            self._notice(f"{listed} are one machine: ranks with the same LOCAL_RANK share devices")
+        return RemoteCrew(
+            Mustered(
+                self._run_id,
+                self._secret,
+                self._switchboard,
+                self._agents,
+                self._state.reach.addresses,
+                self._places,
+                max(said.port for said in self._prepared.values()),
+                self._threads(),
+                self._where.listen,
+                lobby,
+            ),
+            self._clock,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks on all hosts, once they are gathered."""
+        return len(self._places)
+
+    def close(self) -> None:
+        """Close all agents, which end their ranks. Idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> Muster:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Agents
+
+    def _start_agents(self) -> None:
+        if isinstance(self._where, Nodes):
+            self._start_agent(0, socket.gethostname(), LocalPlacement())
+            return
+        for node, host in enumerate(self._where.hosts[: len({p.node for p in self._places})]):
+            self._start_agent(node, host.name, self._where.placement(host))
+
+    def _start_agent(self, node: int, name: str, placement: Placement) -> None:
+        self._agents[node] = self._switchboard.start(
+            node, name, placement, self._on_message, self._on_lost
+        )
+
+    def _judge(self, knocking: HostAgent) -> str:
+        """Why a launcher that has come may not take part; empty when it may, and then it is one of the agents."""
+        said, node = knocking.said, knocking.node
+        assert said is not None
+        assert isinstance(self._where, Nodes)
+        num_nodes = self._where.meeting.num_nodes
+        taken = self._state.is_taken(node) if node in self._agents else None
+        if said.num_nodes != num_nodes:
+            return f"expected --nnodes {num_nodes}, found --nnodes {said.num_nodes} on node {node}"
+        if not 0 < node < num_nodes:
+            return f"expected --node-rank 1 to {num_nodes - 1}, found {node}"
+        if node in self._agents:
+            who = f"{taken.hostname} (pid {taken.pid})" if taken is not None else "another"
+            return f"expected one node with --node-rank {node}, found {who} and {said.hostname} (pid {said.pid})"
+        if said.command != self._job.command:
+            ours, theirs = " ".join(self._job.command), " ".join(said.command)
+            return f"expected the same command on all nodes, found `{ours}` on node 0 and `{theirs}` on node {node}"
+        names = {agent.name for agent in self._agents.values()}
+        knocking.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
+        knocking.on_message, knocking.on_lost = self._on_message, self._on_lost
+        self._agents[node] = knocking
+        self._on_message(knocking, said, ())
+        return ""
+
+    def _end_probing(self) -> None:
+        if self._prober is not None:
+            self._prober.close()
+
+    # Events
+
+    def _pause_s(self) -> float:
+        due = [self._state.deadline_ns]
+        if self._by_hand:
+            due.append(self._told_ns)
+        if self._beacons.deadline_ns is not None:
+            due.append(self._beacons.deadline_ns)
+        if self._prober is not None:
+            due.append(self._prober.next_ns)
+        if self._lobby is not None and self._lobby.deadline_ns is not None:
+            due.append(self._lobby.deadline_ns)
+        return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
+
+    def _attend(self) -> None:
+        self._beacons.attend()
+        if self._lobby is not None:
+            self._lobby.attend()
+        if self._prober is not None:
+            attempts = self._prober.attend()
+            if attempts is not None:
+                self._prober = None
+                now_ns = self._clock.now_ns()
+                self._obey(self._state.tried(LAUNCHER, tuple(attempts), now_ns))
+        now_ns = self._clock.now_ns()
+        if self._by_hand and now_ns >= self._told_ns and self._state.missing:
+            self._wait_ns *= 3
+            self._told_ns = now_ns + self._wait_ns
+            missing = ", ".join(map(str, self._state.missing))
+            place = ", ".join(self._lobby.addresses) if self._lobby is not None else ""
+            self._notice(f"waiting at {place} for --node-rank {missing}")
+        elif now_ns >= self._told_ns:
+            self._told_ns = now_ns + self._wait_ns
+        self._obey(self._state.tick(now_ns))
+
+    def _on_signals(self) -> None:
+        for signum in self._inbox.take():
+            if signum == SIGINT:
+                raise KeyboardInterrupt
+            if signum != SIGCHLD:
+                msg = f"{signal_name(signum)} was received before all hosts were ready"
+                raise ConfigError(msg)
+
+    def _on_lost(self, agent: HostAgent, why: str) -> None:
+        gathering = self._state.phase is MusterPhase.GATHERING
+        if self._by_hand and agent.node != 0 and gathering:  # its user may start it again
+            self._notice(f"node {agent.node} ({agent.name}) {why}; waiting for it to come again")
+            self._state.forget(agent.node)
+            del self._agents[agent.node]
+            return
+        self._obey(self._state.lost(agent.node, why, self._clock.now_ns()))
+
+    def _on_message(
+        self,
+        agent: HostAgent,
+        message: Message,
+        buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
+    ) -> None:
+        now_ns = self._clock.now_ns()
+        if isinstance(message, Ready):
+            self._obey(self._state.ready(agent.node, message, now_ns, agent.name))
+        elif isinstance(message, Here):
+            self._obey(self._state.here(agent.node, message, now_ns))
+        elif isinstance(message, Tried):
+            self._obey(self._state.tried(agent.node, message.attempts, now_ns))
+        elif isinstance(message, Prepared):
+            self._prepared[agent.node] = message
+            self._obey(self._state.prepared(agent.node, message))
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Greet):
+                self._greet(self._agents[instruction.node])
+            elif isinstance(instruction, Look):
+                self._look(instruction)
+            else:
+                self._make_ready(instruction.node, instruction.address)
+
+    def _greet(self, agent: HostAgent) -> None:
+        came = self._by_hand and agent.node != 0
+        cwd = "" if came else str(Path.cwd())
+        key = () if came else (_key(self._secret),)
+        agent.send(Greeting(self._run_id, agent.node, cwd), *key)
+
+    def _look(self, look: Look) -> None:
+        if look.node != LAUNCHER:
+            self._agents[look.node].send(Try(look.targets, PROBE_LIMIT_S))
+            return
+        self._prober = Prober(
+            LAUNCHER,
+            look.targets,
+            self._run_id,
+            self._secret,
+            limit_s=PROBE_LIMIT_S,
+            clock=self._clock,
+            selector=self._selector,
+        )
+
+    def _make_ready(self, node: int, address: str) -> None:
+        if isinstance(self._where, Nodes):
+            self._places = assign([Host(str(n), self._slots(n)) for n in sorted(self._agents)])
+            environ = dict(self._job.environ) if node == 0 else {}
+        else:
+            environ = forwarded(self._job.environ, self._where.environ)
+        self._agents[node].send(
+            Prepare(
+                self._job.command,
+                self._job.kind,
+                sum(place.node == node for place in self._places),
+                self._job.threads,
+                environ,
+                self._state.reach.interfaces[node],
+                min(1.0, self._job.hang_report_s / LOOKS_PER_LIMIT),
+                address if node == self._places[0].node else "",
+                self._job.port or 0,
+            )
+        )
+
+    def _slots(self, node: int) -> int:
+        said = self._agents[node].said
+        assert isinstance(self._where, Nodes)
+        return said.slots if said is not None and said.slots else self._where.slots
+
+    def _threads(self) -> str:
+        said = list(dict.fromkeys(self._prepared[node].threads for node in sorted(self._prepared)))
+        if len(said) == 1:
+            return said[0]
+        return ", ".join(
+            f"{self._prepared[n].threads} on {self._agents[n].name}" for n in sorted(self._prepared)
+        )
+
+
+def _key(secret: Secret) -> bytes:
+    """The secret itself, for the stdin of an agent; nothing else may see it."""
+    fd = secret.to_fd()
+    try:
+        return os.pread(fd, SECRET_BYTES, 0)
+    finally:
+        os.close(fd)

@@ -1,0 +1,92 @@
+"""The launcher for several hosts, whether it reaches them itself or is one of several that meet.
+
+It stands apart from `Supervisor` so that a run on one host does not load what it does not use.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+from braid.clock import Clock, MonotonicClock
+from braid.launch.cluster.host_rendezvous import Muster
+from braid.launch.cluster.join import INSECURE, follow, open_lobby
+from braid.launch.cluster.join_listener import Lobby
+from braid.launch.cluster.options import Hosts, Nodes
+from braid.launch.process.console import QuietConsole
+from braid.launch.process.job import JobSpec, Outcome
+from braid.launch.process.output import Console
+from braid.launch.process.processes import SignalInbox
+from braid.launch.supervise.supervision import carry_out
+from braid.rendezvous.file_meeting import FileMeeting
+
+__all__ = ["HostsSupervisor"]
+
+
+class HostsSupervisor:
+    """Runs jobs on several hosts.
+
+    Args:
+        console: Where output and notices go; kept in memory when None.
+        clock: Time source; the host's when None.
+    """
+
+    def __init__(self, console: Console | None = None, *, clock: Clock | None = None) -> None:
+        self._console = console or QuietConsole()
+        self._clock = clock or MonotonicClock()
+
+    def run(self, job: JobSpec, hosts: Hosts) -> Outcome:
+        """Run a job to its end on hosts that are reached from here.
+
+        Args:
+            job: What to run; how many ranks there are is said by `hosts`.
+            hosts: Where.
+
+        Returns:
+            What came of it; failures of ranks and losses of hosts are outcomes, not exceptions.
+
+        Raises:
+            ConfigError: Some host cannot take part; the message names all that cannot, and nothing is left running.
+        """
+        with SignalInbox() as inbox, self._muster(job, hosts, inbox) as muster:
+            return self._carry_out(job, inbox, muster, None)
+
+    def meet(self, job: JobSpec, nodes: Nodes) -> tuple[int, str]:
+        """Run a job on nodes each of which has a launcher, started by hand: this is one of them.
+
+        Args:
+            job: What to run, the same on all nodes.
+            nodes: Where they meet, and how many ranks this one has.
+
+        Returns:
+            Exit code of the run, and the error block if it failed.
+
+        Raises:
+            ConfigError: Nodes are missing, late or there twice, or cannot see each other; nothing is left running.
+        """
+        if nodes.insecure_network:
+            self._console.notice(INSECURE)
+        with ExitStack() as stack:
+            meeting, point = None, nodes.meeting
+            if point.path:
+                meeting = stack.enter_context(
+                    FileMeeting(point.path, point.num_nodes, point.node_rank)
+                )
+            if (meeting or point).node_rank != 0:
+                bye = follow(job, nodes, self._clock, self._console.notice, meeting)
+                return bye.exit_code, bye.text
+            inbox = stack.enter_context(SignalInbox())
+            lobby = stack.enter_context(open_lobby(nodes, self._clock, meeting))
+            muster = stack.enter_context(self._muster(job, nodes, inbox))
+            outcome = self._carry_out(job, inbox, muster, lobby)
+        return outcome.exit_code, "" if outcome.ok else str(outcome)
+
+    def _muster(self, job: JobSpec, where: Hosts | Nodes, inbox: SignalInbox) -> Muster:
+        return Muster(job, where, inbox, self._clock, self._console.notice)
+
+    def _carry_out(
+        self, job: JobSpec, inbox: SignalInbox, muster: Muster, lobby: Lobby | None
+    ) -> Outcome:
+        crew = muster.gather(lobby)
+        job = replace(job, num_ranks=muster.num_ranks)
+        return carry_out(job, self._console, self._clock, inbox, crew)

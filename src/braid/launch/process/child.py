@@ -1,0 +1,133 @@
+"""A process of a rank and its two pipes, as whoever started it sees them: the launcher, or an agent on another host."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from braid.launch.process.processes import Change, send_signal
+
+__all__ = ["Child"]
+
+SHIM = str(Path(__file__).with_name("exec_shim.py"))
+READ_BYTES = 1 << 16
+DRAIN_READS = 64  # 4 MiB: more than a pipe holds, less than a grandchild that never stops writing
+
+
+class Child:
+    """A started process; it dies with the thread that started it.
+
+    Args:
+        argv: Program and arguments.
+        environ: Its environment.
+        pass_fds: Descriptors it inherits.
+        selector: Where its pipes are watched; the data of a key is what to call.
+        on_output: Called with the stream (1 or 2) and what was written to it.
+
+    Raises:
+        OSError: The system cannot start another process.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        pass_fds: Sequence[int],
+        selector: selectors.BaseSelector,
+        on_output: Callable[[int, bytes], None],
+    ) -> None:
+        self.alive = True
+        self._selector = selector
+        self._on_output = on_output
+        self._paused = False
+        readers, writers = zip(os.pipe(), os.pipe(), strict=True)
+        self._pipes = dict(zip(readers, (1, 2), strict=True))  # descriptor -> stream
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", SHIM, str(os.getpid()), *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=writers[0],
+                stderr=writers[1],
+                env=dict(environ),
+                pass_fds=pass_fds,
+            )
+        except OSError:
+            for fd in readers:
+                os.close(fd)
+            raise
+        finally:
+            for fd in writers:
+                os.close(fd)
+        for fd in readers:
+            os.set_blocking(fd, False)
+            selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._popen.pid
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.alive:
+            send_signal(self.pid, signum)
+
+    def wait(self) -> None:
+        """Wait until it has ended, and reap it."""
+        self._popen.wait()
+        self.alive = False
+
+    def reaped(self, change: Change) -> None:
+        """Note how it ended, when somebody else has reaped it."""
+        self._popen.returncode = change.status if change.what == "exited" else -change.status
+        self.alive = False
+
+    def drain(self) -> None:
+        """Take all that its pipes hold now."""
+        for fd in list(self._pipes):
+            for _ in range(DRAIN_READS):
+                if not self._read(fd):
+                    break
+
+    def pause(self, *, paused: bool) -> None:
+        """Leave what it writes in its pipes for now, or take it again."""
+        if paused == self._paused:
+            return
+        self._paused = paused
+        for fd in self._pipes:
+            if paused:
+                self._selector.unregister(fd)
+            else:
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
+
+    def close(self) -> None:
+        """Take what is left and close the pipes; the process must have been reaped. Idempotent."""
+        self.drain()
+        for fd in list(self._pipes):
+            self._close_pipe(fd)
+
+    def _read(self, fd: int) -> bool:
+        """Take what one of its pipes holds; False when there is nothing, or never will be."""
+        if fd not in self._pipes:
+            return False
+        try:
+            chunk = os.read(fd, READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self._close_pipe(fd)
+            return False
+        self._on_output(self._pipes[fd], chunk)
+        return True
+
+    def _close_pipe(self, fd: int) -> None:
+        if not self._paused:
+            self._selector.unregister(fd)
+        del self._pipes[fd]
+        os.close(fd)

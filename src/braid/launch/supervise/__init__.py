@@ -1,0 +1,1 @@
+"""One run: its ranks, its supervisor, its hang reports and its end."""

@@ -1,0 +1,436 @@
+"""One run in progress: what happens to its ranks becomes events of `SupervisorState`, whose instructions are carried out here.
+
+One thread, one selector. Signals, pipes, connections and deadlines are all that wakes it. Nothing in this file decides, and
+nothing in it knows on which hosts the ranks are: that is its crew's.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shlex
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from signal import SIGCHLD, SIGINT, SIGKILL, SIGUSR1
+
+from braid._version import __version__
+from braid.clock import Clock
+from braid.diagnose import (
+    Ending,
+    RankEnd,
+    RunRecord,
+    SavedCheckpoint,
+    Verdict,
+    clause,
+    judge,
+    signal_name,
+)
+from braid.errors import ConfigError
+from braid.launch.process.black_box import BlackBox
+from braid.launch.process.job import JobSpec, Outcome
+from braid.launch.process.output import Console, LineBudget, RankOutput
+from braid.launch.process.processes import Change, SignalInbox
+from braid.launch.supervise.backend import Crew, Seat
+from braid.launch.supervise.hang_watch import HangWatch
+from braid.launch.supervise.rank import Rank
+from braid.launch.supervise.run_record import make_log_dir, write_record
+from braid.launch.supervise.supervisor_state import (
+    Continued,
+    Event,
+    Exited,
+    Instruction,
+    Interrupted,
+    Limits,
+    Phase,
+    SaidFailed,
+    SendSignal,
+    Started,
+    Stopped,
+    SupervisorState,
+    Tell,
+    Tick,
+    Warn,
+)
+from braid.rendezvous import Failed, FromRank, Hello, JobEnvironment, Left, Saved
+from braid.rendezvous.control import CONTROL_ROLE
+from braid.store import STORE_LIMITS, STORE_ROLE, StoreServer
+from braid.wire import Identity, Listener
+
+__all__ = ["carry_out"]
+
+NOTICE_NS = (
+    2_000_000  # a survivor may notice a death, and unwind, this long before the launcher does
+)
+TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+
+
+def carry_out(
+    job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, crew: Crew
+) -> Outcome:
+    """Run a job to its end.
+
+    Args:
+        job: What to run.
+        console: Where output and notices go.
+        clock: Time source.
+        inbox: Signals of this process.
+        crew: Starts the ranks; the caller closes it.
+
+    Raises:
+        ConfigError: A rank cannot be started; nothing is left running.
+    """
+    with _Run(job, console, clock, inbox, crew) as run:
+        try:
+            run.attend()
+        finally:
+            run.settle()
+        outcome = run.conclude()
+    crew.dismiss(outcome.exit_code, "" if outcome.ok else str(outcome))
+    return outcome
+
+
+class _Run:
+    """One run in progress; closing it ends all of its processes."""
+
+    def __init__(
+        self, job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, crew: Crew
+    ) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self._job = job
+        self._console = console
+        self._clock = clock
+        self._inbox = inbox
+        self._crew = crew
+        self._start_ns = clock.now_ns()
+        self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
+        self._saved: SavedCheckpoint | None = None
+        self._announced = False
+        self._log_dir = make_log_dir(job)
+        self._record = RunRecord(
+            braid=__version__,
+            run_id=crew.run_id,
+            command=job.command,
+            command_kind=job.kind,
+            num_ranks=job.num_ranks,
+            started=datetime.now().astimezone().isoformat(timespec="seconds"),
+            threads=crew.threads,
+            hosts=crew.hosts,
+        )
+        self._keep(partial(write_record, Path(self._log_dir), self._record))
+        plural = "s" if job.num_ranks > 1 else ""
+        listed = ",".join(f"{host.name}:{host.num_ranks}" for host in crew.hosts)
+        where = f" on {listed}" if crew.spans_hosts else ""
+        self._console.notice(
+            f"{job.num_ranks} rank{plural}{where}, logs in {self._log_dir}, "
+            f"OMP_NUM_THREADS={crew.threads}"
+        )
+        self._hangs = HangWatch(
+            job.hang_report_s,
+            self.ranks,
+            clock=clock,
+            log_dir=Path(self._log_dir),
+            notice=console.notice,
+        )
+        with ExitStack() as stack:
+            self._listener = stack.enter_context(
+                Listener(
+                    crew.store_address,
+                    crew.secret,
+                    Identity(crew.run_id, "launcher", -1),
+                    listen_anywhere=crew.spans_hosts,
+                    limits=STORE_LIMITS,
+                    clock=clock,
+                )
+            )
+            self._store = stack.enter_context(StoreServer(clock=clock))
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(self._end_ranks)
+            self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
+            crew.join(
+                self._selector,
+                on_change=self._on_change,
+                on_signal=self._on_signal,
+                notice=console.notice,
+            )
+            stack.callback(crew.leave)
+            self._stack = stack.pop_all()
+
+    def attend(self) -> None:
+        """Start the ranks and stay until all of them have ended."""
+        while self._state.phase is not Phase.DONE:
+            if self._state.starting:
+                self._start(len(self.ranks))
+            for key, _ in self._selector.select(self._pause_s()):
+                key.data()
+            overdue_ns = self._listener.next_deadline_ns()
+            if overdue_ns is not None and overdue_ns <= self._clock.now_ns():
+                self._on_clients()
+            self._crew.attend()
+            if self._state.phase is Phase.RUNNING:
+                self._keep(self._hangs.attend)
+            self._handle(Tick())
+
+    def settle(self) -> None:
+        """Have the crew end what the ranks have left behind, on every host."""
+        overdue = self._crew.settle()
+        while (next_ns := next(overdue, None)) is not None:
+            for key, _ in self._selector.select(max(0.0, (next_ns - self._clock.now_ns()) / 1e9)):
+                key.data()
+
+    def conclude(self) -> Outcome:
+        """Judge, and write what is worth keeping."""
+        for process in self.ranks.values():
+            process.drain()
+        has_timeline = any(process.box.has_events for process in self.ranks.values())
+        verdict = self._verdict()
+        outcome = Outcome(
+            exit_code=_exit_code(verdict, self._state.signum),
+            verdict=verdict,
+            elapsed_s=(self._clock.now_ns() - self._start_ns) / 1e9,
+            log_dir=self._log_dir,
+            step=max(
+                (s for p in self.ranks.values() if (s := p.box.step) is not None), default=None
+            ),
+            saved=self._saved,
+            resume=(self._job.resume_command or _resume_command(self._job)) if self._saved else "",
+            limit_s=self._job.timeout_s,
+            has_timeline=has_timeline,
+        )
+        if outcome.ok:
+            self._hangs.all_ended_well()
+        for process in self.ranks.values():
+            self._keep(partial(process.box.write_to, Path(self._log_dir)))
+        record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))
+        self._keep(partial(write_record, Path(self._log_dir), record))
+        return outcome
+
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    # Starting
+
+    def _start(self, rank: int) -> None:
+        log_path = Path(self._log_dir) / f"rank{rank}.log"
+        budget = LineBudget() if self._job.num_ranks > 1 else None
+        try:
+            with ExitStack() as stack:
+                box = stack.enter_context(BlackBox(rank))
+                output = RankOutput(rank, log_path, self._console, budget)
+                stack.callback(output.close, self._clock.now_ns())
+                seat = Seat(
+                    self._told(rank), box, output, self._selector, self._on_message, self._clock
+                )
+                self.ranks[rank] = self._crew.start(seat)
+                stack.pop_all()
+        except OSError as exc:
+            msg = (
+                f"cannot start rank {rank} of {self._job.num_ranks}: {exc.strerror}; use fewer ranks, "
+                "or raise the limits of files and processes (ulimit -n, ulimit -u)"
+            )
+            raise ConfigError(msg) from exc
+        self._handle(Started(rank))
+
+    def _told(self, rank: int) -> JobEnvironment:
+        """What the rank is told, but for the descriptors that only its parent knows."""
+        return JobEnvironment(
+            rank=rank,
+            world_size=self._job.num_ranks,
+            run_id=self._crew.run_id,
+            store_address=self._crew.told_address(self._listener.address),
+            log_dir=self._log_dir,
+            resume=self._job.resume,
+            launched_by="braid",
+            **self._crew.place(rank)._asdict(),
+        )
+
+    # Events
+
+    def _pause_s(self) -> float | None:
+        if self._state.starting:
+            return 0.0
+        due = [
+            self._state.deadline_ns,
+            self._listener.next_deadline_ns(),
+            self._crew.deadline_ns,
+        ]
+        if self._state.phase is Phase.RUNNING:
+            due.append(self._hangs.deadline_ns)
+        next_ns = min((ns for ns in due if ns is not None), default=None)
+        return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
+
+    def _on_signals(self) -> None:
+        for signum in self._inbox.take():
+            if signum != SIGCHLD:
+                self._on_signal(signum, "")
+        self._crew.reap()
+
+    def _on_signal(self, signum: int, host: str) -> None:
+        """Somebody asks for the end, here or on `host`."""
+        first = self._state.phase is Phase.RUNNING
+        then = "passing it on to all ranks" if first else "ending all ranks now"
+        where = f" on host {host}" if host else ""
+        self._console.notice(f"{signal_name(signum)} received{where}, {then}")
+        self._handle(Interrupted(signum))
+
+    def _on_change(self, process: Rank, change: Change) -> None:
+        if change.what == "stopped":
+            self._handle(Stopped(process.rank, change.status))
+        elif change.what == "continued":
+            self._handle(Continued(process.rank))
+        else:
+            self._on_clients()  # it may have connected, spoken and died since the last look
+            process.hear()
+            process.drain()
+            facts = self._state.ranks[process.rank]
+            by_us = facts.signalled or change.memory_kill is not None
+            if change[:2] == ("killed", SIGKILL) and not by_us:
+                change = change._replace(memory_kill=self._crew.memory_kill())
+            end = process.ended(change, facts)
+            self._announce(end)
+            self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
+
+    def _on_clients(self) -> None:
+        for connection in self._listener.accept_ready():
+            role, rank = connection.peer.role, connection.peer.rank
+            process = self.ranks.get(rank)
+            if role == STORE_ROLE:
+                self._store.serve(connection)
+            elif role == CONTROL_ROLE and process is not None:
+                process.adopt(connection)
+            else:
+                connection.close()
+
+    def _on_message(self, process: Rank, message: FromRank) -> None:
+        if isinstance(message, Hello):
+            process.has_said_hello = True
+        elif isinstance(message, Left):
+            process.has_said_hello = False  # it gives no stacks any more
+        elif isinstance(message, Saved):
+            self._note_saved(message)
+        elif isinstance(message, Failed):
+            process.said = message
+            end = RankEnd(
+                rank=process.rank,
+                pid=process.pid,
+                host=process.host,
+                exit_code=1,
+                error=process.error(),
+            )
+            self._announce(end)
+            self._handle(SaidFailed(process.rank, clause(end)))
+
+    def _note_saved(self, message: Saved) -> None:
+        if self._saved is None or message.step >= self._saved.step:
+            self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
+
+    def _announce(self, end: RankEnd) -> None:
+        """Say at once who failed first; the block comes when all have ended."""
+        if end.ending is Ending.CAUSE and not self._announced:
+            self._announced = True
+            inside = self.ranks[end.rank].testimony()
+            if inside:
+                inside = f" ({inside})" if end.error is not None else f" {inside}"
+            who = self.ranks[end.rank].name
+            self._console.notice(f"{who} {clause(end)}{inside}")
+
+    # Instructions
+
+    def _handle(self, event: Event) -> None:
+        for instruction in self._state.handle(event, self._clock.now_ns()):
+            self._obey(instruction)
+
+    def _obey(self, instruction: Instruction) -> None:
+        if isinstance(instruction, SendSignal):
+            for rank in instruction.ranks:
+                if instruction.signum == SIGINT:
+                    self.ranks[rank].output.hide_interrupts()
+                self.ranks[rank].signal(instruction.signum)
+        elif isinstance(instruction, Tell):
+            for process in self.ranks.values():
+                process.tell(instruction.message)
+        elif isinstance(instruction, Warn):
+            self._warn(self.ranks[instruction.rank], instruction.signum)
+        else:
+            for process in self.ranks.values():
+                if process.has_said_hello:
+                    process.signal(SIGUSR1)
+
+    def _warn(self, process: Rank, signum: int) -> None:
+        who = process.name
+        if not signum:
+            self._console.notice(f"{who} goes on")
+            return
+        inside = process.testimony()
+        self._console.notice(
+            f"{who} was stopped by {signal_name(signum)}{' ' + inside if inside else ''}; it is given "
+            f"up after {self._job.stopped_limit_s:g} s, `kill -CONT {process.pid}` lets it go on"
+        )
+
+    # The end
+
+    def _verdict(self) -> Verdict:
+        ends = [process.end for process in self.ranks.values() if process.end is not None]
+        verdict = judge(ends, stopped_by=self._state.stopped_by)
+        fault_ns = self._state.fault_ns
+        at_ns = None if fault_ns is None else fault_ns - NOTICE_NS
+        return replace(
+            verdict,
+            guilty=tuple(self._testify(end, None) for end in verdict.guilty),
+            others=tuple(self._testify(end, at_ns) for end in verdict.others),
+        )
+
+    def _testify(self, end: RankEnd, at_ns: int | None) -> RankEnd:
+        if end.ending is Ending.FINISHED and at_ns is not None:
+            return end
+        gave_up = at_ns is not None and end.ending is Ending.SYMPTOM
+        told = self.ranks[end.rank].testimony(at_ns, gave_up=gave_up)
+        return replace(end, testimony=told)
+
+    def _keep(self, write: Callable[[], None]) -> None:
+        """A full disk costs records, not the run."""
+        try:
+            write()
+        except OSError as exc:
+            self._console.notice(f"cannot write to {self._log_dir}: {exc.strerror}")
+
+    def _end_ranks(self) -> None:
+        """Whatever went wrong, leave no process."""
+        for process in self.ranks.values():
+            process.close()
+
+
+def _limits(job: JobSpec) -> Limits:
+    return Limits(
+        grace_ns=round(job.grace_s * 1e9),
+        stopped_ns=round(job.stopped_limit_s * 1e9),
+        interrupt_ns=round(job.interrupt_limit_s * 1e9),
+        timeout_ns=None if job.timeout_s is None else round(job.timeout_s * 1e9),
+    )
+
+
+def _exit_code(verdict: Verdict, signum: int) -> int:
+    if verdict.kind == "timeout":
+        return TIMEOUT_EXIT_CODE
+    if verdict.kind == "interrupted":
+        return 128 + signum
+    if not verdict.guilty:
+        return 0
+    guilty = verdict.guilty[0]
+    if verdict.kind == "exception":  # also one that ended in an abort during the teardown
+        return guilty.exit_code or 1
+    return 128 + guilty.signal if guilty.signal else guilty.exit_code or 1
+
+
+def _resume_command(job: JobSpec) -> str:
+    flag = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
+    told = [
+        "braid", "run", "--resume", "auto", *(job.where or ("-n", str(job.num_ranks))), *flag, *job.command,
+    ]  # fmt: skip
+    return shlex.join(told)

@@ -1,0 +1,250 @@
+"""Frames of one link become messages, received straight into their final memory.
+
+Problem: a receiver that collects chunks and joins them copies every message, and one that believes a length allocates what
+a stranger asks for.
+
+Idea: the head of a message says all its sizes, which are checked before anything is allocated. Memory for the buffers is
+chosen once, when the message itself is known, so the program can say where a tensor shall go. Each chunk is then
+received into its slice of that memory. At most one message per priority is open, so a peer can make this process
+hold 16 of the largest size; nobody who has not proven the job's secret gets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from braid.errors import CommError
+from braid.message.protocol.heads import (
+    Beat,
+    Bye,
+    Cancel,
+    Head,
+    Hello,
+    More,
+    Open,
+    as_bytes,
+    unpack,
+)
+from braid.message.protocol.schema import Message, Schema
+from braid.message.protocol.van import Allocate
+
+__all__ = ["Arrived", "Inflow"]
+
+
+class Arrived(NamedTuple):
+    """A whole message.
+
+    Attributes:
+        head: What the sender said of it.
+        message: Decoded.
+        buffers: What came beside it.
+        late: Whether its deadline had passed.
+    """
+
+    head: Open
+    message: Message
+    buffers: Sequence[memoryview]
+    late: bool
+
+
+Event: TypeAlias = Hello | Beat | Bye | Arrived
+
+
+@dataclass(slots=True)
+class _Assembly:
+    """A message of which some bytes have arrived."""
+
+    head: Open
+    deadline_ns: int | None
+    body: memoryview
+    message: Message | None = None
+    buffers: list[memoryview] = field(default_factory=list)
+    missing: list[memoryview] = field(default_factory=list)  # slices still to fill, in order
+
+    def slices(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Where pieces of these sizes go; ValueError when that is not where the message goes on."""
+        if self.message is None:
+            if len(sizes) != 1 or not 0 < sizes[0] <= len(self.body):
+                raise ValueError
+            return [self.body[: sizes[0]]]
+        found: list[memoryview] = []
+        for size, gap in zip(sizes, self.missing, strict=False):
+            if not 0 < size <= len(gap) or (size < len(gap) and len(found) + 1 < len(sizes)):
+                raise ValueError
+            found.append(gap[:size])
+        if len(found) < len(sizes):
+            raise ValueError
+        return found
+
+    def filled(self, sizes: Sequence[int]) -> None:
+        """The slices of `sizes` have been received."""
+        if self.message is None:
+            self.body = self.body[sizes[0] :]
+            return
+        last = len(sizes) - 1
+        rest = self.missing[last][sizes[last] :]
+        self.missing[: last + 1] = [rest] if len(rest) else []
+
+
+class Inflow:
+    """What arrives on one link.
+
+    Args:
+        peer: Who sends, for errors.
+        schema: Its messages.
+        max_message_bytes: What to refuse.
+        allocators: Who chooses the memory for buffers, by type of message.
+
+    On failure: anything but a correct sequence of frames raises CommError; the link must then be closed.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        schema: Schema,
+        max_message_bytes: int,
+        allocators: Mapping[type[Message], Allocate],
+    ) -> None:
+        self._peer = peer
+        self._schema = schema
+        self._max_message_bytes = max_message_bytes
+        self._allocators = allocators
+        self._open: dict[int, _Assembly] = {}
+        self._filling: tuple[_Assembly, tuple[int, ...]] | None = None
+        self._greeted = False
+
+    def allocate(self, meta: bytes, sizes: tuple[int, ...], now_ns: int) -> Sequence[memoryview]:
+        """Where the pieces of the frame `meta` go, which is now being received.
+
+        Raises:
+            CommError: The frame breaks the protocol; nothing was allocated.
+        """
+        head = self._unpack(meta)
+        if isinstance(head, Open):
+            self._begin(head, now_ns)
+        elif not isinstance(head, More):
+            raise self._broken(f"buffers beside {type(head).__name__}")
+        assembly = self._open.get(head.priority)
+        if assembly is None:
+            raise self._broken(f"more of a message of priority {head.priority} that is not open")
+        try:
+            slices = assembly.slices(sizes)
+        except ValueError:
+            raise self._broken(
+                f"pieces of {sizes} bytes that do not fit {assembly.head.name!r}"
+            ) from None
+        self._filling = assembly, sizes
+        return slices
+
+    def received(self, meta: bytes, now_ns: int) -> Event | None:
+        """A frame is complete; returns what it means, None for a part of a message.
+
+        Raises:
+            CommError: The frame breaks the protocol, or its message is not of the schema.
+        """
+        if self._filling is not None:
+            assembly, sizes = self._filling
+            self._filling = None
+            assembly.filled(sizes)
+        else:
+            head = self._unpack(meta)
+            if isinstance(head, Hello):
+                self._greeted = True
+            if isinstance(head, Hello | Beat | Bye):
+                return head
+            if isinstance(head, Cancel):
+                if self._open.pop(head.priority, None) is None:
+                    raise self._broken("the end of a message that is not open")
+                return None
+            if isinstance(head, More):
+                raise self._broken("more of a message without a byte of it")
+            assembly = self._begin(head, now_ns)
+        return self._advance(assembly, now_ns)
+
+    def _unpack(self, meta: bytes) -> Head:
+        head = unpack(meta, self._peer)
+        if isinstance(head, Hello) == self._greeted:
+            raise self._broken(
+                f"{type(head).__name__} {'twice' if self._greeted else 'before Hello'}"
+            )
+        return head
+
+    def _begin(self, head: Open, now_ns: int) -> _Assembly:
+        """A message begins: check what it asks for, then allocate."""
+        if head.priority in self._open:
+            raise self._broken(f"a second open message of priority {head.priority}")
+        if head.nbytes > self._max_message_bytes:
+            raise self._broken(
+                f"message {head.name!r} of {head.nbytes} bytes (limit {self._max_message_bytes})"
+            )
+        if head.body and head.body_bytes:
+            raise self._broken(f"two bodies of message {head.name!r}")
+        deadline_ns = now_ns + 1000 * head.remaining_us if head.remaining_us else None
+        assembly = _Assembly(head, deadline_ns, self._new_memory(head.body_bytes, head.name))
+        if not head.body_bytes:
+            self._decode(assembly, head.body)
+        self._open[head.priority] = assembly
+        return assembly
+
+    def _advance(self, assembly: _Assembly, now_ns: int) -> Arrived | None:
+        """The message, if it is complete."""
+        head = assembly.head
+        if assembly.message is None:
+            if len(assembly.body):
+                return None
+            self._decode(assembly, memoryview(assembly.body.obj))
+        if assembly.missing:
+            return None
+        del self._open[head.priority]
+        assert assembly.message is not None
+        late = assembly.deadline_ns is not None and assembly.deadline_ns < now_ns
+        return Arrived(head, assembly.message, assembly.buffers, late)
+
+    def _decode(self, assembly: _Assembly, body: bytes | memoryview) -> None:
+        """The body is here: what it says decides where the buffers go."""
+        head = assembly.head
+        assembly.message = message = self._schema.decode(head.name, body, sender=self._peer)
+        if head.sizes:
+            assembly.buffers = self._memory(message, head)
+            assembly.missing = [buffer for buffer in assembly.buffers if len(buffer)]
+
+    def _memory(self, message: Message, head: Open) -> list[memoryview]:
+        sizes = head.sizes
+        allocate = self._allocators.get(type(message))
+        chosen: list[memoryview] | None = None
+        if allocate is not None:
+            try:
+                found = allocate(self._peer, message, sizes)
+                chosen = None if found is None else [as_bytes(each) for each in found]
+            except Exception as exc:
+                msg = (
+                    f"the memory for the buffers of {type(message).__name__} from {self._peer} could not be "
+                    f"chosen: its receive_into callback raised {type(exc).__name__}: {exc}"
+                )
+                raise CommError(msg) from exc
+        if chosen is None:
+            return [self._new_memory(size, head.name) for size in sizes]
+        found_sizes = tuple(map(len, chosen))
+        if found_sizes != sizes or any(len(each) and each.readonly for each in chosen):
+            msg = (
+                f"expected the receive_into callback of {type(message).__name__} to return writable memory of "
+                f"{sizes} bytes, found {found_sizes}: return one memoryview for each size"
+            )
+            raise CommError(msg)
+        return chosen
+
+    def _new_memory(self, size: int, name: str) -> memoryview:
+        try:
+            return memoryview(bytearray(size))
+        except MemoryError as exc:
+            msg = (
+                f"expected memory for {size} bytes of message {name!r} from {self._peer}, found that there is not so "
+                "much: send it in parts, or receive_into memory that is there"
+            )
+            raise CommError(msg) from exc
+
+    def _broken(self, found: str) -> CommError:
+        msg = f"expected from {self._peer} the frames of a braid van, found {found}"
+        return CommError(msg)

@@ -1,0 +1,282 @@
+"""The queue of one link: which bytes leave next, and what becomes of messages that cannot.
+
+Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the peer is declared dead.
+A queue without bound turns a slow peer into a process that runs out of memory.
+
+Idea: one lane per priority, and before every frame the choice is made anew: control heads first, then the next chunk of the
+first message in the most urgent lane that has one. A message is begun when the one before it in its lane has left, so
+lanes are first in, first out. Chunks are slices of the sender's memory; nothing is copied.
+
+    state of a message     event                         next
+    waiting                its turn: next_frame()        under way (Open, then More for each further chunk)
+    waiting                deadline, later epoch         done, with CommTimeout or StaleError
+    under way              last chunk sent               done
+    under way              deadline                      done once its current chunk is sent: CommTimeout, Cancel to the peer
+    any                    link lost, or one way only    done, with PeerLostError
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from braid.errors import BraidError, CommTimeout, ConfigError
+from braid.message.protocol.heads import (
+    INLINE_BODY_BYTES,
+    MAX_BUFFERS,
+    Cancel,
+    Head,
+    More,
+    Open,
+    as_bytes,
+    pack,
+)
+from braid.message.protocol.van import NUM_PRIORITIES, VanConfig
+from braid.wire import Buffer
+
+__all__ = ["OutFrame", "Outbox", "Outgoing"]
+
+
+class OutFrame(NamedTuple):
+    """What to hand to the network next.
+
+    Attributes:
+        meta: Description.
+        pieces: Slices of the sender's memory.
+    """
+
+    meta: bytes
+    pieces: Sequence[memoryview]
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A message on its way out, and how far it is.
+
+    Attributes:
+        head: As it will be sent; epoch and remaining time are filled in later.
+        body: What has not been cut yet of a body that the head does not hold.
+        buffers: What has not been cut yet of the buffers.
+        deadline_ns: When it is worth nothing any more; None for never.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that has not greeted.
+        begun: Whether its head has left.
+        done: Whether the van is finished with it.
+        error: Why it did not leave; None if it did, or may yet.
+    """
+
+    head: Open
+    body: memoryview
+    buffers: deque[memoryview]
+    deadline_ns: int | None = None
+    life: int = 0
+    begun: bool = False
+    done: bool = False
+    error: BraidError | None = None
+
+    @classmethod
+    def make(
+        cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
+    ) -> Outgoing:
+        """A message of `body` and `buffers`, which `head` does not describe yet.
+
+        Raises:
+            ConfigError: A buffer is not contiguous, or there are too many, or there is no such priority.
+        """
+        if not 0 <= head.priority < NUM_PRIORITIES or len(buffers) > MAX_BUFFERS:
+            msg = (
+                f"expected a priority from 0 to {NUM_PRIORITIES - 1} and at most {MAX_BUFFERS} buffers for message "
+                f"{head.name!r}, found priority {head.priority} and {len(buffers)} buffers"
+            )
+            raise ConfigError(msg)
+        try:
+            views = [as_bytes(buffer) for buffer in buffers]
+        except TypeError as exc:
+            msg = (
+                f"expected contiguous buffers beside message {head.name!r}, found one that is not ({exc}): "
+                "send a contiguous copy of it"
+            )
+            raise ConfigError(msg) from exc
+        inline = len(body) <= INLINE_BODY_BYTES
+        head = msgspec.structs.replace(
+            head,
+            body=body if inline else b"",
+            body_bytes=0 if inline else len(body),
+            sizes=tuple(map(len, views)),
+        )
+        return cls(
+            head, memoryview(b"" if inline else body), deque(filter(len, views)), deadline_ns
+        )
+
+    @property
+    def is_cut_up(self) -> bool:
+        """Whether all its bytes have been cut."""
+        return not self.body and not self.buffers
+
+    def cut(self, limit: int) -> list[memoryview]:
+        """The next bytes, `limit` at most; the body shares no frame with buffers."""
+        if self.body:
+            piece, self.body = self.body[:limit], self.body[limit:]
+            return [piece]
+        pieces: list[memoryview] = []
+        while limit and self.buffers:
+            buffer = self.buffers[0]
+            piece = buffer[:limit]
+            pieces.append(piece)
+            limit -= len(piece)
+            if len(piece) < len(buffer):
+                self.buffers[0] = buffer[len(piece) :]
+            else:
+                self.buffers.popleft()
+        return pieces
+
+
+class Outbox:
+    """The messages that wait for one link.
+
+    Args:
+        peer: Who is at the other end, for errors.
+        config: Sizes.
+        counts: Where to count what becomes of messages, under the names of `VanStatistics`.
+    """
+
+    def __init__(self, peer: str, config: VanConfig, counts: Counter[str]) -> None:
+        self._peer = peer
+        self._config = config
+        self._counts = counts
+        self._control: deque[bytes] = deque()
+        self._lanes: list[deque[Outgoing]] = [deque() for _ in range(NUM_PRIORITIES)]
+        self._deadlines: list[tuple[int, int, Outgoing]] = []
+        self._numbers = itertools.count()
+        self._in_network: Outgoing | None = None  # its chunk has left next_frame, not yet memory
+        self._has_failed = False
+        self.queued = 0
+        self.queued_bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits and nothing is under way."""
+        return not self.queued and not self._control
+
+    @property
+    def has_control(self) -> bool:
+        """Whether a control head waits: another heartbeat would tell nothing."""
+        return bool(self._control)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a message of so many bytes may be put; any may when the queue is empty."""
+        config = self._config
+        return not self.queued or (
+            self.queued < config.max_queue_messages
+            and self.queued_bytes + nbytes <= config.max_queue_bytes
+        )
+
+    def put(self, outgoing: Outgoing) -> None:
+        """Append a message to its lane."""
+        self._lanes[outgoing.head.priority].append(outgoing)
+        self.queued += 1
+        self.queued_bytes += outgoing.head.nbytes
+        if outgoing.deadline_ns is not None:
+            entry = (outgoing.deadline_ns, next(self._numbers), outgoing)
+            heapq.heappush(self._deadlines, entry)
+
+    def say(self, head: Head) -> None:
+        """Queue a control head before all messages; one for a link that has failed is dropped."""
+        if not self._has_failed:
+            self._control.append(pack(head))
+
+    def next_frame(self, now_ns: int) -> OutFrame | None:
+        """What leaves next, None when nothing waits. Report with `frame_sent` before asking again."""
+        self.expire(now_ns)
+        if self._control:
+            return OutFrame(self._control.popleft(), ())
+        for lane in reversed(self._lanes):
+            if lane:
+                outgoing = self._in_network = lane[0]
+                head: Head = More(outgoing.head.priority)
+                if not outgoing.begun:
+                    outgoing.begun = True
+                    head = _with_remaining(outgoing, now_ns)
+                return OutFrame(pack(head), outgoing.cut(self._config.chunk_bytes))
+        return None
+
+    def frame_sent(self, now_ns: int) -> None:
+        """The last frame has left this process's memory."""
+        outgoing, self._in_network = self._in_network, None
+        if outgoing is None:
+            return
+        if outgoing.is_cut_up:
+            self._counts.update(sent=1, sent_bytes=outgoing.head.nbytes)
+            self._finish(outgoing, None)
+        elif outgoing.deadline_ns is not None and outgoing.deadline_ns <= now_ns:
+            self._expire(outgoing)
+
+    def expire(self, now_ns: int) -> None:
+        """End the messages whose deadline has passed.
+
+        One of which a chunk is in the network is ended when that has left: until then its memory is in use.
+        """
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            outgoing = heapq.heappop(self._deadlines)[2]
+            if not outgoing.done and outgoing is not self._in_network:
+                self._expire(outgoing)
+
+    def next_deadline_ns(self) -> int | None:
+        """When `expire` has something to do."""
+        while self._deadlines and self._deadlines[0][2].done:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def fail(self, error: BraidError) -> None:
+        """Nothing more leaves: all messages end with this error."""
+        self._has_failed = True
+        self._control.clear()
+        self._in_network = None
+        self._end(error, "lost", also_begun=True)
+
+    def fail_waiting(self, error: BraidError) -> None:
+        """The messages that are not begun belong to an epoch that is over."""
+        self._end(error, "stale", also_begun=False)
+
+    def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:
+        ended = [
+            outgoing
+            for lane in self._lanes
+            for outgoing in lane
+            if also_begun or not outgoing.begun
+        ]
+        for outgoing in ended:
+            self._finish(outgoing, error)
+        self._counts[count] += len(ended)
+
+    def _expire(self, outgoing: Outgoing) -> None:
+        how_far = "under way" if outgoing.begun else "in the queue"
+        if outgoing.begun:
+            self.say(Cancel(outgoing.head.priority))
+        msg = (
+            f"expected message {outgoing.head.name!r} #{outgoing.head.id} to reach {self._peer} before "
+            f"its deadline, found it still {how_far}: the peer or the network is slow, or the deadline short"
+        )
+        self._counts["expired"] += 1
+        self._finish(outgoing, CommTimeout(msg))
+
+    def _finish(self, outgoing: Outgoing, error: BraidError | None) -> None:
+        self._lanes[outgoing.head.priority].remove(outgoing)
+        self.queued -= 1
+        self.queued_bytes -= outgoing.head.nbytes
+        outgoing.done, outgoing.error = True, error
+        outgoing.body = memoryview(b"")  # the memory is the sender's again
+        outgoing.buffers.clear()
+
+
+def _with_remaining(outgoing: Outgoing, now_ns: int) -> Open:
+    """The head that leaves: what remains until the deadline, at least a microsecond if there is one."""
+    if outgoing.deadline_ns is None:
+        return outgoing.head
+    remaining_us = max(1, (outgoing.deadline_ns - now_ns) // 1000)
+    return msgspec.structs.replace(outgoing.head, remaining_us=remaining_us)

@@ -1,0 +1,1 @@
+"""Vans over sockets, pipes and queues of one process."""

@@ -1,0 +1,189 @@
+"""A van over streams that somebody has handed over: the pipes of a child, or a connection that is already trusted.
+
+Problem: what starts a process elsewhere (ssh, `ip netns exec`, a batch system) offers it stdin and stdout, before any
+network is known; there is nothing to connect to, and no handshake to make. Idea: whoever holds the pipes of a process has
+started it, or was started by the other end. So a pair of pipes is a link as soon as it is attached, under the name
+that its holder gives it: messages queue up before the other end has said a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from braid.clock import Clock
+from braid.errors import ConfigError, PeerLostError, RendezvousError
+from braid.message.protocol.schema import Schema
+from braid.message.protocol.van import VanConfig, split_node
+from braid.message.protocol.van_state import LAST_WORDS_S
+from braid.message.vans.stream_van import FRAME_LIMITS, Stream, StreamVan
+from braid.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
+
+__all__ = ["PipeStream", "PipeVan"]
+
+
+class PipeStream:
+    """Frames over a descriptor to read and one to write; a `Stream`.
+
+    Args:
+        reader: Readable end of a pipe; owned and closed by this object, and made not to block.
+        writer: Writable end of another; likewise.
+        peer: Who is at the other end, for errors.
+        received: Bytes of frames that were read already, with those of another protocol before them.
+    """
+
+    def __init__(self, reader: int, writer: int, peer: str, *, received: bytes = b"") -> None:
+        for fd in (reader, writer):
+            os.set_blocking(fd, False)
+        self._peer = peer
+        self._gone = False
+        self._reader = reader
+        self._writer = writer
+        self._received = memoryview(received)
+        self._decoder = FrameDecoder(FRAME_LIMITS)
+        self._outbox = Unsent(lambda pieces: os.writev(self._writer, pieces))
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end."""
+        return self._peer
+
+    @property
+    def gone(self) -> bool:
+        """Whether writing has shown that nobody reads any more."""
+        return self._gone
+
+    def fileno(self) -> int:
+        """Descriptor to read from; -1 after `close`."""
+        return self._reader
+
+    def write_fileno(self) -> int:
+        """Descriptor to write to; -1 after `close`."""
+        return self._writer
+
+    def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
+        """Queue a frame and write what the pipe takes now; returns the bytes still queued, 0 where nobody reads any more (`gone`).
+
+        Raises:
+            PeerLostError: The pipe broke for another reason.
+        """
+        self._outbox.add(encode(meta, buffers, FRAME_LIMITS))
+        return self.flush()
+
+    def flush(self) -> int:
+        """Write what the pipe takes now of what is queued; returns the bytes still queued."""
+        try:
+            self._outbox.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            self._gone = True  # `try_recv` finds the end, behind what the peer has said last
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        return self._outbox.nbytes
+
+    def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
+        """The next frame if it is here.
+
+        Raises:
+            PeerLostError: The stream has ended.
+            CommError: What came is no frame.
+        """
+        decoder = self._decoder
+        try:
+            while (frame := decoder.next_frame(allocate)) is None:
+                nbytes = self._read(decoder.next_view())
+                if not nbytes:
+                    raise self._lost(None)
+                decoder.advance(nbytes)
+        except BlockingIOError:
+            return None
+        except OSError as exc:
+            raise self._lost(exc) from exc
+        return frame
+
+    def close(self) -> None:
+        """Close both pipes. Idempotent."""
+        for fd in {self._reader, self._writer} - {-1}:
+            os.close(fd)
+        self._reader = self._writer = -1
+
+    def __repr__(self) -> str:
+        return f"<PipeStream to {self._peer}{', closed' if self._reader < 0 else ''}>"
+
+    def _read(self, target: memoryview) -> int:
+        if self._received:
+            nbytes = min(len(target), len(self._received))
+            target[:nbytes] = self._received[:nbytes]
+            self._received = self._received[nbytes:]
+            return nbytes
+        return os.readv(self._reader, [target])
+
+    def _lost(self, cause: OSError | None) -> PeerLostError:
+        """How the stream ended."""
+        found = "it closed its pipe"
+        if cause is not None:
+            found = f"its pipe broke ({cause.strerror or cause})"
+        elif self._decoder.in_frame:
+            found = "it closed its pipe in the middle of a frame"
+        return PeerLostError(f"lost {self._peer}: {found}")
+
+
+class PipeVan(StreamVan):
+    """A `Van` over pipes, and over connections that others have made.
+
+    Args:
+        node: Own name; the other ends use names of their own for it.
+        schema: The messages, the same on all nodes.
+        epoch: Membership epoch to begin with.
+        config: Limits and times.
+        clock: Must move by itself; the host's when None.
+
+    On failure: see `StreamVan`. A peer that is lost can be attached again, over other pipes.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        schema: Schema,
+        *,
+        epoch: int = 0,
+        config: VanConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(node, schema, epoch=epoch, config=config, clock=clock)
+
+    def attach(self, peer: str, stream: Stream) -> None:
+        """Make a link of a stream; its other end must be a van of the same schema.
+
+        A peer of that name that takes nothing more is heard to its end first, for a second at most.
+
+        Args:
+            peer: What this node calls the node at the other end, whatever that calls itself. A message can be sent to it
+                at once; `PeerLost` tells its end, even if it has never spoken. Until it has, the own limit for the
+                size of messages stands for its own.
+            stream: A `PipeStream`, or a connection after its handshake; owned and closed by this van from now on.
+
+        Raises:
+            ConfigError: The name is none, or is taken; the stream is still the caller's.
+            StaleError: The van is closed; so is the stream.
+        """
+        split_node(peer)
+        until_ns = self._deadline_ns(LAST_WORDS_S)
+        with self._guard:
+            while self._state.is_ending(peer) and self._wait(until_ns):
+                pass
+            if peer in self._state.peers:
+                msg = f"expected a new name for a link of {self.node}, found {peer}, which it has: use another"
+                raise ConfigError(msg)
+            self._adopt(stream, peer, known=True)
+
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002 - Van's
+        """See `Van.connect`; only to those who are attached already."""
+        with self._guard:
+            self._check_open()
+            if to not in self._state.peers:
+                found = ", ".join(self._state.peers) or "nobody"
+                msg = f"expected {to} to be attached to {self.node}, found {found}: attach() its pipes"
+                raise RendezvousError(msg)
+
+    def __enter__(self) -> PipeVan:
+        return self

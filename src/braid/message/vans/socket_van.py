@@ -1,0 +1,110 @@
+"""A van over sockets: between the processes of a host, and between hosts.
+
+Problem: whoever reaches a port can connect to it. Idea: a connection becomes a link when the handshake of `wire` has
+proven at both ends which node the other is; before that, nothing is parsed.
+"""
+
+from __future__ import annotations
+
+from braid.clock import Clock, MonotonicClock
+from braid.errors import RendezvousError
+from braid.message.protocol.schema import Schema
+from braid.message.protocol.van import VanConfig, split_node
+from braid.message.vans.stream_van import FRAME_LIMITS, StreamVan, node_of
+from braid.wire import Identity, Listener, Secret
+from braid.wire import connect as connect_wire
+
+__all__ = ["SocketVan"]
+
+
+class SocketVan(StreamVan):
+    """A `Van` between processes and hosts, over unix sockets and TCP.
+
+    Args:
+        node: Own name, such as "worker:3" or "launcher".
+        schema: The messages, the same on all nodes.
+        secret: The job's secret.
+        run_id: The job.
+        listen: Where others can `connect` to, see `braid.wire.address`; empty if only this node connects to others.
+        listen_anywhere: Allow an address that other hosts can reach.
+        epoch: Membership epoch to begin with.
+        config: Limits and times.
+        clock: Must move by itself; the host's when None.
+
+    Raises:
+        ConfigError: The name, the run id or the address cannot be used.
+
+    On failure: see `StreamVan`.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        schema: Schema,
+        *,
+        secret: Secret,
+        run_id: str,
+        listen: str = "",
+        listen_anywhere: bool = False,
+        epoch: int = 0,
+        config: VanConfig | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        clock = clock or MonotonicClock()
+        identity = Identity(run_id, *split_node(node), epoch)
+        listener: Listener | None = None
+        if listen:
+            listener = Listener(
+                listen,
+                secret,
+                identity,
+                listen_anywhere=listen_anywhere,
+                limits=FRAME_LIMITS,
+                clock=clock,
+            )
+        super().__init__(node, schema, listener=listener, epoch=epoch, config=config, clock=clock)
+        self._secret = secret
+        self._identity = identity
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the real port; empty if it does not."""
+        return "" if self._listener is None else self._listener.address
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Why the last clients were turned away, newest last."""
+        return () if self._listener is None else self._listener.refusals
+
+    def __enter__(self) -> SocketVan:
+        return self
+
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
+        """See `Van.connect`."""
+        split_node(to)
+        with self._guard:
+            self._check_open()
+            if to in self._state.peers:
+                return
+        deadline_ns = self._deadline_ns(timeout_s)
+        connection = connect_wire(
+            address,
+            self._secret,
+            self._identity,
+            timeout_s=self._state.config.timeout_s if timeout_s is None else timeout_s,
+            limits=FRAME_LIMITS,
+            clock=self._clock,
+        )
+        found = node_of(connection.peer)
+        if found != to:
+            connection.close()
+            msg = f"expected {to} at {address}, found {found}: ask that node for its own address"
+            raise RendezvousError(msg)
+        with self._guard:
+            link = self._adopt(connection, to)
+            while to not in self._state.peers:
+                if link not in self._wires or not self._wait(deadline_ns):
+                    self._state.link_lost(link, "it did not greet")
+                    self._act()
+                    msg = f"expected {to} at {address} to greet {self.node}, found that it closed or was silent"
+                    raise RendezvousError(msg)

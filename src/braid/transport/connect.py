@@ -1,0 +1,269 @@
+"""Connections between ranks that do not share memory: each rank calls the far ones before it, and answers those behind.
+
+Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host, where nobody else can
+listen, 32 random bytes that rank 0 puts into the store do as well, so that whoever may join the job there may also join
+here; over a network they do only if the user says so. Jobs of one user may share a secret file, so both ends also name
+their job: by a word that rank 0 has drawn and all have heard in the store.
+
+Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody cannot reach somebody, all
+raise the same table within some seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from typing import NamedTuple
+
+from braid.diagnose import reach_table
+from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
+from braid.transport.meeting import LOOK_S, Meeting
+from braid.transport.reachability import knock, own_address_towards
+from braid.wire import Address, Identity, Listener, Secret, SocketConnection
+from braid.wire import connect as dial
+
+__all__ = ["LOST_AFTER_S", "Call", "Network", "call_all"]
+
+ROLE = "memory"
+ANSWER_S = 30.0  # of a rank that has said where it listens
+LOST_AFTER_S = 30.0  # of silence of a host
+OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way there is the way out
+
+
+class Network(NamedTuple):
+    """How this rank is reached by ranks of other hosts.
+
+    Attributes:
+        listen: Own address for them; found by the way to `towards` when empty.
+        towards: A host of the job, such as that of the store.
+        insecure: Let the secret of the connections travel through the store, as plain text.
+    """
+
+    listen: str = ""
+    towards: str = ""
+    insecure: bool = False
+
+
+class Call(NamedTuple):
+    """A connection that stands.
+
+    Attributes:
+        pid: Process id of the peer, on its host.
+        host: Name of its host.
+        abroad: Whether there is a network on the way.
+        connection: After the handshake.
+    """
+
+    pid: int
+    host: str
+    abroad: bool
+    connection: SocketConnection
+
+
+class _Said(NamedTuple):
+    """What a rank said of itself."""
+
+    pid: int
+    host: str
+    address: str
+
+    @classmethod
+    def parse(cls, text: str) -> _Said:
+        pid, host, address = text.split("@")
+        return cls(int(pid), host, address)
+
+
+def call_all(
+    meeting: Meeting, hosts: tuple[int, ...], secret: Secret | None, network: Network
+) -> dict[int, Call]:
+    """Connect to all ranks of other hosts.
+
+    Args:
+        meeting: Where all ranks find each other.
+        hosts: Number of each rank's host.
+        secret: Of the job; None to find one in the store.
+        network: See above.
+
+    Raises:
+        RendezvousError: Some rank did not answer, cannot be reached or has another secret.
+        ConfigError: There is no secret, or no address to listen on.
+    """
+    me = meeting.rank
+    far = [r for r, host in enumerate(hosts) if host != hosts[me]]
+    found, job = _agree_on_secret(meeting, secret, network)
+    who = Identity(job, ROLE, me)
+    with contextlib.ExitStack() as stack:
+        try:
+            listen = network.listen or _own_address(network)
+            wanted = Address(host=listen, port=0)
+            listener = stack.enter_context(
+                Listener(
+                    str(wanted),
+                    found,
+                    who,
+                    listen_anywhere=not wanted.is_loopback,
+                    clock=meeting.clock,
+                )
+            )
+        except BraidError as exc:
+            _say_all(meeting, "shm/address", f"!{exc}", "can listen")  # raises, on all ranks
+            raise
+        own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
+        words = _say_all(meeting, "shm/address", own, "can listen")
+        if me == 0:  # all have read it
+            meeting.store.delete_key("shm/secret")
+        said = [_Said.parse(word) for word in words]
+        abroad = _require_one_network(meeting, said)
+        if abroad:
+            _require_reach(meeting, hosts, said)
+        calls: dict[int, SocketConnection] = {}
+        with contextlib.ExitStack() as undo:
+            for peer in (r for r in far if r < me):
+                calls[peer] = _call(meeting, peer, said[peer].address, found, who)
+                undo.callback(calls[peer].close)
+            while len(calls) < len(far):
+                connection = _answer(meeting, listener, [r for r in far if r not in calls])
+                peer = connection.peer.rank
+                if peer <= me or peer in calls or peer not in far or connection.peer.role != ROLE:
+                    connection.close()
+                    continue
+                calls[peer] = connection
+                undo.callback(connection.close)
+            undo.pop_all()
+    if abroad:
+        for connection in calls.values():
+            connection.end_if_silent(LOST_AFTER_S)
+    return {r: Call(said[r].pid, said[r].host, abroad, calls[r]) for r in far}
+
+
+def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
+    """Tell all ranks a word and hear theirs; raise on all of them if one begins with `!`: that rank cannot go on, and why."""
+    words = meeting.all_say(topic, word)
+    wrong = [f"  rank {r}: {text[1:]}" for r, text in enumerate(words) if text.startswith("!")]
+    if wrong:
+        meeting.part()
+        table = "\n".join(wrong)
+        msg = f"expected that every rank {claim} for ranks of other hosts, found\n{table}"
+        raise ConfigError(msg)
+    return words
+
+
+def _own_address(network: Network) -> str:
+    if not network.towards:
+        return "127.0.0.1"
+    try:
+        found = own_address_towards(network.towards)
+        named = not Address(host=network.towards).is_loopback
+        if named and Address(host=found).is_loopback:  # this host's own name, as /etc/hosts has it
+            found = own_address_towards(OUTWARDS)
+    except OSError as exc:
+        msg = (
+            f"expected a way from {socket.gethostname()} to {network.towards}, found {exc}: name the address on which this "
+            "rank listens with BRAID_LISTEN, or see whether MASTER_ADDR is right"
+        )
+        raise ConfigError(msg) from exc
+    return found
+
+
+def _agree_on_secret(
+    meeting: Meeting, secret: Secret | None, network: Network
+) -> tuple[Secret, str]:
+    """The job's secret, or one that all who meet in the store read, if that is all right with everybody; and its name."""
+    trusts = not network.towards or network.insecure
+    kind = "own" if secret else "store" if trusts else "none"
+    words = meeting.all_say("shm/trust", f"{kind}@{secrets.token_hex(8)}")
+    kinds, drawn = zip(*(word.split("@") for word in words), strict=True)
+    job = drawn[0]
+    if "none" in kinds or len(set(kinds)) > 1:
+        meeting.part()
+        said = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
+        table = "\n".join(f"  rank {r} {said[kind]}" for r, kind in enumerate(kinds))
+        msg = (
+            f"expected a secret for connections between hosts, the same way on all ranks, found\n{table}\n"
+            "start the job with `braid run`, or put 32 random bytes into a file that only you can read (chmod 600) and name it "
+            "in BRAID_SECRET_FILE on all hosts, or, on a network that you trust, set BRAID_INSECURE_NETWORK=1 on all"
+        )
+        raise ConfigError(msg)
+    if secret is not None:
+        return secret, job
+    key = "shm/secret"
+    if meeting.rank == 0:
+        meeting.store.set(key, secrets.token_hex(32).encode())
+    meeting.wait([key])
+    return Secret(bytes.fromhex(meeting.store.get(key).decode())), job
+
+
+def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
+    """Whether ranks listen on a network; raise, on all ranks, if others only on their own host's loopback address."""
+    inside = [r for r, one in enumerate(said) if Address.parse(one.address).is_loopback]
+    if inside and len(inside) < len(said):
+        meeting.part()
+        table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(said))
+        msg = (
+            f"expected addresses that other hosts can reach, found\n{table}\nname one for ranks {inside} with BRAID_LISTEN, or "
+            "see why MASTER_ADDR means the host itself there (/etc/hosts)"
+        )
+        raise ConfigError(msg)
+    return not inside
+
+
+def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) -> None:
+    """Raise, on all ranks, if some host cannot reach another."""
+    mine = hosts[meeting.rank]
+    first = (
+        hosts.index(mine) == meeting.rank
+    )  # one of a host knocks: nobody answers before the meeting is over
+    far = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
+    failed = {str(rank): why for rank, why in knock(far, meeting.clock).items()}
+    words = meeting.all_say("shm/reach", json.dumps(failed))
+    found: dict[tuple[int, int], str] = {}
+    for rank, word in enumerate(words):
+        for other, why in json.loads(word).items():
+            found.setdefault((hosts[rank], hosts[int(other)]), why)
+    if not found:
+        return
+    firsts = [said[hosts.index(number)] for number in range(max(hosts) + 1)]
+    names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
+    msg = (
+        f"expected all {len(names)} hosts to reach each other, found\n{reach_table(names, found)}\n"
+        "open the ports between them in both directions, or name an address on a network that all share with BRAID_LISTEN (or "
+        "`braid run --network-interface`)"
+    )
+    meeting.part()
+    raise RendezvousError(msg)
+
+
+def _call(
+    meeting: Meeting, peer: int, address: str, secret: Secret, who: Identity
+) -> SocketConnection:
+    try:
+        timeout_s = min(meeting.timeout_s, ANSWER_S)
+        connection = dial(address, secret, who, timeout_s=timeout_s, clock=meeting.clock)
+    except RendezvousError:
+        meeting.look()  # the launcher may know more
+        raise
+    if connection.peer.rank != peer:
+        connection.close()
+        msg = f"expected rank {peer} at {address}, found {connection.peer}: is the store that of another job?"
+        raise RendezvousError(msg)
+    return connection
+
+
+def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketConnection:
+    deadline_ns = meeting.clock.now_ns() + round(meeting.timeout_s * 1e9)
+    while True:
+        left_s = (deadline_ns - meeting.clock.now_ns()) / 1e9
+        try:
+            return listener.accept(max(0.0, min(left_s, LOOK_S)))
+        except CommTimeout as exc:
+            meeting.look()
+            if left_s <= LOOK_S:
+                refused = "".join(f"\n  refused {one}" for one in listener.refusals)
+                msg = (
+                    f"expected connections from ranks {missing} within {meeting.timeout_s:g} s (this is rank "
+                    f"{meeting.rank}), found none: see their errors, or whether they have the job's secret{refused}"
+                )
+                raise RendezvousError(msg) from exc

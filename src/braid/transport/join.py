@@ -1,0 +1,162 @@
+"""Which way the ranks of a job reach each other, and the way there.
+
+shared memory   inside a host, Linux on x86-64 with the C++ runtime: ranks map each other's memory (`shm`)
+sockets         between hosts, and everywhere else or where it is asked for: ranks send each other copies (`hosts`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+
+from braid.clock import Clock
+from braid.store import Store
+from braid.transport.atomic import is_atomic_between_processes
+from braid.transport.base import MemoryTransport
+from braid.transport.connect import Network, call_all
+from braid.transport.health import Health
+from braid.transport.hosts import HostsTransport, Near
+from braid.transport.links import Link, Links
+from braid.transport.meeting import Meeting, host_name
+from braid.transport.memory import ROOT_BYTES, MemoryFile, Root, has_ordered_stores
+from braid.transport.mirror import MirroredMemory
+from braid.transport.shm import SHARED_MEMORY, Shared, share
+from braid.transport.wait import Doorbells
+from braid.wire import Secret
+
+__all__ = ["PORTABLE", "connect"]
+
+PORTABLE = "portable (BRAID_PORTABLE, or a system without what shared memory needs)"
+
+
+def connect(
+    rank: int,
+    world_size: int,
+    store: Store,
+    clock: Clock,
+    health: Health,
+    *,
+    timeout_s: float = 600.0,
+    portable: bool = False,
+    secret: Secret | None = None,
+    pass_descriptors: bool = False,
+    host: str = "",
+    network: Network | None = None,
+) -> MemoryTransport:
+    """Reach the other ranks of a job.
+
+    Args:
+        rank: Global rank of this process.
+        world_size: Number of ranks that will join.
+        store: Shared by all ranks of the job; used here only.
+        clock: Time source of all later waits.
+        health: Hears of each peer's end.
+        timeout_s: Seconds to wait for the other ranks.
+        portable: Send copies even where memory could be shared; the same on all ranks.
+        secret: Of the job, for connections.
+        pass_descriptors: Do not even try `/proc/<pid>/fd`.
+        host: Name of this rank's host, to treat ranks of one host as if they were on several; its own when empty.
+        network: How ranks of other hosts reach this one; by the loopback address when None.
+
+    Returns:
+        A transport on which every rank can be reached.
+
+    Raises:
+        ConfigError: Only some ranks are portable, or the hosts have no secret in common.
+        RendezvousError: Some ranks did not come (they are named), one came twice, has another secret or cannot be reached.
+    """
+    meeting = Meeting(rank, world_size, store, clock=clock, health=health, timeout_s=timeout_s)
+    apart = portable or not (has_ordered_stores() and is_atomic_between_processes())
+    hosts = meeting.hosts(PORTABLE if apart else SHARED_MEMORY, host or host_name())
+    network = Network() if network is None or len(set(hosts)) == 1 else network
+    if apart:  # every rank is on its own
+        here, hosts = hosts.count(hosts[rank]), tuple(range(world_size))
+    else:
+        here = hosts.count(hosts[rank])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    crowded = here > (cores or 1)
+    near = [r for r in range(world_size) if hosts[r] == hosts[rank]]
+    with contextlib.ExitStack() as undo:
+        undo.callback(health.close)
+        shared = _alone(rank) if apart else share(meeting, near, pass_descriptors=pass_descriptors)
+        undo.callback(_close, shared)
+        if len(near) == world_size and not apart:
+            transport = _near_only(meeting, shared, crowded=crowded)
+        else:
+            mirrors = MirroredMemory(r for r in range(world_size) if hosts[r] != hosts[rank])
+            undo.callback(mirrors.close)
+            links: dict[int, Link] = {}
+            calls = call_all(meeting, hosts, secret, network)
+            for call in calls.values():
+                undo.callback(call.connection.close)
+            for peer, call in calls.items():
+                links[peer] = Link(
+                    peer,
+                    call.connection,
+                    shared.root,
+                    mirrors,
+                    host=call.host if call.host != socket.gethostname() else "",
+                    abroad=call.abroad,
+                )
+                health.expect_end(peer, call.pid)
+            transport = _with_far(meeting, shared, hosts, mirrors, links, crowded=crowded)
+        undo.pop_all()
+    return transport
+
+
+def _alone(rank: int) -> Shared:
+    root = Root(MemoryFile.private(ROOT_BYTES, f"braid-root-{rank}"))
+    return Shared(root, Doorbells(root), Near(frozenset([rank])))
+
+
+def _near_only(meeting: Meeting, shared: Shared, *, crowded: bool) -> MemoryTransport:
+    near = shared.near
+    assert near.memory is not None
+    return MemoryTransport(
+        meeting.rank,
+        meeting.world_size,
+        root=shared.root,
+        bells=shared.bells,
+        peers=near.memory,
+        clock=meeting.clock,
+        health=meeting.health,
+        crowded=crowded,
+        may_pull=near.may_pull,
+        on_close=near.close,
+    )
+
+
+def _with_far(
+    meeting: Meeting,
+    shared: Shared,
+    hosts: Sequence[int],
+    mirrors: MirroredMemory,
+    links: dict[int, Link],
+    *,
+    crowded: bool,
+) -> HostsTransport:
+    rank, health, clock = meeting.rank, meeting.health, meeting.clock
+    return HostsTransport(
+        rank,
+        meeting.world_size,
+        hosts=tuple(hosts),
+        root=shared.root,
+        bells=shared.bells,
+        near=shared.near,
+        mirrors=mirrors,
+        links=Links(rank, links, memory=mirrors, bells=shared.bells, health=health, clock=clock),
+        clock=clock,
+        health=health,
+        crowded=crowded,
+    )
+
+
+def _close(shared: Shared) -> None:
+    shared.bells.close()
+    if shared.near.memory is not None:
+        shared.near.memory.close()
+    if shared.near.close is not None:
+        shared.near.close()
+    shared.root.close()
