@@ -61,7 +61,11 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ("all_reduce pulled", "slices read from private memory by the kernel", "all_reduce.py"),
     ("all_reduce registered", "in place, on tensors of `group.empty`", "all_reduce.py"),
     ("all_reduce hierarchical", "lanes over hosts, pipelined", "hierarchical.py"),
-    ("broadcast, all_gather, all_to_all, gather, scatter staged", "through slots", "broadcast_gather.py"),
+    (
+        "broadcast, all_gather, all_to_all, gather, scatter staged",
+        "through slots",
+        "broadcast_gather.py",
+    ),
     ("the same, pulled", "read from private memory by the kernel", "broadcast_gather.py"),
     ("reduce_scatter, reduce, scan staged, pulled", "likewise, with sums", "reduce_scatter.py"),
     ("broadcast, all_gather, reduce_scatter hierarchical", "by relays on every host", "relays.py"),

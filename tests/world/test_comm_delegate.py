@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.engines.c10d import DelegateEngine, delegated_world
+from braid.comm.engines.c10d import DelegateEngine
 from braid.errors import CommTimeout, ConfigError, MismatchError
 from braid.testing.claims import of_rank, possible, reduced
+from braid.testing.delegated_world import delegated_world
 from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.worlds import run_threads

@@ -18,8 +18,7 @@ import torch
 from braid.comm.algorithms.program_stages import Move, Stage, settle, stages
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.window import LINE_BYTES, Window
-from braid.comm.engines.engine import Call
-from braid.comm.tensors.reduction import early_factor, finish
+from braid.comm.tensors.reduction import finish
 from braid.errors import ConfigError
 from braid.schedule import Program
 from braid.schedule.collective import ALGORITHMS, algorithm, program
@@ -32,7 +31,6 @@ __all__ = [
     "PROGRAMS",
     "Part",
     "Programs",
-    "by_program",
     "check_equal_parts",
     "names_for",
     "program_steps",
@@ -117,39 +115,6 @@ def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -
             f"{list(widths)} elements: leave algorithm out"
         )
         raise ConfigError(msg)
-
-
-def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None) -> Steps:
-    """Carry out the algorithm that `call` names, on a buffer that holds the parts of all members.
-
-    Sums are in the program's order; parts must be equal.
-    """
-    kind, me, given, outs = call.kind, ch.rank, call.ins[0], call.outs
-    parts: Sequence[torch.Tensor] = ()
-    if kind in {"all_reduce", "broadcast"}:
-        buffer = outs[0]
-    elif kind == "all_gather":
-        buffer = given.new_empty(sum(out.numel() for out in outs))
-        parts = torch.split(buffer, [out.numel() for out in outs])
-        parts[me].copy_(given)
-    elif kind == "all_to_all":
-        buffer = torch.cat([given, given])
-        parts = torch.split(buffer[given.numel() :], [out.numel() for out in outs])
-    else:  # what others have is left as it is
-        buffer = given.clone()
-    op, factor = call.op, early_factor(buffer.dtype, call.op, scale, ch.size)
-    if factor is not None:
-        buffer.mul_(factor)
-        op, scale = "sum", None
-    root, name = max(0, call.peer), call.algorithm or ""
-    yield from program_steps(ch, programs, name, kind, buffer, op=op, scale=scale, root=root)
-    if kind == "reduce" and me == call.peer:
-        outs[0].copy_(buffer)
-    elif kind == "reduce_scatter":
-        width = outs[0].numel()
-        outs[0].copy_(buffer[me * width : (me + 1) * width])
-    for out, part in zip(outs, parts, strict=False):
-        out.copy_(part)
 
 
 def program_steps(

@@ -23,20 +23,19 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from braid.comm.api.group import Group
 from braid.comm.engines.c10d_steps import TorchSteps, steps_of
 from braid.comm.engines.diagnostics import Asked, mismatch_table
 from braid.comm.engines.engine import Call, Capabilities, Statistics
 from braid.comm.engines.work import Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
-from braid.events import NameTable, Span
+from braid.events import Span
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import as_torch_store
 from braid.transport import RankContext
 from braid.types import text_digest
 
-__all__ = ["DelegateEngine", "MakeProcessGroup", "delegated_world", "make_gloo", "make_nccl"]
+__all__ = ["DelegateEngine", "MakeProcessGroup", "make_gloo", "make_nccl"]
 
 c10d: Any = distributed_c10d  # its stubs know a part of it only
 
@@ -396,22 +395,3 @@ def wait_for(work: Any, limit: float | None) -> None:
         work.wait(timedelta(seconds=limit))
     else:
         work.wait()
-
-
-def delegated_world(
-    context: RankContext, make: MakeProcessGroup = make_gloo, *, checked: bool = False
-) -> Group:
-    """The group of all ranks over a backend of torch; every rank calls it once.
-
-    Args:
-        context: This rank.
-        make: `make_gloo`, `make_nccl`, or what makes another backend's process group.
-        checked: Compare what is asked for at every call.
-    """
-    kind = "cuda" if make is make_nccl else "cpu"
-    ranks = tuple(range(context.world_size))
-    types = frozenset({kind})
-    engine = DelegateEngine(context, ranks, make, device_types=types, checked=checked)
-    # a table that nobody else reads: what ranks ask for travels through the store here
-    names = NameTable(memoryview(bytearray(256 << 10)), threading.Lock())
-    return Group(context, engine, ranks, names)

@@ -16,10 +16,11 @@ from braid.comm.algorithms import reduce_scatter, relays
 from braid.comm.algorithms import send as message
 from braid.comm.algorithms.all_reduce import all_reduce, offers_first
 from braid.comm.algorithms.hierarchical import Residuals, hierarchical, left_out
-from braid.comm.algorithms.programs import PROGRAMS, Programs, by_program
+from braid.comm.algorithms.programs import PROGRAMS, Programs
 from braid.comm.algorithms.receive import Mailbox, Receipt
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.control_pages import ABANDONED, CLOSED, Port
+from braid.comm.engines.by_program import by_program
 from braid.comm.engines.engine import Call, Capabilities, Statistics
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.selection import (

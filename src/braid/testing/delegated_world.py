@@ -1,0 +1,31 @@
+"""The group of all ranks over a backend of torch, for tests and benchmarks of `DelegateEngine`."""
+
+from __future__ import annotations
+
+import threading
+
+from braid.comm import Group
+from braid.comm.engines.c10d import DelegateEngine, MakeProcessGroup, make_gloo, make_nccl
+from braid.events import NameTable
+from braid.transport import RankContext
+
+__all__ = ["delegated_world"]
+
+
+def delegated_world(
+    context: RankContext, make: MakeProcessGroup = make_gloo, *, checked: bool = False
+) -> Group:
+    """The group of all ranks over a backend of torch; every rank calls it once.
+
+    Args:
+        context: This rank.
+        make: `make_gloo`, `make_nccl`, or what makes another backend's process group.
+        checked: Compare what is asked for at every call.
+    """
+    kind = "cuda" if make is make_nccl else "cpu"
+    ranks = tuple(range(context.world_size))
+    types = frozenset({kind})
+    engine = DelegateEngine(context, ranks, make, device_types=types, checked=checked)
+    # a table that nobody else reads: what ranks ask for travels through the store here
+    names = NameTable(memoryview(bytearray(256 << 10)), threading.Lock())
+    return Group(context, engine, ranks, names)
