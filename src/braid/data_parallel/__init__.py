@@ -6,7 +6,6 @@ from braid.data_parallel.ddp.distributed_optimizer import DistributedOptimizer
 from braid.data_parallel.ddp.join import Join, Joinable, JoinHook
 from braid.data_parallel.ddp.mixed_precision import MixedPrecision
 from braid.data_parallel.ddp.reference import accumulate
-from braid.data_parallel.ddp.rollback import Rollback, WentBack
 from braid.data_parallel.finite import NonFinite, NonFiniteError
 from braid.data_parallel.hooks.adasum import adasum, adasum_hook
 from braid.data_parallel.hooks.catalogue import CastHook, bf16_hook, fp16_hook
@@ -49,9 +48,7 @@ __all__ = [
     "PowerSGDHook",
     "PowerSGDOptions",
     "PushSum",
-    "Rollback",
     "SyncBatchNorm",
-    "WentBack",
     "accumulate",
     "adasum",
     "adasum_hook",

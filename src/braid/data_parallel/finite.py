@@ -58,7 +58,7 @@ def reaction_of(wanted: str | Reaction, parameters: Sequence[torch.Tensor]) -> R
 
     Args:
         wanted: ignore; warn, once; raise NonFiniteError; skip: leave all gradients None, so that the optimizer does nothing, and warn of the first
-            one and of many in a row; or what shall be called, such as a `Rollback`.
+            one and of many in a row; or what shall be called.
         parameters: Those whose gradients are dropped by skip.
 
     Raises:

@@ -7,7 +7,6 @@ Cost: one copy of the parameters in memory, two passes over them an exchange.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from torch import nn
 
 from braid.comm import Group
-from braid.data_parallel.finite import NonFiniteError
+from braid.data_parallel.finite_check import FiniteCheck
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, ParamTable, allocator
+from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = [
-    "FiniteCheck",
     "FlatParams",
     "Params",
     "make_equal",
@@ -30,8 +29,6 @@ __all__ = [
 ]
 
 Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
-CHOICES = ("ignore", "warn", "raise")
-MAX_NAMES = 5
 
 
 class FlatParams:
@@ -74,6 +71,7 @@ class FlatParams:
         """
         named = ((str(number), param) for number, param in enumerate(params))
         ParamTable.named(named).compare(group, arguments)
+        reclaim_lost_requests(group)
         return cls(params, group)
 
     @torch.no_grad()
@@ -144,75 +142,6 @@ def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -
         raise ConfigError(msg)
 
 
-class FiniteCheck:
-    """Tells whose parameters are NaN or infinite, after an exchange and before its result replaces what ranks have.
-
-    An average is not finite if a rank's share is not, so all ranks see it at once, and only then ask each other whose it was.
-
-    Args:
-        nonfinite: ignore; warn, once; or raise on all that average together. The same on all ranks, which whoever has it compares.
-        what: Who averages, for messages.
-
-    Raises:
-        ConfigError: `nonfinite` is something else.
-
-    Cost: a pass over the average; where it is not finite, one over the parameters and an all_gather of a byte for each.
-    """
-
-    def __init__(self, nonfinite: str, what: str) -> None:
-        if nonfinite not in CHOICES:
-            msg = f"expected nonfinite out of {', '.join(CHOICES)} for {what}, found {nonfinite!r}"
-            raise ConfigError(msg)
-        self.nonfinite = nonfinite
-        self._what = what
-        self._said = False
-
-    def __call__(self, flat: FlatParams, group: Group, step: int) -> None:
-        """Look at the average in `flat`, which has not been written; a collective if it is not finite.
-
-        Raises:
-            NonFiniteError: It is not, and shall raise.
-        """
-        if self.nonfinite == "ignore" or all(map(_is_finite, flat.flats)):
-            return
-        found = f"{_whose(flat, group)} in step {step} of {self._what}"
-        if self.nonfinite == "raise":
-            msg = (
-                f"expected finite parameters, found {found}: look at that rank's batches, lower the learning rate or clip; each rank still has the "
-                "parameters that it had before they were averaged"
-            )
-            raise NonFiniteError(msg)
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"{found}; they are in the parameters of all ranks that average with it now. Later ones are not reported: say nonfinite='raise' to "
-                "stop before that, 'ignore' to look no more",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def _is_finite(flat: torch.Tensor) -> bool:
-    total = flat.sum(dtype=torch.promote_types(flat.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(flat.isfinite().all())  # a sum may overflow
-
-
-def _whose(flat: FlatParams, group: Group) -> str:
-    """Parameters that are not finite, and the ranks that have them; a collective."""
-    flags = [not bool(param.isfinite().all()) for param in flat.params]
-    own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    table = group.all_gather(own).view(group.size, -1)
-    ranks = [str(group.ranks[int(row)]) for row in table.any(1).nonzero()]
-    positions = [int(column) for column in table.any(0).nonzero()]
-    if not ranks:
-        return "that the average of parameters which are finite on all ranks is not"
-    names = [f"{place} of shape {list(flat.params[place].shape)}" for place in positions]
-    listed = ", ".join(names[:MAX_NAMES])
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    plural = "s" if len(ranks) > 1 else ""
-    return f"NaN or infinity in trained parameter {listed}{more} on rank{plural} {', '.join(ranks)}"
-
-
 def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
     """Replace the parameters by their mean over `group`; a collective.
 
@@ -226,7 +155,7 @@ def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
         for tensor in flats:
             batch.all_reduce(tensor, "avg")
     batch.work.wait()
-    check(flat, group, step)
+    check(flats, flat.params, group, step)
     flat.write()
 
 

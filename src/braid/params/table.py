@@ -103,35 +103,29 @@ class ParamTable:
         return "\n".join(map(str, self.records))
 
     def compare(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
-        """Check that every member has the same table.
+        """Check that every member has the same table and arguments; a collective.
 
         Args:
-            group: Of the members.
-            arguments: What else must be the same, by name, such as options; compared as text.
+            group: Group whose members compare their tables.
+            arguments: Options that must be equal on all members, by name; compared as text.
 
         Raises:
-            MismatchError: On every member, with the lines that differ.
+            MismatchError: Tables or arguments differ; raised on every member, with the lines that
+                differ.
 
-        Members also agree here on requests that are gone on all of them, such as those of an earlier wrapper, whose channels are free from then on.
-
-        Cost: one all_gather of 16 bytes a member.
+        Cost: one all_gather of 8 bytes a member.
         """
         text = "\n".join([f"{name}={value!r}" for name, value in (arguments or {}).items()])
         text += _BORDER + self.digest_table()
-        lost = group.numbers.lost()
-        shown = f"{' '.join(map(str, lost))};{group.numbers.state()}"
-        own = torch.tensor([[text_digest(text), text_digest(shown)]], device="cpu")
-        digests = group.all_gather(own)
-        alike, as_lost = (digests == digests[0]).all(0).tolist()
-        if not alike:
-            raise MismatchError(_difference(_gather_texts(group, text), group.ranks))
-        group.numbers.reclaim(lost if as_lost else _lost_by_all(_gather_texts(group, shown)))
+        digests = group.all_gather(torch.tensor([text_digest(text)], device="cpu"))
+        if bool((digests != digests[0]).any()):
+            raise MismatchError(_difference(group.objects.all_gather(text), group.ranks))
 
     def make_equal(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
-        """Compare as `compare`, and copy rank 0's values to all; a collective.
+        """Compare tables and copy the first member's values to all; a collective.
 
         Raises:
-            MismatchError: See `compare`.
+            MismatchError: Tables or arguments differ, see `compare`.
         """
         self.compare(group, arguments)
         with torch.no_grad():
@@ -152,23 +146,6 @@ class ParamTable:
 def _spec(param: nn.Parameter) -> TensorSpec:
     dtype = str(param.dtype).removeprefix("torch.")
     return TensorSpec(tuple(param.shape), dtype, param.requires_grad)
-
-
-def _lost_by_all(texts: list[str]) -> list[int]:
-    """Numbers of requests that are gone on all members; none where one has made requests alone, which lower numbers must not come between."""
-    parts = [text.split(";") for text in texts]
-    if len({state for _, state in parts}) > 1:
-        return []
-    return sorted(map(int, set.intersection(*(set(lost.split()) for lost, _ in parts))))
-
-
-def _gather_texts(group: Group, text: str) -> list[str]:
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    lengths = group.all_gather(torch.tensor([raw.numel()], device="cpu")).tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    padded[: raw.numel()] = raw
-    rows = group.all_gather(padded).view(group.size, -1)
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
 def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:

@@ -8,7 +8,6 @@ from dataclasses import fields
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from braid.data_parallel.ddp.rollback import Rollback
 from braid.errors import ConfigError
 from braid.params import Caps, ParamTable, ReducerOptions
 
@@ -131,8 +130,6 @@ def arguments_in_common(
     own["delayed"] = sorted(options.delayed)
     if nonfinite in {"skip", "raise"}:
         own["nonfinite"] = nonfinite
-    elif isinstance(nonfinite, Rollback):
-        own["nonfinite"] = "Rollback"
     else:
         own["nonfinite"] = "go on"
     return own | others

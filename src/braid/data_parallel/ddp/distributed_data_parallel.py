@@ -50,6 +50,7 @@ from braid.params import (
 )
 from braid.params.bucket_times import BucketTimes
 from braid.params.hashing import compare_values
+from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = ["DistributedDataParallel"]
 
@@ -86,7 +87,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
         every: Average in every k-th backward; the others accumulate, as in one process.
         nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
-            called with a `NonFinite` on all ranks, as `Rollback(...)`. With a `torch.amp.GradScaler`, which looks itself, say ignore.
+            called with a `NonFinite` on all ranks. With a `torch.amp.GradScaler`, which looks itself, say ignore.
         check_all: Look at every number for that, rather than at one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
         hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
@@ -177,6 +178,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             others = {"buffers": self.forward_sync_buffers, "hash_every": hash_every, "hook": hook}
             common = arguments_in_common(options, nonfinite, **others)
             table.make_equal(group, common)
+            reclaim_lost_requests(group)
             if broadcast_buffers is not False:
                 self._buffers_of_all.broadcast()
         self._reducer = GradientReducer(group, table, options)

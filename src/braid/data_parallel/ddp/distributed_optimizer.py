@@ -33,6 +33,7 @@ from braid.data_parallel.finite import Reaction, react, reaction_of
 from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
 from braid.params import GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
+from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = ["DistributedOptimizer"]
 
@@ -54,7 +55,7 @@ class DistributedOptimizer:
             `synchronize()` before it: a scaler that leaves the step out on one rank alone would leave others waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
         init_sync: Copy rank 0's parameters to all first, and compare what there is.
-        nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`; a `Rollback` is made before, with `optimizer`.
+        nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`.
         check_all: Look at every number for that, rather than at one of each gradient.
 
     Raises:
@@ -91,6 +92,7 @@ class DistributedOptimizer:
         )
         if init_sync:
             table.make_equal(group, arguments_in_common(options, nonfinite))
+            reclaim_lost_requests(group)
         reducer = GradientReducer(group, table, options)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})

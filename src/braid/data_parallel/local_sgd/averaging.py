@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from braid.comm import Group
-from braid.data_parallel.flat_params import FiniteCheck, FlatParams, Params, mean, parameters_in
+from braid.data_parallel.finite_check import FiniteCheck
+from braid.data_parallel.flat_params import FlatParams, Params, mean, parameters_in
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.step_counts import is_whole
 from braid.errors import ConfigError

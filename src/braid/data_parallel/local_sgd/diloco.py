@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from braid.data_parallel.finite_check import FiniteCheck
 from braid.data_parallel.flat_params import (
-    FiniteCheck,
     FlatParams,
     make_equal,
     parameters_in,
@@ -132,7 +132,7 @@ class DiLoCo(WrappedOptimizer):
         self._owed = [owed[:0] for owed in self._owed]
         for work in [request.start(lazily=True) for request in self._requests]:
             work.wait()
-        self._check(self._ways, self.process_group, self.num_steps)
+        self._check(flats, self._ways.params, self.process_group, self.num_steps)
         for way, start, moment in zip(flats, self._starts, self._moments, strict=True):
             moment.mul_(self._momentum).add_(way)
             if self._nesterov:
