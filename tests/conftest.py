@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from braid.testing.leaks import no_leaks
+from braid.testing.leaks import Belongings, no_leaks
 from braid.testing.pool import ProcessPool
+from braid.testing.signals import default_signals
 from braid.testing.worlds import run_threads
 
 World = Callable[..., list[Any]]
+WORLDS = {
+    "threads": {},
+    "procs": {},
+    "portable": {"portable": True},
+    "hosts": {"ranks_per_host": 2},
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--world",
-        choices=("threads", "procs", "portable", "hosts"),
+        choices=tuple(WORLDS),
         default="threads",
         help="run ranks as threads of this process (default), as processes of a reused pool, or as such processes that "
         "share no memory, or of which only every two do, as if they were on several hosts",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    default_signals()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()  # what imports have made stays: collections need not look at it again
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,10 +50,8 @@ def _one_thread_per_rank() -> None:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator[ProcessPool]:
-    world = request.config.getoption("--world")
-    with ProcessPool(
-        portable=world == "portable", ranks_per_host=2 if world == "hosts" else 0
-    ) as processes:
+    """The processes of this session, whatever ranks are to share."""
+    with ProcessPool(**WORLDS[request.config.getoption("--world")]) as processes:
         yield processes
 
 
@@ -45,28 +61,16 @@ def procs(pool: ProcessPool) -> World:
     return pool.run
 
 
-@pytest.fixture(scope="session")
-def portable_pool() -> Iterator[ProcessPool]:
-    with ProcessPool(portable=True) as processes:
-        yield processes
-
-
 @pytest.fixture
-def portable(portable_pool: ProcessPool) -> World:
+def portable(pool: ProcessPool) -> World:
     """`portable(size, main, *args)`: ranks as processes that share no memory."""
-    return portable_pool.run
-
-
-@pytest.fixture(scope="session")
-def hosts_pool() -> Iterator[ProcessPool]:
-    with ProcessPool(ranks_per_host=2) as processes:
-        yield processes
+    return partial(pool.run, portable=True, ranks_per_host=0)
 
 
 @pytest.fixture
-def hosts(hosts_pool: ProcessPool) -> World:
+def hosts(pool: ProcessPool) -> World:
     """`hosts(size, main, *args)`: ranks as processes, of which every two take themselves for a host of their own."""
-    return hosts_pool.run
+    return partial(pool.run, portable=False, ranks_per_host=2)
 
 
 @pytest.fixture
@@ -79,15 +83,16 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    names = set(request.fixturenames)
+    """Fail a test of ranks that leaves something behind, in this process or in those of the pool."""
     if "world" not in str(request.path.parent.name):
         yield
         return
-    processes: ProcessPool | None = None
-    of_pools = names & {"pool", "procs", "portable_pool", "hosts_pool"}
-    if of_pools or request.config.getoption("--world") != "threads":
-        processes = request.getfixturevalue("pool")
-        yield  # a pool's children and pipes outlive the test; they are checked when it closes
-        return
-    with no_leaks(processes.pids if processes else frozenset()):
+    on_pool = "pool" in request.fixturenames or (
+        "world" in request.fixturenames and request.config.getoption("--world") != "threads"
+    )
+    processes: ProcessPool | None = request.getfixturevalue("pool") if on_pool else None
+    with no_leaks(processes.belongings if processes else Belongings):
         yield
+        problems = processes.left_behind() if processes else []
+    if problems:
+        pytest.fail("The test left something behind in " + "\n".join(problems), pytrace=False)

@@ -244,6 +244,7 @@ def _pass_descriptors(group: Group, directory: str) -> float:
     total = other.all_reduce(torch.ones(100_000))[-1].item()
     group.barrier()
     transport.close()
+    store.close()
     return total
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from importlib import import_module
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.transport_join import join_all
 from braid.transport import Network, meeting
-from braid.transport import connect as calling
 from braid.transport.reachability import knock, own_address_towards
 from braid.wire import Listener, Secret
 
@@ -109,9 +109,9 @@ def _killed_in_mid_collective(group: Group, victim: int, wire: str | None) -> st
 
 
 @pytest.mark.parametrize(("victim", "wire"), [(1, None), (2, None), (3, "bf16")])
-def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts_pool, victim, wire):
+def test_a_rank_that_is_killed_is_named_on_its_own_host_and_on_the_others(hosts, victim, wire):
     with pytest.raises(RankDiedError) as caught:
-        hosts_pool.run(4, _killed_in_mid_collective, victim, wire)
+        hosts(4, _killed_in_mid_collective, victim, wire)
     assert caught.value.codes == {victim: -9}
     for answer in caught.value.answers.values():
         assert answer.error is None
@@ -186,7 +186,7 @@ def test_ranks_of_a_job_have_one_name_and_another_job_with_their_secret_has_anot
         jobs.append(identity.run_id)
         return Listener(address, secret, identity, **options)
 
-    monkeypatch.setattr(calling, "Listener", listen)
+    monkeypatch.setattr(import_module("braid.transport.connect"), "Listener", listen)
     for _ in range(2):
         for transport in _join_all([{"host": h, "secret": Secret(bytes(32))} for h in "ab"]):
             transport.close()

@@ -49,7 +49,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize(("launcher", "seen"), [(os.getpid(), 1), (1, 0)])
+@pytest.mark.parametrize(("launcher", "seen"), [(os.getpid(), 1), (1, 0)], ids=["own", "other"])
 def test_only_memory_of_these_runs_counts_as_left_behind(launcher, seen):
     before = shared_memory()
     holder = subprocess.Popen(

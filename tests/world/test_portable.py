@@ -131,9 +131,9 @@ def _killed_in_mid_collective(group: Group) -> str:
         return str(error)
 
 
-def test_a_rank_that_is_killed_in_mid_collective_is_named_by_the_survivors(portable_pool):
+def test_a_rank_that_is_killed_in_mid_collective_is_named_by_the_survivors(portable):
     with pytest.raises(RankDiedError) as caught:
-        portable_pool.run(3, _killed_in_mid_collective)
+        portable(3, _killed_in_mid_collective)
     assert caught.value.codes == {1: -9}
     for answer in caught.value.answers.values():
         assert answer.error is None
@@ -156,9 +156,9 @@ def _leaves_early(group: Group) -> str:
     return "nothing happened"
 
 
-def test_a_rank_that_leaves_early_hurts_only_who_needs_it(portable_pool):
+def test_a_rank_that_leaves_early_hurts_only_who_needs_it(portable):
     with pytest.raises(RankDiedError) as caught:
-        portable_pool.run(3, _leaves_early)
+        portable(3, _leaves_early)
     assert caught.value.codes == {2: 0}
     for answer in caught.value.answers.values():
         assert answer.result.startswith("rank 2 (pid ")
@@ -294,9 +294,9 @@ def _aborts(group: Group) -> str:
     return "nothing happened"
 
 
-def test_last_words_arrive_before_the_end_of_the_connection(portable_pool):
+def test_last_words_arrive_before_the_end_of_the_connection(portable):
     with pytest.raises(RankDiedError) as caught:
-        portable_pool.run(3, _aborts)
+        portable(3, _aborts)
     for answer in caught.value.answers.values():
         assert answer.result == (
             "stopped because rank 0 abandoned the group: ValueError: no such file"

@@ -21,10 +21,10 @@ from braid.transport import Loss
 pytestmark = pytest.mark.procs
 
 
-def _answers(pool, size: int, main, *args) -> dict[int, object]:
+def _answers(run, size: int, main, *args) -> dict[int, object]:
     """What the survivors returned."""
     with pytest.raises(RankDiedError) as caught:
-        pool.run(size, main, *args)
+        run(size, main, *args)
     answers = caught.value.answers
     assert [answer.error for answer in answers.values()] == [None] * len(answers)
     return {rank: answer.result for rank, answer in answers.items()}
@@ -95,16 +95,16 @@ def _loses(group: Group, victims: tuple[int, ...], numel: int) -> tuple:
 )
 def test_survivors_go_on_without_being_started_anew(pool, size, victims, numel):
     left = tuple(r for r in range(size) if r not in victims)
-    found = _answers(pool, size, _loses, victims, numel)
+    found = _answers(pool.run, size, _loses, victims, numel)
     assert found == {rank: (left, True, True, left, i) for i, rank in enumerate(left)}
 
 
 @pytest.mark.parametrize(
     "victims", [(1,), *(pytest.param(v, marks=pytest.mark.proof) for v in ((3,), (0, 1)))]
 )
-def test_survivors_of_several_hosts_go_on(hosts_pool, victims):
+def test_survivors_of_several_hosts_go_on(hosts, victims):
     left = tuple(r for r in range(4) if r not in victims)
-    found = _answers(hosts_pool, 4, _loses, victims, 300_001)
+    found = _answers(hosts, 4, _loses, victims, 300_001)
     assert found == {rank: (left, True, True, left, i) for i, rank in enumerate(left)}
 
 
@@ -125,7 +125,7 @@ def _dies_while_they_talk(group: Group) -> tuple[int, ...]:
 
 
 def test_who_dies_during_the_meeting_is_left_out(pool):
-    assert _answers(pool, 4, _dies_while_they_talk) == {0: (0, 3), 3: (0, 3)}
+    assert _answers(pool.run, 4, _dies_while_they_talk) == {0: (0, 3), 3: (0, 3)}
 
 
 def _named(group: Group) -> list[str]:

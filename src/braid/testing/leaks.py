@@ -1,5 +1,7 @@
 """What a piece of code left behind: threads, processes, descriptors, shared memory.
 
+Only what belongs to this process counts, so that several test processes can run on one machine at the same time.
+
 >>> with no_leaks():
 ...     pass
 """
@@ -8,82 +10,126 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-__all__ = ["Belongings", "belongings", "no_leaks"]
+__all__ = ["Belongings", "belongings", "described", "left_since", "no_leaks"]
 
 GRACE_S = 2.0  # threads and children that are about to end may do so
+NOT_OURS = ("/proc/", "/dev/", "/usr/", "/sys/")  # descriptors of files that every process may have
 
 
 class Belongings(NamedTuple):
-    """What this process has, as names that can be compared."""
+    """Threads, children, descriptors and shared memory of this process, as names that can be compared."""
 
-    threads: frozenset[str]
-    children: frozenset[int]
-    fds: frozenset[str]
-    shared: frozenset[str]
+    threads: frozenset[str] = frozenset()
+    children: frozenset[int] = frozenset()
+    fds: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
 
 
 def belongings() -> Belongings:
-    """Look around."""
-    fds = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this very listing
-            target = str(entry.readlink())
-            if not target.startswith(("/proc/", "/dev/", "/usr/", "/sys/")):
-                fds.add(f"{entry.name} -> {target}")
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    shared = {line.split(maxsplit=5)[5] for line in maps if "/memfd:braid" in line}
-    threads = {t.name for t in threading.enumerate() if t.name.startswith("braid")}
-    children = {child.pid for child in psutil.Process().children()}
-    shm = Path("/dev/shm")  # noqa: S108 - looked at, not written to
-    files = {str(f) for f in shm.iterdir() if "braid" in f.name} if shm.is_dir() else set()
+    """Look around. Cost: about a millisecond in a process that has imported torch."""
     return Belongings(
-        frozenset(threads), frozenset(children), frozenset(fds), frozenset(shared | files)
+        frozenset(t.name for t in threading.enumerate() if t.name.startswith("braid")),
+        frozenset(_children()),
+        frozenset(_descriptors()),
+        frozenset(_shared_memory()),
     )
 
 
+def left_since(before: Belongings, allowed: Callable[[], Belongings] | None = None) -> Belongings:
+    """Return what this process has now and had not `before`.
+
+    What is about to end gets some time; what only cyclic garbage keeps alive is collected.
+
+    Args:
+        before: An earlier result of `belongings`.
+        allowed: Returns what may have appeared.
+    """
+    left = _new(before, allowed)
+    for thread in threading.enumerate():
+        if thread.name in left.threads:
+            thread.join(GRACE_S)
+    if left.children:
+        known = [psutil.Process(p) for p in left.children if psutil.pid_exists(p)]
+        psutil.wait_procs(known, GRACE_S)
+    if any(left):
+        gc.collect()
+        left = _new(before, allowed)
+    return left
+
+
+def described(left: Belongings) -> str:
+    """The things in words; empty when there are none."""
+    kinds = left._asdict().items()
+    return "; ".join(f"{kind}: {sorted(map(str, things))}" for kind, things in kinds if things)
+
+
 @contextlib.contextmanager
-def no_leaks(allowed_children: frozenset[int] = frozenset()) -> Iterator[None]:
+def no_leaks(allowed: Callable[[], Belongings] | None = None) -> Iterator[None]:
     """Fail if the block leaves anything behind.
 
     Args:
-        allowed_children: Processes that may appear, such as those of a pool.
+        allowed: Returns what may have appeared when the block has ended, such as the processes of a pool.
 
     Raises:
         AssertionError: Lists what was left.
     """
     before = belongings()
     yield
-    left = _left(before, allowed_children)
-    for thread in threading.enumerate():
-        if thread.name in left.threads:
-            thread.join(GRACE_S)
-    if left.children:
-        psutil.wait_procs(
-            [psutil.Process(p) for p in left.children if psutil.pid_exists(p)], GRACE_S
-        )
-    if any(left):
-        gc.collect()
-        left = _left(before, allowed_children)
-    problems = [
-        f"{kind}: {sorted(map(str, things))}" for kind, things in left._asdict().items() if things
-    ]
+    problems = described(left_since(before, allowed))
     if problems:
-        msg = "expected nothing left behind, found " + "; ".join(problems)
+        msg = f"The test left something behind: {problems}"
         raise AssertionError(msg)
 
 
-def _left(before: Belongings, allowed_children: frozenset[int]) -> Belongings:
-    now = belongings()
+def _new(before: Belongings, allowed: Callable[[], Belongings] | None) -> Belongings:
+    now, may = belongings(), allowed() if allowed else Belongings()
     return Belongings(
-        now.threads - before.threads,
-        now.children - before.children - allowed_children,
-        now.fds - before.fds,
-        now.shared - before.shared,
+        now.threads - before.threads - may.threads,
+        now.children - before.children - may.children,
+        now.fds - before.fds - may.fds,
+        now.shared - before.shared - may.shared,
     )
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task")
+    try:
+        return {
+            int(pid)
+            for task in os.listdir(tasks)  # noqa: PTH208 - without an object for each
+            for pid in (tasks / task / "children").read_text().split()
+        }
+    except OSError:  # no such system, or a thread that has just ended
+        return {child.pid for child in psutil.Process().children()}
+
+
+def _descriptors() -> Iterator[str]:
+    folder = "/proc/self/fd"
+    if not Path(folder).is_dir():
+        return
+    for number in os.listdir(folder):  # noqa: PTH208 - without an object for each
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            target = os.readlink(f"{folder}/{number}")  # noqa: PTH115 - without an object for each
+            if not target.startswith(NOT_OURS):
+                yield f"{number} -> {target}"
+
+
+def _shared_memory() -> Iterator[str]:
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        text = maps.read_text()
+        if "/memfd:braid" in text:
+            lines = text.splitlines()
+            yield from (line.split(maxsplit=5)[5] for line in lines if "/memfd:braid" in line)
+    files = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+    if files.is_dir():
+        mine = f"_{os.getpid()}_"  # as torch names the memory of its shared tensors
+        yield from (str(files / name) for name in os.listdir(files) if mine in name)  # noqa: PTH208

@@ -1,8 +1,14 @@
 """Ranks as processes, reused from test to test: importing torch takes longer than most tests.
 
-`ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel by pickle between a test
-and its own children, results and exceptions travel back. A child that dies, or does not end in time, is replaced; its
-stack, when it still lives, is part of the error.
+`ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel by pickle between a
+test and its children, results and exceptions travel back.
+
+Children are forked from a server that has imported torch and braid and has done nothing else: it has neither threads nor
+tensors, so a new child takes milliseconds. A child that has died, does not end in time or has left something behind is
+replaced alone; its stack, when it still lives, is part of the error.
+
+After each job a child tells what the job has left behind: threads, descriptors, shared memory. `ProcessPool.left_behind`
+waits for these reports, so that the test that ran the job can fail.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,13 +37,34 @@ from braid.comm import Group
 from braid.errors import CommError
 from braid.events import EventRing, Recorder
 from braid.store import FileStore
+from braid.testing.leaks import Belongings, belongings, described, left_since
+from braid.testing.signals import default_signals
 from braid.testing.worlds import last_events
 from braid.transport import Health, RankContext, connect
 
 __all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
 
 TIMEOUT_S = 120.0
+REPORT_S = (
+    20.0  # until a child has told what its job left behind; threads about to end take part of it
+)
 RING_CAPACITY = 1024
+# what the server imports for its children; names that are not installed are passed over
+PRELOAD = (
+    "pytest",
+    "hypothesis",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "braid.autograd",
+    "braid.checkpoint",
+    "braid.compat.horovod.torch",
+    "braid.data_parallel",
+    "braid.fusion",
+    "braid.torch_backend",
+    "braid.testing.group_conformance",
+    "braid.testing.pool_server",
+)
 
 
 class RemoteError(Exception):
@@ -72,19 +100,38 @@ class _Answer(NamedTuple):
     ended_ns: int
 
 
+class _Report(NamedTuple):
+    """What a job left behind in its process, in words; empty when there is nothing."""
+
+    problems: str
+
+
 class _Child:
     """One process of the pool."""
 
     def __init__(self, directory: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        others = belongings().fds
+        context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
         descriptor, name = tempfile.mkstemp(dir=directory, prefix="stacks-")
         os.close(descriptor)
         self.stacks = Path(name)
         self.pipe: Connection = ours
+        self.reports = False  # whether a report on a job is still to come
         self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         self.process.start()
         theirs.close()
+        self.fds = belongings().fds - others  # of this process, by which the child is held
+
+    def report(self) -> str | None:
+        """What the last job left behind, in words; None when the child does not tell in time."""
+        if not self.reports:
+            return ""
+        self.reports = False
+        try:
+            return self.pipe.recv().problems if self.pipe.poll(REPORT_S) else None
+        except (EOFError, ConnectionResetError):
+            return None
 
     def stack(self) -> str:
         """Python stacks of the child; works while it holds the interpreter lock."""
@@ -109,8 +156,8 @@ class ProcessPool:
     """Reused processes; a context manager.
 
     Args:
-        portable: Whether ranks send each other copies instead of sharing memory.
-        ranks_per_host: Have so many ranks each take themselves for another host; 0 for all on one.
+        portable: Whether ranks send each other copies instead of sharing memory, unless a job says otherwise.
+        ranks_per_host: Number of ranks of each simulated host, unless a job says otherwise; 0 for one host.
     """
 
     def __init__(self, *, portable: bool = False, ranks_per_host: int = 0) -> None:
@@ -118,14 +165,27 @@ class ProcessPool:
         self._ranks_per_host = ranks_per_host
         self._directory = tempfile.TemporaryDirectory(prefix="braid-pool-")
         self._children: list[_Child] = []
+        self._problems: list[str] = []
         self._num_jobs = 0
+        _start_server()
 
-    @property
-    def pids(self) -> frozenset[int]:
-        """Process ids of the children, and of the resource tracker that multiprocessing starts for them."""
-        tracker = multiprocessing.resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
-        children = {c.process.pid for c in self._children if c.process.pid is not None}
-        return frozenset(children | ({tracker} if tracker else set()))
+    def belongings(self) -> Belongings:
+        """What this process has for the sake of the pool: processes and descriptors."""
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        return Belongings(
+            children=frozenset(pid for pid in (server, tracker) if pid is not None),
+            fds=frozenset(fd for child in self._children for fd in child.fds),
+        )
+
+    def left_behind(self) -> list[str]:
+        """Wait until the processes have looked for what their jobs left, and return it in words, process by process.
+
+        A process that has left something behind is replaced.
+        """
+        self._hear_reports(list(self._children))
+        problems, self._problems = self._problems, []
+        return problems
 
     def run(
         self,
@@ -134,6 +194,8 @@ class ProcessPool:
         *args: Any,
         timeout_s: float = TIMEOUT_S,
         sum_order: str = "any",
+        portable: bool | None = None,
+        ranks_per_host: int | None = None,
     ) -> list[Any]:
         """Run `main(group, *args)` on `size` processes and return their results in the order of ranks.
 
@@ -143,21 +205,28 @@ class ProcessPool:
             args: Passed on.
             timeout_s: Seconds until the ranks are given up.
             sum_order: See `Group.world`.
+            portable: Whether ranks send each other copies instead of sharing memory; None for the pool's way.
+            ranks_per_host: Number of ranks of each simulated host, 0 for one host; None for the pool's way.
 
         Raises:
             TimeoutError: Holds the stacks of the ranks that did not end.
             RankDiedError: A process ended without an answer.
             Exception: That of the rank that failed first.
         """
+        self._hear_reports(self._children[:size])
         while len(self._children) < size:
             self._children.append(_Child(self._directory.name))
         self._num_jobs += 1
         directory = Path(self._directory.name) / f"job-{self._num_jobs}"
         directory.mkdir()
         children = self._children[:size]
+        copies = self._portable if portable is None else portable
+        per_host = self._ranks_per_host if ranks_per_host is None else ranks_per_host
         for rank, child in enumerate(children):
-            how = (self._portable, self._ranks_per_host, sum_order)
-            child.pipe.send(_Job(rank, size, str(directory), main, args, *how))
+            how = (copies, per_host, sum_order)
+            child.reports = True
+            job = _Job(rank, size, str(directory), main, args, *how)
+            child.pipe.send_bytes(pickle.dumps(job))
         answers = self._collect(children, directory, timeout_s)
         return _results(answers)
 
@@ -185,18 +254,18 @@ class ProcessPool:
             if not ready:
                 stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
                 events = _last_events(directory, len(children))
-                self._replace(children)
+                self._remove([children[rank] for rank in open_ranks])
                 msg = f"expected ranks to end within {timeout_s:g} s, found {open_ranks} running\n{stacks}\n{events}"
                 raise TimeoutError(msg)
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above
                 try:
-                    answers[rank] = children[rank].pipe.recv()
+                    answers[rank] = pickle.loads(children[rank].pipe.recv_bytes())  # noqa: S301
                 except (EOFError, ConnectionResetError):
                     children[rank].process.join()
                     died[rank] = children[rank].process.exitcode or 0
         if died:
-            self._replace(children)
+            self._remove([children[rank] for rank in died])
             errors = {r: repr(a.error) for r, a in answers.items() if a.error}
             msg = f"expected an answer of every rank, found exit codes {died}; the others: {errors}"
             error = RankDiedError(msg, died)
@@ -204,7 +273,18 @@ class ProcessPool:
             raise error
         return [answers[rank] for rank in range(len(children))]
 
-    def _replace(self, children: list[_Child]) -> None:
+    def _hear_reports(self, children: list[_Child]) -> None:
+        for child in children:
+            pid, report = child.process.pid, child.report()
+            if report is None:
+                report = (
+                    f"no word of what it left behind within {REPORT_S:g} s, at\n{child.stack()}"
+                )
+            if report:
+                self._problems.append(f"process {pid}: {report}")
+                self._remove([child])
+
+    def _remove(self, children: list[_Child]) -> None:
         for child in children:
             child.close(kill=True)
             self._children.remove(child)
@@ -245,18 +325,39 @@ def _recorder(directory: Path, rank: int) -> Recorder:
     return Recorder(EventRing(memory, RING_CAPACITY, rank=rank))
 
 
+def _start_server() -> None:
+    """Start the process from which children are forked, unless it is there."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    usual = os.environ.get("OPENBLAS_NUM_THREADS")
+    os.environ["OPENBLAS_NUM_THREADS"] = (
+        "1"  # numpy starts threads when imported, and threads do not survive a fork
+    )
+    try:
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
+    finally:
+        if usual is None:
+            del os.environ["OPENBLAS_NUM_THREADS"]
+        else:
+            os.environ["OPENBLAS_NUM_THREADS"] = usual
+
+
 def _serve(pipe: Connection, stacks: str) -> None:
     """The life of a child: jobs until the pipe ends."""
+    default_signals()
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-3)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         while True:
+            before = belongings()
             try:
-                job: _Job = pipe.recv()
+                job: _Job = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from the test
             except EOFError:
                 return
-            pipe.send(_picklable(_carry_out(job)))
+            pipe.send_bytes(_pickled(_carry_out(job)))
+            del job
+            pipe.send(_Report(described(left_since(before))))
 
 
 def _carry_out(job: _Job) -> _Answer:
@@ -266,6 +367,7 @@ def _carry_out(job: _Job) -> _Answer:
     result, error = None, None
     group = None
     with contextlib.ExitStack() as stack:
+        stack.callback(store.close)
         try:
             host = f"host{job.rank // job.ranks_per_host}" if job.ranks_per_host else ""
             transport = connect(
@@ -285,10 +387,12 @@ def _carry_out(job: _Job) -> _Answer:
     return _Answer(result, error, ended_ns)
 
 
-def _picklable(answer: _Answer) -> _Answer:
+def _pickled(answer: _Answer) -> bytes:
+    """Pickle by value: torch's way for connections would share tensors, which needs a server in each process."""
     try:
-        pickle.loads(pickle.dumps(answer))  # noqa: S301 - just made here
+        data = pickle.dumps(answer)
+        pickle.loads(data)  # noqa: S301 - just made here
     except Exception:  # noqa: BLE001 - anything may go wrong in somebody's __reduce__
         text = "".join(traceback.format_exception(answer.error)) if answer.error else "result"
-        return _Answer(None, RemoteError(f"not picklable: {text}"), answer.ended_ns)
-    return answer
+        return pickle.dumps(_Answer(None, RemoteError(f"not picklable: {text}"), answer.ended_ns))
+    return data

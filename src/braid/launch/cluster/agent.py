@@ -64,7 +64,7 @@ __all__ = ["LOST_EXIT_CODE", "Volunteer", "serve"]
 SILENCE_S = 60.0  # then the launcher is gone, or cut off, or stopped for good
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
-WARDEN = str(Path(__file__).with_name("warden.py"))
+WARDEN = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
 
 
 class Volunteer(NamedTuple):

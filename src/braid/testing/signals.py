@@ -1,0 +1,21 @@
+"""Signals as a program in the foreground finds them, whatever the shell left behind.
+
+A shell that starts a command in the background lets it ignore SIGINT, and every process that the command starts inherits
+this: tests of what a signal does would then depend on how the tests were started.
+"""
+
+from __future__ import annotations
+
+import signal
+
+__all__ = ["default_signals"]
+
+
+def default_signals() -> None:
+    """Give this process, and those that it starts, the signal handling of a program in the foreground."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
