@@ -349,15 +349,13 @@ def _serve(pipe: Connection, stacks: str) -> None:
     sys.setswitchinterval(1e-3)
     with Path(stacks).open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
-        while True:
-            before = belongings()
-            try:
+        with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool's end
+            while True:
+                before = belongings()
                 job: _Job = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from the test
-            except EOFError:
-                return
-            pipe.send_bytes(_pickled(_carry_out(job)))
-            del job
-            pipe.send(_Report(described(left_since(before))))
+                pipe.send_bytes(_pickled(_carry_out(job)))
+                del job
+                pipe.send(_Report(described(left_since(before))))
 
 
 def _carry_out(job: _Job) -> _Answer:
