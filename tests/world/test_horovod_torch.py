@@ -660,6 +660,7 @@ def _optimizer_faces(group: Group) -> dict[str, str]:
         found["copy"] = said(lambda: copy.deepcopy(optimizer))
         names = {"a": torch.ones(1), f"b{hvd.rank()}": torch.ones(1)}
         found["parameters"] = said(lambda: hvd.broadcast_parameters(names, 0))
+        torch.ones(1, requires_grad=True).sum().backward()  # autograd forgets the one that failed
         return found
 
 
