@@ -15,13 +15,12 @@ def shapes(*numels):
     return [torch.Size((numel,)) for numel in numels]
 
 
-def test_views_lie_one_behind_the_other_with_room_at_the_end():
-    buffer = FlatBuffer(shapes(3, 0, 2), torch.float32, make, num_extra=2)
+def test_views_lie_one_behind_the_other():
+    buffer = FlatBuffer(shapes(3, 0, 2), torch.float32, make)
     assert buffer.starts == [0, 3, 3]
     for number, view in enumerate(buffer.views):
         view.fill_(number + 1)
-    buffer.extra.fill_(9)
-    assert buffer.tensor.tolist() == [1, 1, 1, 3, 3, 9, 9]
+    assert buffer.tensor.tolist() == [1, 1, 1, 3, 3]
     assert buffer.firsts().tolist() == [0, 3, 3]
 
 

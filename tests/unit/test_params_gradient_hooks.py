@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from braid.params import ParamTable
-from braid.params.gradient_hooks import Forward, GradientHooks
+from braid.params.gradient_hooks import ForwardPass, GradientHooks
 
-FORWARD = Forward(3.0, 7)
+FORWARD = ForwardPass(3.0, 7)
 
 
 class Listener:
@@ -22,19 +22,17 @@ class Listener:
         self.told = []
         self.parts = []
         records = ParamTable.of(net).records
-        self.hooks = GradientHooks(
-            records, on_output=self.output, on_part=self.part, on_gradient=self.gradient
-        )
+        self.hooks = GradientHooks(records, self)
 
-    def output(self, forward):
+    def on_output(self, forward):
         self.told.append(forward)
 
-    def part(self, position, grad):
+    def on_partial_grad(self, position, grad):
         self.told.append("part")
         self.parts.append(position)
         return 2 * grad
 
-    def gradient(self, position):
+    def on_gradient(self, position):
         self.told.append(position)
 
 
@@ -48,16 +46,16 @@ def backward(net, listener):
     listener.told.clear()
     net.zero_grad()
     found = net(torch.ones(1, 2))
-    assert listener.hooks.watch([net.bias, found], FORWARD)
+    assert listener.hooks.register_outputs([net.bias, found], FORWARD)
     found.sum().backward()
     return listener.told
 
 
 def test_outputs_come_before_gradients_of_those_that_are_listened_to(net):
     listener = Listener(net)
-    listener.hooks.place([1])
+    listener.hooks.attach([1])
     assert backward(net, listener) == [FORWARD, 1]
-    listener.hooks.place([0, 1])
+    listener.hooks.attach([0, 1])
     assert sorted(backward(net, listener)[1:]) == [0, 1]
     listener.hooks.close()
     assert backward(net, listener) == [FORWARD]
@@ -65,9 +63,9 @@ def test_outputs_come_before_gradients_of_those_that_are_listened_to(net):
 
 def test_parts_can_be_changed_and_come_before_their_gradient(net):
     listener = Listener(net)
-    listener.hooks.place([1])
-    listener.hooks.weigh()
-    listener.hooks.weigh()
+    listener.hooks.attach([1])
+    listener.hooks.hear_partial_grads()
+    listener.hooks.hear_partial_grads()
     assert backward(net, listener)[1:] == ["part", 1]
     assert net.bias.grad == 2
     assert bool((net.weight.grad == 1).all())
@@ -75,11 +73,11 @@ def test_parts_can_be_changed_and_come_before_their_gradient(net):
 
 def test_what_is_frozen_while_weighing_begins_is_weighed_later(net):
     listener = Listener(net)
-    listener.hooks.place([0, 1])
+    listener.hooks.attach([0, 1])
     net.bias.requires_grad_(False)
-    listener.hooks.weigh()
+    listener.hooks.hear_partial_grads()
     net.bias.requires_grad_(True)
-    listener.hooks.follow()
+    listener.hooks.refresh()
     assert backward(net, listener).count("part") == 2
     assert sorted(listener.parts) == [0, 1]
 
@@ -87,26 +85,26 @@ def test_what_is_frozen_while_weighing_begins_is_weighed_later(net):
 def test_weighing_that_began_with_nothing_is_not_forgotten(net):
     listener = Listener(net)
     net.requires_grad_(False)
-    listener.hooks.weigh()
+    listener.hooks.hear_partial_grads()
     net.requires_grad_(True)
-    listener.hooks.place([1])
+    listener.hooks.attach([1])
     assert backward(net, listener)[1:] == ["part", 1]
 
 
 def test_a_parameter_that_is_returned_is_not_watched(net):
     listener = Listener(net)
-    assert not listener.hooks.watch([net.bias], FORWARD)
+    assert not listener.hooks.register_outputs([net.bias], FORWARD)
     net.bias.sum().backward()
     assert listener.told == []
 
 
 def test_hooks_keep_nobody_alive_and_go_with_their_owner(net):
     listener = Listener(net)
-    listener.hooks.place([0, 1])
-    listener.hooks.weigh()
+    listener.hooks.attach([0, 1])
+    listener.hooks.hear_partial_grads()
     gone = weakref.ref(listener)
     found = net(torch.ones(1, 2))
-    listener.hooks.watch([found], FORWARD)
+    listener.hooks.register_outputs([found], FORWARD)
     gc.disable()
     try:
         del listener

@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.params.status import Standing, StatusLayout
+from braid.params.status import RankState, StatusLayout
 
 flags = st.lists(st.booleans(), min_size=5, max_size=5)
 rank = st.fixed_dictionaries(
     {
         "present": flags,
-        "spoiled": flags,
-        "trained": flags,
-        "standing": st.sampled_from(Standing),
-        "unreached": st.integers(0, 1 << 30),
+        "nonfinite": flags,
+        "requires_grad": flags,
+        "state": st.sampled_from(RankState),
+        "num_forwards_without_backward": st.integers(0, 1 << 30),
         "weight": st.integers(0, 1 << 30).map(float),
-        "weighed": st.booleans(),
-        "buffers": st.booleans(),
+        "is_weighted": st.booleans(),
+        "buffers_used": st.booleans(),
     }
 )
 
@@ -28,15 +28,16 @@ def test_the_sum_of_what_ranks_say_says_what_each_said(ranks):
     said = [layout.encode(number, **one) for number, one in enumerate(ranks)]
     assert {len(one) for one in said} == {layout.length}
     heard = layout.decode([sum(column) for column in zip(*said, strict=True)])
-    for name in ("present", "spoiled", "trained"):
+    for name in ("present", "nonfinite", "requires_grad"):
         counts = [sum(one[name][p] for one in ranks) for p in range(5)]
         assert getattr(heard, name) == counts
-    assert heard.standings == [one["standing"] for one in ranks]
-    assert heard.unreached == [one["unreached"] for one in ranks]
+    assert heard.states == [one["state"] for one in ranks]
+    forwards = [one["num_forwards_without_backward"] for one in ranks]
+    assert heard.num_forwards_without_backward == forwards
     assert heard.weight == sum(one["weight"] for one in ranks)
-    assert heard.weighed == sum(one["weighed"] for one in ranks)
-    assert heard.buffers == sum(one["buffers"] for one in ranks)
-    for standing in Standing:
-        assert heard.ranks(standing) == [
-            number for number, one in enumerate(ranks) if one["standing"] is standing
+    assert heard.num_weighted == sum(one["is_weighted"] for one in ranks)
+    assert heard.num_buffers_used == sum(one["buffers_used"] for one in ranks)
+    for state in RankState:
+        assert heard.ranks(state) == [
+            number for number, one in enumerate(ranks) if one["state"] is state
         ]

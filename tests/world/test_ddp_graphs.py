@@ -94,9 +94,10 @@ def _train(group: Group, graph: Graph) -> tuple[list[torch.Tensor | None], int, 
         wrapped(share(group.rank, step), path_of(graph, group.rank, step)).backward()
     found = [param.grad for param in net.parameters()]
     places = {grad.data_ptr() for grad in found if grad is not None}
-    own = {view.data_ptr() for view in wrapped._reducer.buckets.views.values()}
+    buckets = wrapped._reducer.buckets
+    own = {view.data_ptr() for bucket in buckets for view in bucket.views.values()}
     copies = [None if grad is None else grad.clone() for grad in found]
-    return copies, len(places - own), sum(wrapped._reducer.buckets.sizes_bytes)
+    return copies, len(places - own), sum(buckets.sizes_bytes)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

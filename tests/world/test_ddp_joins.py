@@ -13,7 +13,7 @@ from torch import nn
 
 from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel, Join, Joinable, JoinHook
-from braid.data_parallel.finite import MANY, NonFinite, reaction_of
+from braid.data_parallel.finite import MANY, NonFinite, nonfinite_handler
 from braid.errors import BraidError
 from braid.params.lost_requests import reclaim_lost_requests
 
@@ -81,7 +81,7 @@ class Counter(Joinable):
 
 
 def _uneven(group: Group, kind: str) -> tuple[int, bool | None, list[float]]:
-    options = {"every": 2} if kind == "every" else {}
+    options = {"gradient_accumulation_steps": 2} if kind == "every" else {}
     model = net()
     wrapped = DistributedDataParallel(model, process_group=group, **options)
     if kind == "hook":
@@ -222,7 +222,7 @@ def _alone(group: Group) -> bool:
     return bool(free) and not group.numbers.lost()
 
 
-@pytest.mark.filterwarnings("ignore:expected a backward to every forward:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*ran forwards without a backward:UserWarning")
 def test_nothing_is_reclaimed_while_a_rank_has_requests_of_its_own(world):
     assert world(2, _alone) == [True, True]
 
@@ -253,7 +253,7 @@ def test_a_context_is_entered_once_at_a_time(world):
 
 def test_steps_that_are_skipped_are_told_at_first_and_when_nothing_else_happens():
     param = nn.Parameter(torch.zeros(1))
-    skip = reaction_of("skip", [param])
+    skip = nonfinite_handler("skip", [param])
     told = []
     steps = [1, *range(5, 5 + MANY + 3), 100]
     for step in steps:

@@ -97,8 +97,14 @@ def in_every_second(
     """A module, what to call, and its optimizer, which average in every second backward."""
     module = net()
     if wrap is DistributedDataParallel:
-        return module, DistributedDataParallel(module, process_group=group, every=2), sgd(module)
-    optimizer = DistributedOptimizer(sgd(module), process_group=group, backward_passes_per_step=2)
+        return (
+            module,
+            DistributedDataParallel(module, process_group=group, gradient_accumulation_steps=2),
+            sgd(module),
+        )
+    optimizer = DistributedOptimizer(
+        sgd(module), process_group=group, gradient_accumulation_steps=2
+    )
     return module, module, optimizer
 
 
@@ -128,12 +134,12 @@ def _warned(group: Group, train: Callable[..., object], *arguments: object) -> l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(group, *arguments)
-    return [str(one.message) for one in caught if "this rank's alone" in str(one.message)]
+    return [str(one.message) for one in caught if "those of this rank alone" in str(one.message)]
 
 
 def _steps_too_early(group: Group, kind: str) -> None:
     module = net()
-    wrapped = DistributedDataParallel(module, process_group=group, every=2)
+    wrapped = DistributedDataParallel(module, process_group=group, gradient_accumulation_steps=2)
     optimizer = sgd(module)
     for number in range(6):
         loss_of(wrapped, group.rank, number).backward()
@@ -148,13 +154,13 @@ def _steps_too_early(group: Group, kind: str) -> None:
 def test_a_step_on_gradients_of_one_rank_alone_is_told_once(procs, kind):
     for said in procs(2, _warned, _steps_too_early, kind):
         assert len(said) == 1
-        assert "'2.bias' has changed after number 1" in said[0]
+        assert "'2.bias' changed after backward 1 of gradient_accumulation_steps=2" in said[0]
         assert "average_next()" in said[0]
 
 
 def _changes(group: Group, kind: str) -> None:
     module = net()
-    wrapped = DistributedDataParallel(module, process_group=group, every=3)
+    wrapped = DistributedDataParallel(module, process_group=group, gradient_accumulation_steps=3)
     optimizer = sgd(module)
     own = values(module)
     if kind == "no_sync":
@@ -177,7 +183,9 @@ def test_changes_that_are_meant_are_not_spoken_of(procs, kind):
 
 def _breaks(group: Group) -> list[str]:
     module = net()
-    optimizer = DistributedOptimizer(sgd(module), process_group=group, backward_passes_per_step=2)
+    optimizer = DistributedOptimizer(
+        sgd(module), process_group=group, gradient_accumulation_steps=2
+    )
     said = []
 
     def backward(number: int) -> None:
@@ -206,7 +214,7 @@ def test_ranks_stay_in_step_when_one_drops_gradients_after_an_exception(world):
 def _drops(group: Group, wrap: Callable[..., object]) -> list[torch.Tensor]:
     module, wrapped, optimizer = in_every_second(group, wrap)
     if isinstance(wrapped, DistributedDataParallel):
-        wrapped.weigh(3.0)
+        wrapped.set_loss_weight(3.0)
     loss_of(wrapped, group.rank, 0).backward()
     optimizer.zero_grad()
     for number in (1, 2):
@@ -297,7 +305,7 @@ def _twice(group: Group) -> list[str]:
 
 def test_an_optimizer_that_averages_is_neither_made_to_do_so_again_nor_copied(world):
     again, copied = world(1, _twice)[0]
-    assert "found that SGD does: pass it once" in again
+    assert "SGD averages gradients already: pass it once" in again
     assert "use state_dict()" in copied
 
 
@@ -324,7 +332,7 @@ def _weighs(group: Group) -> list[torch.Tensor]:
     module = _Hidden()
     wrapped = DistributedDataParallel(module, process_group=group)
     rows = (6, 2)[group.rank]
-    wrapped.weigh(torch.tensor(float(rows)))
+    wrapped.set_loss_weight(torch.tensor(float(rows)))
     _hidden_loss(module, wrapped, batch(group.rank, 0, rows)).backward()
     return [param.grad.clone() for param in module.parameters()]
 
@@ -340,11 +348,11 @@ def test_weights_hold_for_outputs_that_hide_their_tensors_and_for_parameters_of_
 def _of_the_module(group: Group) -> list[torch.Tensor]:
     module = net()
     wrapped = DistributedDataParallel(module, process_group=group)
-    wrapped.weigh(3.0)
+    wrapped.set_loss_weight(3.0)
     weight = module[0].weight
     (penalty,) = torch.autograd.grad(weight.square().sum(), weight)
     (own,) = torch.autograd.grad(wrapped.module(batch(group.rank, 0)).square().mean(), weight)
-    wrapped.weigh(5.0)
+    wrapped.set_loss_weight(5.0)
     loss_of(wrapped, group.rank, 0).backward()
     return [penalty, own, weight.grad]
 
@@ -374,7 +382,7 @@ def _loss_parameter(group: Group) -> list[torch.Tensor]:
     module = _LossParameter()
     wrapped = DistributedDataParallel(module, process_group=group)
     rows = (6, 2)[group.rank]
-    wrapped.weigh(rows)
+    wrapped.set_loss_weight(rows)
     output = wrapped(batch(group.rank, 0, rows))
     # the last parameter has its gradient before backward comes to an output
     (output.square().mean() + module.scale.square().sum()).backward()
@@ -393,16 +401,19 @@ def _weighs_alone(group: Group) -> list[str]:
     module = net()
     wrapped = DistributedDataParallel(module, process_group=group)
     if group.rank:
-        wrapped.weigh(100)
+        wrapped.set_loss_weight(100)
     said = [said_by(lambda: loss_of(wrapped, group.rank, 0).backward(), MismatchError)]
-    wrapped.weigh(2)
+    wrapped.set_loss_weight(2)
     said.append(said_by(lambda: loss_of(wrapped, group.rank, 1).backward()))
-    return [*said, *(said_by(lambda w=w: wrapped.weigh(w)) for w in ("3", -1, torch.ones(2)))]
+    return [
+        *said,
+        *(said_by(lambda w=w: wrapped.set_loss_weight(w)) for w in ("3", -1, torch.ones(2))),
+    ]
 
 
 def test_weights_on_some_ranks_only_are_told_on_all(world):
     for alone, together, *wrong in world(3, _weighs_alone):
-        assert "weigh() on all ranks or on none, found it on 2 of 3" in alone
+        assert "set_loss_weight() was called on 2 of 3 ranks" in alone
         assert together == "nothing happened"
         assert all("finite and not negative" in said for said in wrong)
 
@@ -524,7 +535,7 @@ def _differs(group: Group, arguments: dict[str, object]) -> str:
     ("arguments", "shown"),
     [
         ({"hook": "powersgd:rank=1"}, "hook='powersgd:rank=1'"),
-        ({"every": 3}, "every=3"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps=3"),
         ({"static_graph": True}, "static_graph=True"),
         ({"hash_every": 5}, "hash_every=5"),
         ({"nonfinite": "skip"}, "nonfinite='skip'"),
@@ -570,9 +581,7 @@ def _no_value(group: Group) -> str:
 
 def test_a_future_that_never_has_a_value_is_named(world, monkeypatch):
     monkeypatch.setattr(grad_bucket, "FUTURE_S", 0.01)
-    assert (
-        "expected the future of the communication hook for GradBucket(0: " in world(1, _no_value)[0]
-    )
+    assert "the future of the communication hook for GradBucket(0: " in world(1, _no_value)[0]
 
 
 def _saves(group: Group) -> tuple[int, bool]:
@@ -649,7 +658,7 @@ def _wrong(group: Group) -> list[str]:
 
 def test_what_cannot_be_meant_is_refused(world):
     lazy, hook, cap, names = world(1, _wrong)[0]
-    assert "found '0.weight' of a lazy module: run the module once" in lazy
+    assert "parameter '0.weight' of a lazy module has no shape yet: run the module once" in lazy
     assert "register_comm_hook(state, hook)" in hook
-    assert "a number of MiB, found '25'" in cap
+    assert "numbers of MiB, got '25'" in cap
     assert "put it in brackets" in names

@@ -1,9 +1,10 @@
-"""What to do about gradients that are not finite: said once per step, the same on all ranks, with names.
+"""Reactions to gradients that are NaN or infinite: once per step, the same on all ranks, by name.
 
 Problem: a NaN on one rank is in everybody's average a moment later, and nobody can say whose it was.
 
-Idea: every rank looks at its own gradients before they leave (one number of each, or all), and says what it found beside them
-(`params.status`). So all ranks know the step, the ranks and the parameters, and do the same about it.
+Idea: every rank looks at its own gradients before they are sent (one number of each, or all), and
+reports the result beside them (`params.status`). So all ranks know the step, the ranks and the
+parameters, and react alike.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ from typing import NamedTuple
 import torch
 
 from braid.errors import BraidError, ConfigError
-from braid.params import Outcome, Standing
+from braid.params import Outcome, RankState
 
-__all__ = ["CHOICES", "NonFinite", "NonFiniteError", "Reaction", "react", "reaction_of"]
+__all__ = [
+    "CHOICES",
+    "NonFinite",
+    "NonFiniteError",
+    "NonfiniteHandler",
+    "handle_nonfinite",
+    "nonfinite_handler",
+]
 
 MAX_NAMES = 5
 MANY = 10  # steps in a row that are skipped: no accident any more
@@ -27,9 +35,10 @@ class NonFinite(NamedTuple):
     """Gradients that are NaN or infinite.
 
     Attributes:
-        step: Number of the reduction, from 1.
+        step: Number of the averaging, from 1.
         ranks: Global ranks that have them.
-        parameters: Names, the last of the module first: a NaN spreads from the loss towards the inputs.
+        parameters: Names of the parameters, the last of the module first: a NaN spreads from the
+            loss towards the inputs.
     """
 
     step: int
@@ -49,96 +58,105 @@ class NonFiniteError(BraidError, ArithmeticError):
     """Gradients are not finite; raised on all ranks."""
 
 
-Reaction = Callable[[NonFinite], None]
+NonfiniteHandler = Callable[[NonFinite], None]
 CHOICES = ("ignore", "warn", "raise", "skip")
 
 
-def reaction_of(wanted: str | Reaction, parameters: Sequence[torch.Tensor]) -> Reaction:
-    """What a user's choice means.
+def nonfinite_handler(
+    choice: str | NonfiniteHandler, parameters: Sequence[torch.Tensor]
+) -> NonfiniteHandler:
+    """Return the handler that a user's choice means.
 
     Args:
-        wanted: ignore; warn, once; raise NonFiniteError; skip: leave all gradients None, so that the optimizer does nothing, and warn of the first
-            one and of many in a row; or what shall be called.
-        parameters: Those whose gradients are dropped by skip.
+        choice: "ignore"; "warn", once; "raise" NonFiniteError; "skip": leave all gradients None,
+            so that the optimizer does nothing, and warn of the first step and of many in a row;
+            or a function.
+        parameters: Parameters whose gradients "skip" drops.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: The choice is none of these.
     """
-    if callable(wanted):
-        return wanted
-    if wanted not in CHOICES:
-        msg = f"expected nonfinite out of {', '.join(CHOICES)}, or something to call, found {wanted!r}"
+    if callable(choice):
+        return choice
+    if choice not in CHOICES:
+        known = ", ".join(map(repr, CHOICES))
+        msg = f"nonfinite={choice!r} is unknown: choose one of {known}, or pass a function"
         raise ConfigError(msg)
-    known: dict[str, Reaction] = {
+    known_handlers: dict[str, NonfiniteHandler] = {
         "ignore": lambda _: None,
-        "warn": _Warning(),
+        "warn": _WarnOnce(),
         "raise": _raise,
         "skip": _Skip(parameters),
     }
-    return known[wanted]
+    return known_handlers[choice]
 
 
-def react(outcome: Outcome, ranks: tuple[int, ...], reaction: Reaction) -> None:
-    """Call `reaction` if a rank has such gradients."""
-    if not any(outcome.status.spoiled):
+def handle_nonfinite(outcome: Outcome, ranks: tuple[int, ...], handler: NonfiniteHandler) -> None:
+    """Call `handler` if gradients of some rank are not finite.
+
+    Args:
+        outcome: What an averaging has shown.
+        ranks: Global ranks of the group.
+        handler: Called on all ranks.
+    """
+    if not any(outcome.status.nonfinite):
         return
-    spoiled = outcome.status.ranks(Standing.SPOILED)
-    reaction(
-        NonFinite(
-            outcome.number, tuple(ranks[r] for r in spoiled), tuple(reversed(outcome.spoiled))
-        )
-    )
+    own = tuple(ranks[rank] for rank in outcome.status.ranks(RankState.NONFINITE))
+    handler(NonFinite(outcome.number, own, tuple(reversed(outcome.nonfinite))))
 
 
-class _Warning:
-    """Says it once."""
+class _WarnOnce:
+    """Warns of the first step."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._warned = False
 
-    def __call__(self, found: NonFinite) -> None:
-        if not self._said:
-            self._said = True
+    def __call__(self, cause: NonFinite) -> None:
+        if not self._warned:
+            self._warned = True
             warnings.warn(
-                f"{found}; they are in everybody's averages now. Later ones are not reported: say nonfinite='raise' or 'skip' to do something "
-                "about them, 'ignore' if a gradient scaler does",
+                f"{cause}; they are in everybody's averages now. Later ones are not reported: "
+                "choose nonfinite='raise' or 'skip' to react to them, 'ignore' if a gradient "
+                "scaler does",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-def _raise(found: NonFinite) -> None:
+def _raise(cause: NonFinite) -> None:
     msg = (
-        f"expected finite gradients, found that {found}: look at that rank's batch, lower the learning rate or clip; "
+        f"{cause}. Look at the batch of that rank, lower the learning rate or clip gradients; "
         "parameters have not been changed in this step"
     )
     raise NonFiniteError(msg)
 
 
 class _Skip:
-    """Drops gradients; says so at the first time, and when it does nothing else any more."""
+    """Drops gradients; warns of the first step, and when every step is skipped."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._num_skipped = 0
         self._row = range(0)  # steps that have been skipped one after the other
 
-    def __call__(self, found: NonFinite) -> None:
+    def __call__(self, cause: NonFinite) -> None:
         for param in self._parameters:
             param.grad = None
         self._num_skipped += 1
-        goes_on = found.step == self._row.stop
-        self._row = range(self._row.start if goes_on else found.step, found.step + 1)
+        is_next = cause.step == self._row.stop
+        self._row = range(self._row.start if is_next else cause.step, cause.step + 1)
         if len(self._row) == MANY:
             warnings.warn(
-                f"{found}, the {MANY}th step in a row that is skipped: training does not go on; lower the learning rate, clip, or look at the "
-                "parameters, which may be NaN themselves",
+                f"{cause}, the {MANY}th step in a row that is skipped: training stands still. "
+                "Lower the learning rate, clip gradients, or look at the parameters, which may be "
+                "NaN themselves",
                 RuntimeWarning,
                 stacklevel=2,
             )
         elif self._num_skipped == 1:
             warnings.warn(
-                f"{found}; the step is skipped. Later ones are not reported, but for {MANY} in a row",
+                f"{cause}; the step is skipped. Later ones are not reported, but for {MANY} in a "
+                "row",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,28 +1,35 @@
-"""Parameters as data, and gradients in buckets: shared by every engine that splits training over ranks."""
+"""Parameters as data, and gradients in buckets: shared by the engines that split training over ranks."""
 
-from braid.params.bucket_state import Bucket, BucketState, Caps, plan_buckets
-from braid.params.buckets import Buckets, StateHook
+from braid.params.bucket import Bucket
+from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets
+from braid.params.buckets import Buckets
 from braid.params.flat import FlatBuffer, allocator
 from braid.params.grad_bucket import GradBucket, Hook
+from braid.params.gradient_hooks import GradientHooks
+from braid.params.hook_schedule import StateHook
 from braid.params.reducer import GradientReducer
-from braid.params.reducer_options import Outcome, ReducerOptions
-from braid.params.status import Standing, Status, StatusLayout
+from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.params.reducer_policy import ReducerPolicy
+from braid.params.status import RankState, Status, StatusLayout
 from braid.params.table import ParamRecord, ParamTable
 
 __all__ = [
     "Bucket",
-    "BucketState",
+    "BucketLayout",
     "Buckets",
     "Caps",
     "FlatBuffer",
     "GradBucket",
+    "GradientHooks",
     "GradientReducer",
     "Hook",
     "Outcome",
     "ParamRecord",
     "ParamTable",
+    "RankState",
+    "ReducerListener",
     "ReducerOptions",
-    "Standing",
+    "ReducerPolicy",
     "StateHook",
     "Status",
     "StatusLayout",

@@ -1,19 +1,48 @@
-"""`torch.autograd.grad` of parameters, noticed: its results are this rank's alone, and nobody would average them."""
+"""What autograd is doing in this thread, which it tells nobody in public.
+
+`torch.autograd.grad` of parameters is noticed: its results are those of one rank, and nobody would
+average them. So are backwards inside of backwards, as of re-entrant checkpoints.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from braid.errors import ConfigError
 from braid.params.table import ParamRecord
 
-__all__ = ["is_returned", "refuse_grad"]
+__all__ = ["at_end_of_backward", "is_in_backward", "is_nested", "is_returned", "refuse_grad"]
+
+# autograd calls the backward of every autograd.Function of Python through this one
+_APPLY = BackwardCFunction.apply.__code__
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - there is no public way
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have `call` called in this thread when the whole backward that is under way has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001 - there is no public way
+
+
+def is_nested() -> bool:
+    """Return whether an autograd.Function has called the present backward inside of another one."""
+    frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but not their nesting
+    while frame.f_code is not _APPLY:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def is_returned(param: torch.Tensor) -> bool:
-    """In the middle or at the end of a backward: whether it is `torch.autograd.grad`, which returns the gradient of `param`."""
+    """Return whether `torch.autograd.grad` is under way, or ends now, and returns `param`'s gradient."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         torch._C._will_engine_execute_node(node)  # noqa: SLF001 - no public way
@@ -25,16 +54,16 @@ def is_returned(param: torch.Tensor) -> bool:
 
 
 def refuse_grad(records: Sequence[ParamRecord]) -> None:
-    """Called at the end of a backward in which no gradient has been accumulated: was it `torch.autograd.grad` of a parameter?
+    """Refuse `torch.autograd.grad` of a parameter; called when a backward has accumulated nothing.
 
     Raises:
-        ConfigError: It was.
+        ConfigError: The backward was `torch.autograd.grad` of a parameter.
     """
     for record in records:
         if record.param.requires_grad and is_returned(record.param):
             msg = (
-                f"expected backward(), which averages gradients over ranks, found torch.autograd.grad of {record.name!r}: its result is "
-                "this rank's alone; call loss.backward() and read .grad, or, for gradients of one rank, use the "
-                "wrapped module itself (.module), or no_sync() of a DistributedOptimizer"
+                f"torch.autograd.grad of {record.name!r} returns the gradient of this rank alone. "
+                "Call loss.backward() and read .grad for the average; for gradients of one rank, "
+                "use the wrapped module itself (.module), or no_sync() of a DistributedOptimizer"
             )
             raise ConfigError(msg)

@@ -1,10 +1,10 @@
-"""When buckets were ready, on every rank: who makes the others wait, and with which parameters.
+"""Times at which buckets were ready, on every rank: who makes the others wait, with which parameters.
 
-Problem: how long a step takes shows nobody who is slow, since an all-reduce ends on all ranks at the same time. What tells is *before* it:
-when a rank had its bucket full.
+Problem: how long a step takes shows nobody who is slow, since an all-reduce ends on all ranks at
+the same time. What tells is *before* it: when a rank had its bucket full.
 
-Idea: each rank notes when a bucket leaves, counted from the end of the last averaging, which is the same moment on all ranks but for microseconds.
-One all_gather puts the notes side by side.
+Idea: each rank notes when a bucket is launched, counted from the end of the last averaging, which
+is the same moment on all ranks but for microseconds. One all_gather puts the times side by side.
 
     bucket   rank 0    rank 1    behind
     0        12.0 ms   12.3 ms   rank 1 by 0.3 ms
@@ -13,12 +13,17 @@ One all_gather puts the notes side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from braid.params.bucket_picture import bucket_picture
+import torch
 
-__all__ = ["BucketRow", "BucketTimes"]
+from braid.comm import Group
+from braid.params.bucket_layout import BucketLayout
+from braid.params.bucket_picture import bucket_picture
+from braid.params.table import ParamRecord
+
+__all__ = ["BucketRow", "BucketTimes", "ReadyTimes"]
 
 MAX_NAMES = 3
 
@@ -27,8 +32,8 @@ class BucketRow(NamedTuple):
     """One bucket.
 
     Attributes:
-        names: Of its parameters.
-        ready_s: By rank, seconds since the last averaging ended.
+        names: Names of its parameters.
+        ready_s: Seconds since the last averaging ended, by rank.
     """
 
     names: tuple[str, ...]
@@ -41,12 +46,12 @@ class BucketRow(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """How long the first one waits for the last."""
+        """Seconds that the first rank waits for the last."""
         return max(self.ready_s) - min(self.ready_s)
 
     @property
     def label(self) -> str:
-        """Names, shortened."""
+        """The first names of the parameters."""
         more = len(self.names) - MAX_NAMES
         return ", ".join(self.names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
@@ -55,9 +60,9 @@ class BucketTimes(NamedTuple):
     """All buckets of one step.
 
     Attributes:
-        step: Number of the reduction.
+        step: Number of the averaging.
         ranks: Global ranks, in the order of the columns.
-        rows: By bucket.
+        rows: One row per bucket.
     """
 
     step: int
@@ -72,13 +77,13 @@ class BucketTimes(NamedTuple):
         names: Sequence[Sequence[str]],
         ready_s: Sequence[Sequence[float]],
     ) -> BucketTimes:
-        """From what the ranks noted.
+        """Combine the times of all ranks.
 
         Args:
-            step: Number of the reduction.
+            step: Number of the averaging.
             ranks: Global ranks.
-            names: Of the parameters of each bucket.
-            ready_s: By rank, then by bucket.
+            names: Names of the parameters of each bucket.
+            ready_s: Times by rank, then by bucket.
         """
         columns = zip(names, zip(*ready_s, strict=True), strict=True)
         rows = tuple(BucketRow(tuple(own), tuple(times)) for own, times in columns)
@@ -86,11 +91,11 @@ class BucketTimes(NamedTuple):
 
     @property
     def critical(self) -> int:
-        """Number of the bucket that was complete on all ranks last."""
+        """Index of the bucket that was complete on all ranks last."""
         return max(range(len(self.rows)), key=lambda number: max(self.rows[number].ready_s))
 
     def svg(self) -> str:
-        """A picture: a lane for each rank, a bar for each bucket, and the critical one marked; write it to a file and open that in a browser."""
+        """Draw a lane for each rank and a bar for each bucket, as SVG for a browser."""
         return bucket_picture(
             self.step,
             self.ranks,
@@ -113,3 +118,49 @@ class BucketTimes(NamedTuple):
             for line in (heads, *lines)
         ]
         return "\n".join([f"buckets of averaging {self.step}, ready after", *shown])
+
+
+class ReadyTimes:
+    """Notes when this rank's buckets are ready.
+
+    Args:
+        now_ns: Clock.
+        layouts: Layouts of the buckets before the first averaging.
+    """
+
+    def __init__(self, now_ns: Callable[[], int], layouts: tuple[BucketLayout, ...]) -> None:
+        self._now_ns = now_ns
+        self._began_ns = now_ns()
+        self._ready_ns: dict[int, int] = {}
+        self._last: tuple[tuple[BucketLayout, ...], dict[int, int]] = layouts, {}
+
+    def bucket_is_ready(self, index: int) -> None:
+        """Note that a bucket is launched."""
+        self._ready_ns[index] = self._now_ns() - self._began_ns
+
+    def averaging_ended(self, layouts: tuple[BucketLayout, ...]) -> None:
+        """Keep the times of this averaging, of buckets with these layouts."""
+        self._last = layouts, self._ready_ns
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self._ready_ns = {}
+        self._began_ns = self._now_ns()
+
+    def gather(
+        self, group: Group, records: Sequence[ParamRecord], step: int, device: torch.device
+    ) -> BucketTimes:
+        """Return the times of the last averaging on all ranks; a collective.
+
+        Args:
+            group: Ranks that average together.
+            records: Parameters by position.
+            step: Number of the averaging.
+            device: Device on which the group takes small messages.
+        """
+        layouts, ready_ns = self._last
+        own = [ready_ns.get(index, 0) * 1e-9 for index in range(len(layouts))]
+        table = group.all_gather(torch.tensor([own], dtype=torch.float64, device=device))
+        names = [[records[p].name for p in layout.members] for layout in layouts]
+        rows = table.view(group.size, -1).tolist()
+        return BucketTimes.of(step, group.ranks, names, rows)

@@ -1,52 +1,55 @@
-"""What ranks may not do differently, found in what they told each other, in words. Pure."""
+"""Messages about what ranks may not do differently, found in what they told each other. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from braid.params.status import Standing, Status
+from braid.params.status import RankState, Status
 from braid.params.table import ParamRecord
 
-__all__ = ["OWN_GRADIENTS", "left_backward", "trained_apart", "weighed_apart"]
+__all__ = ["OWN_GRADIENTS", "failed_ranks", "requires_grad_differs", "weights_differ"]
 
 MAX_SHOWN = 8
-OWN_GRADIENTS = (Standing.WORKS, Standing.SPOILED)  # of ranks that bring gradients of a whole step
+OWN_GRADIENTS = (RankState.ACTIVE, RankState.NONFINITE)  # ranks that bring those of a whole step
 
 
-def trained_apart(status: Status, records: Sequence[ParamRecord]) -> str | None:
-    """Parameters that some ranks train and others do not; None if there are none."""
-    size = len(status.standings)
-    differ = [
+def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str | None:
+    """Describe parameters that require a gradient on some ranks only; None if there are none."""
+    size = len(status.states)
+    if {0, size}.issuperset(status.requires_grad):
+        return None
+    differing = [
         f"{record.name!r} requires a gradient on {count} of {size} ranks"
-        for record, count in zip(records, status.trained, strict=True)
+        for record, count in zip(records, status.requires_grad, strict=True)
         if 0 < count < size
     ]
-    if not differ:
-        return None
     return (
-        f"expected the same parameters to be trained on every rank, found that {'; '.join(differ[:MAX_SHOWN])}: freeze and unfreeze "
-        "parameters on all ranks in the same step"
+        f"{'; '.join(differing[:MAX_SHOWN])}. Freeze and unfreeze parameters on all ranks in the "
+        "same step"
     )
 
 
-def weighed_apart(status: Status) -> str | None:
-    """Weights on some ranks only, while the gradients of others count one; None if there are none."""
-    own = sum(standing in OWN_GRADIENTS for standing in status.standings)
-    if not 0 < status.weighed < own:
+def weights_differ(status: Status) -> str | None:
+    """Describe loss weights that only some ranks have set; None if all or none have."""
+    if not status.num_weighted:
+        return None
+    own = sum(map(OWN_GRADIENTS.__contains__, status.states))
+    if status.num_weighted >= own:
         return None
     return (
-        f"expected weigh() on all ranks or on none, found it on {status.weighed} of {own}, beside which the others count 1: averages of this step "
-        "mean nothing; call it on every rank, with the number of its samples"
+        f"set_loss_weight() was called on {status.num_weighted} of {own} ranks, beside which the "
+        "others count 1: the averages of this step are meaningless. Call it on every rank, with "
+        "its number of samples"
     )
 
 
-def left_backward(status: Status, ranks: Sequence[int]) -> str | None:
-    """Ranks that left backward by an exception; None if there are none."""
-    broke = [ranks[rank] for rank in status.ranks(Standing.BROKE)]
-    if not broke:
+def failed_ranks(status: Status, ranks: Sequence[int]) -> str | None:
+    """Describe ranks whose backward raised an exception; None if there are none."""
+    if RankState.FAILED not in status.states:
         return None
-    named = f"rank {broke[0]}" if len(broke) == 1 else f"ranks {', '.join(map(str, broke))}"
+    failed = [ranks[rank] for rank in status.ranks(RankState.FAILED)]
+    named = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
     return (
-        f"expected gradients of all {len(ranks)} ranks, found that {named} left backward by an exception (see there): gradients of this step "
-        "mean nothing on any rank; zero them and go on with the next batch, or stop"
+        f"an exception ended the backward of {named} (see there), so gradients of this step are "
+        "meaningless on every rank. Zero them and go on with the next batch, or stop"
     )

@@ -1,141 +1,154 @@
-"""What autograd tells a reducer: that a backward has reached a module, and that a gradient is there.
+"""Hooks on autograd: a backward has reached a module, a gradient is there.
 
-Problem: a parameter keeps its hooks alive. If they kept the reducer alive, which keeps the parameters, none of them would ever die:
-part of that cycle runs through C++, where the garbage collector cannot see it.
+Problem: a parameter keeps its hooks alive. If they kept the reducer alive, which keeps the
+parameters, none of them would ever die: part of that cycle runs through C++, where the garbage
+collector cannot see it.
 
-Idea: hooks know the methods that they call weakly, and do nothing when their object is gone.
+Idea: hooks hold their listener weakly, and do nothing when it is gone.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from braid.params.table import ParamRecord
 
-__all__ = ["Forward", "GradientHooks"]
+__all__ = ["ForwardPass", "GradientHooks", "GradientListener"]
 
 
 @dataclass(slots=True, eq=False)
-class Forward:
-    """One forward of a module.
+class ForwardPass:
+    """One forward pass of a module.
 
     Attributes:
-        weight: What its gradients count, such as its number of samples; one when None.
-        counted: Number of averagings before it, while it counts among those that no backward has reached.
+        weight: Loss weight of its gradients, such as its number of samples; one when None.
+        open: Number of averagings before it, while no backward has reached it; else None.
     """
 
     weight: float | None
-    counted: int | None
+    open: int | None
+
+
+class GradientListener(Protocol):
+    """Learns what autograd does with a module."""
+
+    def on_output(self, forward: ForwardPass, /) -> None:
+        """Called when a backward has reached an output of a forward pass."""
+        ...
+
+    def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
+        """Called before a part of a gradient is accumulated, or returned by torch.autograd.grad.
+
+        Returns:
+            What is used in its place; None for the part itself.
+        """
+        ...
+
+    def on_gradient(self, position: int, /) -> None:
+        """Called when a backward has accumulated a parameter's gradient."""
+        ...
 
 
 class GradientHooks:
-    """Hooks on parameters, and on what forwards return.
+    """Hooks on parameters, and on the outputs of forward passes.
 
     Args:
         records: Parameters by position.
-        on_output: Bound method, called with a forward when a backward has reached an output of it.
-        on_part: Called with the position of a parameter and a part of its gradient before that is accumulated, or returned by `torch.autograd.grad`; may
-            return what is taken instead.
-        on_gradient: Called with the position of a parameter whose gradient a backward has accumulated.
+        listener: Called by the hooks; held weakly.
+        partial_grads: Whether `on_partial_grad` is called from the start.
     """
 
     def __init__(
         self,
         records: Sequence[ParamRecord],
+        listener: GradientListener,
         *,
-        on_output: Callable[[Forward], None],
-        on_part: Callable[[int, torch.Tensor], torch.Tensor | None],
-        on_gradient: Callable[[int], None],
+        partial_grads: bool = False,
     ) -> None:
         self._records = records
-        self._on_output = weakref.WeakMethod(on_output)
-        self._on_part = weakref.WeakMethod(on_part)
-        self._on_gradient = weakref.WeakMethod(on_gradient)
-        self._by_position: dict[int, RemovableHandle] = {}
-        self._weighs = False
-        self._part_handles: dict[int, RemovableHandle] = {}
+        self._listener = weakref.ref(listener)
+        self._handles: dict[int, RemovableHandle] = {}
+        self._hears_partial_grads = partial_grads
+        self._partial_handles: dict[int, RemovableHandle] = {}
 
-    def place(self, positions: Iterable[int]) -> None:
-        """Have hooks on the parameters at these positions, and on no others."""
+    def attach(self, positions: Iterable[int]) -> None:
+        """Put hooks on the parameters at these positions, and on no others."""
         wanted = list(positions)
-        for position in set(self._by_position).difference(wanted):
-            self._by_position.pop(position).remove()
+        for position in self._handles.keys() - wanted:
+            self._handles.pop(position).remove()
         for position in wanted:
-            if position not in self._by_position:
+            if position not in self._handles:
                 param = self._records[position].param
-                hook = partial(_gradient_came, self._on_gradient, position)
+                hook = partial(_on_gradient, self._listener, position)
                 handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._by_position[position] = handle
-        self._remove_parts()
-        self.follow()
+                self._handles[position] = handle
+        self._remove_partial()
+        self.refresh()
 
-    def weigh(self) -> None:
-        """Call `on_part`, too, from now on."""
-        self._weighs = True
-        self.follow()
+    def hear_partial_grads(self) -> None:
+        """Call `on_partial_grad` from now on."""
+        self._hears_partial_grads = True
+        self.refresh()
 
-    def follow(self) -> None:
-        """Weigh what has been unfrozen meanwhile, too: a frozen parameter takes no such hook."""
-        if not self._weighs:
+    def refresh(self) -> None:
+        """Hear parts of gradients that were frozen before: a frozen parameter takes no such hook."""
+        if not self._hears_partial_grads:
             return
-        for position in self._by_position.keys() - self._part_handles.keys():
+        for position in self._handles.keys() - self._partial_handles.keys():
             param = self._records[position].param
             if param.requires_grad:
-                hook = partial(_part_came, self._on_part, position)
-                self._part_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
+                hook = partial(_on_partial_grad, self._listener, position)
+                self._partial_handles[position] = param.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def watch(self, outputs: Iterable[torch.Tensor], forward: Forward) -> bool:
-        """Have `on_output` called with `forward` when a backward comes to one of these; False if none of them can tell."""
-        hook = partial(_output_reached, self._on_output, forward)
-        followed = [output for output in outputs if not output.is_leaf]
-        for output in followed:  # a hook on a parameter that is returned would stay for ever
+    def register_outputs(self, outputs: Iterable[torch.Tensor], forward: ForwardPass) -> bool:
+        """Have `on_output` called when a backward reaches an output; False if none can tell."""
+        hook = partial(_on_output, self._listener, forward)
+        inner = [output for output in outputs if not output.is_leaf]
+        for output in inner:  # a hook on a parameter that is returned would stay for ever
             output.register_hook(hook)  # type: ignore[no-untyped-call]
-        return bool(followed)
+        return bool(inner)
 
     def __del__(self) -> None:
-        self.close()  # hooks whose object is gone would be called for ever
+        self.close()  # hooks whose listener is gone would be called for ever
 
     def close(self) -> None:
-        """Remove those on parameters."""
-        for handle in self._by_position.values():
+        """Remove the hooks on parameters."""
+        for handle in self._handles.values():
             handle.remove()
-        self._by_position.clear()
-        self._remove_parts()
+        self._handles.clear()
+        self._remove_partial()
 
-    def _remove_parts(self) -> None:
-        for handle in self._part_handles.values():
+    def _remove_partial(self) -> None:
+        for handle in self._partial_handles.values():
             handle.remove()
-        self._part_handles.clear()
+        self._partial_handles.clear()
 
 
-def _gradient_came(
-    on_gradient: weakref.WeakMethod[Callable[[int], None]], position: int, _param: torch.Tensor
+def _on_gradient(
+    reference: weakref.ref[GradientListener], position: int, _param: torch.Tensor
 ) -> None:
-    call = on_gradient()
-    if call is not None:
-        call(position)
+    listener = reference()
+    if listener is not None:
+        listener.on_gradient(position)
 
 
-def _part_came(
-    on_part: weakref.WeakMethod[Callable[[int, torch.Tensor], torch.Tensor | None]],
-    position: int,
-    grad: torch.Tensor,
+def _on_partial_grad(
+    reference: weakref.ref[GradientListener], position: int, grad: torch.Tensor
 ) -> torch.Tensor | None:
-    call = on_part()
-    return None if call is None else call(position, grad)
+    listener = reference()
+    return None if listener is None else listener.on_partial_grad(position, grad)
 
 
-def _output_reached(
-    on_output: weakref.WeakMethod[Callable[[Forward], None]],
-    forward: Forward,
-    _grad: torch.Tensor,
+def _on_output(
+    reference: weakref.ref[GradientListener], forward: ForwardPass, _grad: torch.Tensor
 ) -> None:
-    call = on_output()
-    if call is not None:
-        call(forward)
+    listener = reference()
+    if listener is not None:
+        listener.on_output(forward)

@@ -1,11 +1,11 @@
-"""Whether an optimizer has stepped on gradients of one rank alone, while they accumulate.
+"""Detection of optimizer steps that use gradients of one rank alone, while they accumulate.
 
-Problem: with an average in every k-th backward only, a step that comes after another one, as at the end of an epoch that is no multiple of k, makes
-ranks different for ever, and nobody notices.
+Problem: with an average in every k-th backward only, a step after another backward, as at the end
+of an epoch whose length is no multiple of k, makes ranks different for ever, and nobody notices.
 
-Idea: behind a backward that leaves its gradients local keep the smallest parameter that has one. If it has changed when the next forward begins,
-somebody has stepped. Its version is looked at first, its numbers only if that has moved: weights that are exchanged for others and come back are
-no step.
+Idea: behind a backward that leaves its gradients local, remember the smallest parameter that has
+one. If it has changed when the next forward begins, somebody has stepped. Its version is compared
+first, its values only if that has moved: weights that are swapped and come back are no step.
 """
 
 from __future__ import annotations
@@ -21,53 +21,54 @@ from braid.params.table import ParamRecord
 __all__ = ["LocalSteps"]
 
 
-class _Kept(NamedTuple):
+class _Copy(NamedTuple):
     record: ParamRecord
     version: int
-    numbers: torch.Tensor
+    values: torch.Tensor
 
 
 class LocalSteps:
-    """Looks for steps between backwards that accumulate."""
+    """Warns of steps between backwards that accumulate."""
 
     def __init__(self) -> None:
-        self._kept: _Kept | None = None
-        self._was_said = False
+        self._copy: _Copy | None = None
+        self._warned = False
 
-    def note(self, records: Iterable[ParamRecord]) -> None:
-        """A backward has left its gradients local."""
+    def remember(self, records: Iterable[ParamRecord]) -> None:
+        """Copy a parameter: a backward has left its gradients local."""
         own = [r for r in records if r.param.grad is not None and r.param.numel()]
         if own:
             record = min(own, key=lambda r: r.param.numel())
-            numbers = record.param.detach().clone()
-            self._kept = _Kept(record, record.param._version, numbers)  # noqa: SLF001 - torch documents no other name
+            values = record.param.detach().clone()
+            self._copy = _Copy(record, record.param._version, values)  # noqa: SLF001 - torch documents no other name
 
     def forget(self) -> None:
-        """They have been averaged, or shall stay local."""
-        self._kept = None
+        """Drop the copy: gradients have been averaged, or shall stay local."""
+        self._copy = None
 
-    def check(self, passed: int, every: int) -> None:
-        """Before the next forward: warn, once, if the parameter has changed.
+    def check(self, num_accumulated: int, num_steps: int) -> None:
+        """Warn, once, if the copied parameter has changed; called before the next forward.
 
         Args:
-            passed: Backwards since the last average.
-            every: At which of them averages come.
+            num_accumulated: Number of backwards since the last average.
+            num_steps: Number of backwards from average to average.
         """
-        if self._kept is None:
+        if self._copy is None:
             return
-        record, version, numbers = self._kept
+        record, version, values = self._copy
         param = record.param
-        if param._version == version or torch.equal(param.detach(), numbers):  # noqa: SLF001 - as above
+        if param._version == version or torch.equal(param.detach(), values):  # noqa: SLF001 - as above
             return
-        self._kept = None
-        if self._was_said:
+        self._copy = None
+        if self._warned:
             return
-        self._was_said = True
+        self._warned = True
         warnings.warn(
-            f"expected parameters to change after the backward that averages, the last of every={every}, found that {record.name!r} has changed after "
-            f"number {passed}, whose gradients are this rank's alone: if that was an optimizer's step, ranks differ from now on. Step only after that "
-            "backward, or call average_next() before one that shall average earlier, such as the last of an epoch. Said once; no_sync() says that "
-            "it is meant",
+            f"parameter {record.name!r} changed after backward {num_accumulated} of "
+            f"gradient_accumulation_steps={num_steps}, whose gradients are those of this rank "
+            "alone. If that was an optimizer's step, ranks differ from now on: step only after the "
+            "backward that averages, or call average_next() before one that shall average "
+            "earlier, such as the last of an epoch. Said once; no_sync() says that it is meant",
             UserWarning,
             stacklevel=2,
         )

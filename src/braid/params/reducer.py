@@ -1,10 +1,11 @@
 """Gradients of all ranks, averaged bucket by bucket.
 
-A hook on every parameter copies the gradient into its bucket, which lies in shared memory, and makes `.grad` a view of it.
-The hook that completes a bucket lets it go: it offers the memory to the others. When backward ends, `finish` tells them what this rank
-has (`status`), takes the steps of all that has been started and waits for the peers'. Steps in between would not end sooner: sums in shared
-memory are work for the same core, and they would drive what backward computes on out of its cache. But a rank that has ended earlier sums
-what all have offered meanwhile (`comm.claims`), and the last one finds it done.
+A hook on every parameter moves the gradient into its bucket, which lies in shared memory. The hook
+that completes a bucket launches it: the memory is offered to the other ranks. When backward ends,
+`finish` tells them what this rank has (`status`), takes the steps of all that has been started and
+waits for the peers'. Steps in between would not end sooner: sums in shared memory are work for the
+same core, and they would drive what backward computes on out of its cache. But a rank that has
+ended earlier sums what all have offered meanwhile, and the last one finds it done.
 
     backward   p6 p5 | p4 p3 p2 | p1 p0 |
     bucket 0         >                   :====        > offered   = steps
@@ -12,488 +13,441 @@ what all have offered meanwhile (`comm.claims`), and the last one finds it done.
     bucket 2                            >:====
     status                               >==
 
-The status carries who has a gradient of what. So parameters that nobody has used keep `.grad` None, as in one process, and nobody has to ask
-for that beforehand; buckets that nobody needs are not sent. A gradient accumulated by earlier backwards takes part, whether or not the last one added to it.
+The status carries who has a gradient of what. So parameters that nobody has used keep `.grad` None,
+as in one process, without being declared; buckets that nobody needs are not sent. A gradient
+accumulated by earlier backwards takes part, whether or not the last one added to it.
 
-The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of ranks, and the
-division by their number happens once, at the end (`braid.data_parallel.ddp.reference`).
+The result equals a loop over the ranks' shards in one process, bit by bit: sums are in the order of
+ranks, and the division by their number happens once, at the end (`data_parallel.ddp.reference`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 from torch._compile import _disable_dynamo
 
-from braid.comm import Group, Work
+from braid.comm import Group
 from braid.errors import CommError, ConfigError, MismatchError
-from braid.params.autograd_grad import is_returned, refuse_grad
-from braid.params.bucket_state import Bucket
-from braid.params.bucket_times import BucketTimes
-from braid.params.buckets import Buckets, StateHook
+from braid.params.autograd_grad import (
+    at_end_of_backward,
+    is_in_backward,
+    is_nested,
+    is_returned,
+    refuse_grad,
+)
+from braid.params.backward_state import Action, BackwardState, Event, Phase
+from braid.params.bucket import Bucket
+from braid.params.bucket_layout_cache import BucketLayoutCache
+from braid.params.bucket_times import BucketTimes, ReadyTimes
 from braid.params.disagreements import (
     OWN_GRADIENTS,
-    left_backward,
-    trained_apart,
-    weighed_apart,
+    failed_ranks,
+    requires_grad_differs,
+    weights_differ,
 )
-from braid.params.gradient_hooks import Forward, GradientHooks
+from braid.params.gradient_hooks import ForwardPass, GradientHooks
+from braid.params.hook_schedule import StateHook
 from braid.params.local_steps import LocalSteps
-from braid.params.plans import Plan, Plans
-from braid.params.reducer_options import Outcome, ReducerOptions
+from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
+from braid.params.reducer_policy import ReducerPolicy
 from braid.params.sparse import average_sparse
-from braid.params.status import Standing, Status, StatusLayout
-from braid.params.table import ParamRecord, ParamTable
+from braid.params.status import RankState, Status
+from braid.params.status_exchange import StatusExchange
+from braid.params.table import ParamTable
 
 __all__ = ["GradientReducer"]
 
 
 class GradientReducer:
-    """Averages gradients over a group, from hooks.
+    """Averages gradients over a group during backward.
 
     Args:
         group: Ranks that train together.
         table: Their parameters; equal on all of them.
-        options: How.
+        options: Sizes, accumulation and checks.
+        listener: Learns of each averaging.
+        hears_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
+            backward begins with the first part of a gradient that is computed.
 
     Attributes:
-        synchronize: False while gradients stay local and accumulate; looked at when backward begins.
-        weight: What gradients of a forward that begins now count; every backward counts one when None.
-        on_begin: Called before anything is sent for an average.
-        on_exchange: Called before ranks tell each other what they have, on all of them, also if one has joined or left backward by an
-            exception; what it starts goes beside that.
-        on_outcome: Called after each reduction, before gradients are used.
-        on_bucket: Called with the parameters of each bucket that is there, while others are on their way, and whether their averages may be used: not
-            where some gradient is not finite, or an earlier call has raised.
+        buckets: Buckets of the parameters that require a gradient.
+        synchronizes: False while gradients stay local and accumulate; read when backward begins.
+        loss_weight: Weight of the gradients of forwards that begin now; every backward counts one
+            when None.
+        buffers_used: Whether the module has been used in training mode since buffers were equal.
+        owes_average: Whether nested backwards have left gradients that `finish` has to average.
+        num_reductions: Number of averagings so far.
     """
 
     def __init__(
-        self, group: Group, table: ParamTable, options: ReducerOptions | None = None
+        self,
+        group: Group,
+        table: ParamTable,
+        options: ReducerOptions | None = None,
+        listener: ReducerListener | None = None,
+        *,
+        hears_outputs: bool = True,
     ) -> None:
         self._group = group
         self._records = table.records
         self._options = options or ReducerOptions()
-        self._layout = StatusLayout(len(self._records), group.size)
-        self._status = torch.zeros(self._layout.length, dtype=torch.float64, device=_device(group))
-        self._status_request = group.persistent("all_reduce", self._status)
-        self._hook: StateHook | None = None
-        self._hooks = GradientHooks(
-            self._records,
-            on_output=self._on_output,
-            on_part=self._on_part,
-            on_gradient=self._on_gradient,
-        )
-        self._plans = Plans(group, self._records, self._options)
-        self.num_reductions = 0
-        self._now_ns = group.context.clock.now_ns
-        self._ended_ns = self._now_ns()
-        self._ready_ns: dict[int, int] = {}  # by bucket, since the last averaging ended
-        self._last_times: tuple[tuple[Bucket, ...], dict[int, int]] = self.buckets.plan, {}
+        self._policy = ReducerPolicy(self._options)
+        self._listener = listener or ReducerListener()
+        self._exchange = StatusExchange(group, len(self._records))
+        self._hears_outputs = hears_outputs
+        self._hooks = GradientHooks(self._records, self, partial_grads=not hears_outputs)
+        self._cache = BucketLayoutCache(group, self._records, self._options)
+        self._has_hook = False
+        self._times = ReadyTimes(group.context.clock.now_ns, self._cache.current.layouts)
         self._local_steps = LocalSteps()
-        self._reset_counts()
-        self._hooks.place(self._plan.positions)
-        self.synchronize = True
-        self.weight: float | None = None
+        self._state = BackwardState()
+        self._nonfinite: set[int] = set()
+        self._raised: Exception | None = None  # by the listener, while buckets were under way
+        self.buckets = self._cache.current
+        self.synchronizes = True
+        self.loss_weight: float | None = None
         self.buffers_used = False
-        self.on_begin: Callable[[], None] | None = None
-        self.on_exchange: Callable[[], Sequence[Work]] | None = None
-        self.on_outcome: Callable[[Outcome], None] | None = None
-        self.on_bucket: Callable[[list[ParamRecord], bool], None] | None = None
-
-    @property
-    def averages_next(self) -> bool:
-        """Whether the next backward averages."""
-        return self.synchronize and (self._due or self._passed + 1 >= self._options.every)
+        self.owes_average = False
+        self.num_reductions = 0
+        self._hooks.attach(self.buckets.positions)
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backwards wait to be averaged."""
-        return self._passed > 0
+        return self._state.num_accumulated > 0
 
     def average_next(self) -> None:
         """Let the next backward average, whichever number it has."""
-        self._due = True
+        self._state.averages_next = True
 
     def restart(self) -> None:
-        """What has accumulated has been dropped: count backwards from the next one; a rank whose backward broke stays in step with the others."""
-        if not self._broke:
-            self._drop()
+        """Discard the count of accumulated gradients, which have been dropped.
 
-    def _drop(self) -> None:
-        self._passed = 0
-        self._total_weight = 0.0
-        self._weighted = False
-        self._local_steps.forget()
+        No-op after a failed backward, so that all ranks keep counting alike.
+        """
+        if not self._state.failed:
+            self._state.drop_accumulated()
+            self._local_steps.forget()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients local."""
-        before = self.synchronize
-        self.synchronize = False
+        """Keep gradients of backwards inside local."""
+        before = self.synchronizes
+        self.synchronizes = False
         try:
             yield
         finally:
-            self.synchronize = before
+            self.synchronizes = before
 
-    def use(self, hook: StateHook | None) -> None:
+    def use_hook(self, hook: StateHook) -> None:
         """Let a communication hook take the place of the all-reduce, with its state.
 
         Raises:
-            ConfigError: It is set during a backward, or there is one already.
+            ConfigError: A backward is under way, or there is a hook already.
         """
-        if self._hook is not None and hook is not None:
-            msg = (
-                "expected one communication hook, found that another one has been registered before"
-            )
+        if self._has_hook:
+            msg = "a communication hook has been registered before: a model takes one"
             raise ConfigError(msg)
-        if self._in_backward:
-            msg = "expected a communication hook to be registered between two steps, found that backward is under way"
+        if self._state.phase is not Phase.IDLE:
+            msg = "a backward is under way: register communication hooks between two steps"
             raise ConfigError(msg)
-        self._hook = hook
+        self._has_hook = True
+        self._cache.use_hook(hook)
 
-    def weigh(self, weight: float | None) -> None:
-        """Set what gradients of the forwards that follow count: from now on they are scaled where they are accumulated."""
+    def set_loss_weight(self, weight: float | None) -> None:
+        """Set the weight of the gradients of forwards that follow; scaled where they accumulate."""
         if weight is not None:
-            self._hooks.weigh()
-        self.weight = weight
+            self._hooks.hear_partial_grads()
+        self.loss_weight = weight
 
-    def follow(self) -> None:
-        """Call between steps: frees the others if the last backward was left by an exception, and sees what is trained now."""
-        if _in_backward():  # a forward that is computed again
+    def refresh(self) -> None:
+        """Free other ranks if an exception has ended the last backward; see what is frozen now.
+
+        Called between steps.
+        """
+        if is_in_backward():  # a forward that is computed again
             return
-        if self._in_backward:
-            self._give_up()
-        if self._passed and all(r.param.grad is None for r in self._records):
+        if self._state.phase is not Phase.IDLE:
+            self._abandon_backward()
+        if self._state.num_accumulated and all(r.param.grad is None for r in self._records):
             self.restart()
-        if self._plans.follow(accumulating=self._passed > 0):
-            self._hooks.place(self._plan.positions)
+        if self._cache.refresh(accumulating=self._state.num_accumulated > 0):
+            self.buckets = self._cache.current
+            self._hooks.attach(self.buckets.positions)
         else:
-            self._hooks.follow()
+            self._hooks.refresh()
 
-    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable` would do if it did not import the
-    # compiler here, which takes a second; this takes it in the first call, if no optimizer of torch has done so.
+    # Counts in a graph would be constants, and every step another graph. `torch.compiler.disable`
+    # would do if it did not import the compiler here, which takes a second; this does so in its
+    # first call, if no optimizer of torch has.
     @_disable_dynamo
-    def begin(self) -> None:
-        """Call before each forward whose gradients shall be averaged."""
-        if _in_backward():  # a forward that is computed again
+    def forward_begins(self) -> None:
+        """Prepare for a forward whose gradients are averaged; call before each."""
+        if is_in_backward():  # a forward that is computed again
             return
-        self._local_steps.check(self._passed, self._options.every)
-        self.follow()
-        self._unreached += 1
+        steps = self._options.gradient_accumulation_steps
+        self._local_steps.check(self._state.num_accumulated, steps)
+        self.refresh()
+        self._state.num_forwards_without_backward += 1
 
     @_disable_dynamo
-    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Call after each such forward that has raised nothing, with what it has returned and autograd follows."""
-        counted = None if _in_backward() else self.num_reductions
-        forward = Forward(self.weight, counted)
-        if not self._hooks.watch(outputs, forward):
-            self._reach(forward)  # no backward will come to it
+    def register_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Register the outputs of a forward pass. Call once per successful forward."""
+        opened = None if is_in_backward() else self.num_reductions
+        forward = ForwardPass(self.loss_weight, opened)
+        if not self._hooks.register_outputs(outputs, forward):
+            self._close_forward(forward)  # no backward will reach it
 
-    def help_others(self, weight: float) -> bool:
-        """Take part in one reduction of the others; False when nobody works any more.
+    def shadow_backward(self, weight: float) -> bool:
+        """Take part in one averaging of the others; return False when all ranks have joined.
 
-        What this rank has accumulated and not averaged yet takes part in the first one; after that it has nothing of its own.
+        What this rank has accumulated takes part in the first one; later it has nothing of its own.
 
         Args:
-            weight: What this rank counts in their average when it brings nothing.
+            weight: Weight of this rank in the average when it has no gradients.
         """
-        brings = self._passed > 0
-        if brings:
+        state = self._state
+        has_gradients = state.num_accumulated > 0
+        if has_gradients:
             self._collect()
+            weight = state.loss_weight
         else:
-            self.buckets.zero(list(self.buckets.views))
-        weight = self._own_weight() if brings else weight
-        standing = Standing.BROKE if self._broke else Standing.JOINED
-        status = self._exchange(standing, weight=weight, brings=brings and not self._broke)
-        if len(status.ranks(Standing.JOINED)) == self._group.size:
+            self.buckets.zero()
+        own = RankState.FAILED if state.failed else RankState.JOINED
+        status = self._exchange_status(own, weight, present=has_gradients and not state.failed)
+        if all(other is RankState.JOINED for other in status.states):
             return False
-        self._start_used(status)
-        self._conclude(status, standing, brings=brings)
+        self._launch_needed(status)
+        self._conclude(status, own, has_gradients=has_gradients)
         return True
 
+    def finish(self) -> None:
+        """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
+        self.owes_average = False
+        for bucket in self._collect():
+            self._launch(bucket)
+        state = self._state
+        own = self._policy.rank_state(state, is_finite=not self._nonfinite)
+        status = self._exchange_status(own, state.loss_weight, present=not state.failed)
+        self._launch_needed(status)
+        self._conclude(status, own, has_gradients=True)
+
     def bucket_times(self) -> BucketTimes:
-        """When the buckets of the last averaging were ready, on all ranks; a collective."""
-        plan, ready_ns = self._last_times
-        own = [ready_ns.get(number, 0) * 1e-9 for number in range(len(plan))]
-        table = self._group.all_gather(
-            torch.tensor([own], dtype=torch.float64, device=self._status.device)
-        )
-        return BucketTimes.of(
-            self.num_reductions,
-            self._group.ranks,
-            [[self._records[p].name for p in bucket.members] for bucket in plan],
-            table.view(self._group.size, -1).tolist(),
-        )
+        """Return when the buckets of the last averaging were ready, on all ranks; a collective."""
+        device = self._exchange.device
+        return self._times.gather(self._group, self._records, self.num_reductions, device)
 
     def close(self) -> None:
         """Remove the hooks."""
         self._hooks.close()
+        self.owes_average = False
 
-    # Plans.
+    # One backward, as autograd tells it.
 
-    @property
-    def buckets(self) -> Buckets:
-        """Where gradients lie now."""
-        return self._plan.buckets
+    def on_output(self, forward: ForwardPass, /) -> None:
+        """Begin a backward that has reached an output of `forward`."""
+        if self._state.phase is Phase.IDLE:
+            self._backward_begins()
+        self._close_forward(forward)
+        self._state.add_weight(forward.weight)
 
-    @property
-    def _plan(self) -> Plan:
-        return self._plans.current
-
-    # One backward.
-
-    def _reset_counts(self) -> None:
-        self._in_backward = False
-        self._averages = False
-        self._any_gradient = False
-        self._due = False
-        self._drop()
-        self._unreached = 0  # forwards to which no backward has come
-        self._broke = False
-        self._raised: Exception | None = None  # by `on_bucket`
-        self._seen_weights: set[float | None] = set()
-        self._spoiled: set[int] = set()
-
-    def _enter(self) -> None:
-        if self._in_backward:
-            return
-        self._in_backward = True
-        self._averages = self.averages_next
-        self._any_gradient = False
-        self._seen_weights.clear()
-        # runs when the engine has finished the whole backward, in the thread that called it
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave)  # noqa: SLF001 - there is no public way
-
-    def _on_output(self, forward: Forward) -> None:
-        self._enter()
-        self._reach(forward)
-        weight = forward.weight
-        if self._seen_weights and weight not in self._seen_weights:
-            (other,) = self._seen_weights
-            msg = f"expected forwards of one weight in a backward, found {other} and {weight}: call backward for each of them"
-            raise ConfigError(msg)
-        self._seen_weights.add(weight)
-
-    def _reach(self, forward: Forward) -> None:
-        """Count a forward no longer among those to which no backward has come."""
-        if forward.counted == self.num_reductions:
-            self._unreached -= 1
-        forward.counted = None
-
-    def _on_part(self, position: int, grad: torch.Tensor) -> torch.Tensor | None:
-        """A gradient is about to be accumulated: let it count what the forward counts."""
-        if not self._in_backward and is_returned(self._records[position].param):
-            return None
-        self._enter()
-        if (
-            not self._seen_weights
-        ):  # of a parameter that the loss uses itself, or behind an output that hides its tensors
-            self._seen_weights.add(self.weight)
-        (weight,) = self._seen_weights
+    def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
+        """Return a part of a gradient times the loss weight of its forward."""
+        state = self._state
+        if state.phase is Phase.IDLE:
+            if self._hears_outputs:
+                if is_returned(self._records[position].param):
+                    return None
+                self._backward_begins()
+            elif self.synchronizes:
+                is_inner = is_nested()
+                self.owes_average |= is_inner
+                self._backward_begins(Phase.NESTED if is_inner else None)
+            else:
+                return None
+        if not state.weights:  # a parameter that the loss uses itself, or behind a hidden output
+            state.add_weight(self.loss_weight)
+        (weight,) = state.weights
         return None if weight is None else grad * weight
 
-    def _on_gradient(self, position: int) -> None:
-        self._enter()
-        first, self._any_gradient = not self._any_gradient, True
-        if not self._averages:
+    def on_gradient(self, position: int, /) -> None:
+        """Move a gradient into its bucket, and launch the bucket when it is complete."""
+        state = self._state
+        if state.phase is Phase.IDLE:
+            self._backward_begins()
+        if not state.has_gradient:
+            state.has_gradient = True
+            if state.phase is Phase.AVERAGING:
+                self._listener.on_averaging_begins()
+        buckets = self.buckets
+        bucket = buckets.of.get(position)
+        if bucket is None or state.phase is not Phase.AVERAGING:
             return
-        if first and self.on_begin is not None:
-            self.on_begin()
-        if self._records[position].sparse:
-            return
-        complete = self._plan.state.ready(position)
-        self.buckets.collect(position)
-        learns = self._options.static_graph and not self._plan.learnt  # how often gradients come
-        if complete is not None and not learns and not self.buckets.plan[complete].delayed:
-            self._start(complete)
-        if position == self._plan.after:
-            self._start_delayed()
+        if not buckets.is_learnt:
+            buckets.arrivals.setdefault(position)
+        if bucket.mark_ready(position) and self._policy.launches_early(
+            bucket.layout, is_learnt=buckets.is_learnt
+        ):
+            self._launch(bucket)
+        if position == buckets.trigger:
+            for delayed in buckets:
+                if delayed.layout.delayed and delayed.is_ready and not delayed.is_launched:
+                    self._launch(delayed)
 
-    def _start_delayed(self) -> None:
-        for number, bucket in enumerate(self.buckets.plan):
-            full = all(map(self._plan.state.came, bucket.members))
-            if bucket.delayed and full and not self._plan.state.has_left(number):
-                self._start(number)
+    def _backward_begins(self, phase: Phase | None = None) -> None:
+        state = self._state
+        state.begin(phase or self._policy.next_phase(state, synchronizes=self.synchronizes))
+        at_end_of_backward(self._backward_ended)
 
-    def _start(self, number: int) -> None:
-        self._spoiled.update(self.buckets.spoiled(number))
-        self._plan.state.leave(number)
-        self._ready_ns[number] = self._now_ns() - self._ended_ns
-        self.buckets.start(number, self._hook)
+    def _close_forward(self, forward: ForwardPass) -> None:
+        """Count a forward no longer among those that no backward has reached."""
+        if forward.open == self.num_reductions:
+            self._state.num_forwards_without_backward -= 1
+        forward.open = None
 
-    def _leave(self) -> None:
-        """Autograd has ended a backward."""
-        self._in_backward = False
-        weight = next(iter(self._seen_weights), None)
-        if weight is not None and self._any_gradient:
-            self._total_weight += weight
-            self._weighted = True
-        if not self._any_gradient:
+    def _backward_ended(self) -> None:
+        action = self._state.end(Event.END)
+        if action is Action.NOTHING:
             refuse_grad(self._records)
-        elif self._averages:
+        elif action is Action.AVERAGE:
             self.finish()
+        elif self.synchronizes:
+            self._local_steps.remember(self._records)
         else:
-            self._passed += 1
-            if self.synchronize:
-                self._local_steps.note(self._records)
-            else:
-                self._local_steps.forget()
+            self._local_steps.forget()
 
-    def finish(self) -> None:
-        """Start what has not been started, and wait for all buckets; `.grad` then holds the averages."""
-        for number in self._collect():
-            self._start(number)
-        standing = Standing.SPOILED if self._spoiled else Standing.WORKS
-        standing = Standing.BROKE if self._broke else standing
-        status = self._exchange(standing, weight=self._own_weight(), brings=not self._broke)
-        self._start_used(status)
-        self._conclude(status, standing, brings=True)
+    def _abandon_backward(self) -> None:
+        """Let other ranks end the backward that an exception has ended here, and tell them."""
+        is_announced = self._state.has_gradient
+        if self._state.end(Event.ABANDON) is not Action.REPORT:
+            return
+        if not is_announced:
+            self._listener.on_averaging_begins()
+        for bucket in self.buckets:
+            if not bucket.is_launched:
+                bucket.zero()
+        status = self._exchange_status(RankState.FAILED, 1.0, present=False)
+        self._launch_needed(status)
+        self.buckets.wait()  # averages come, and may come over zeros of the program
+        self.buckets.zero()
+        self._end_step()
 
-    def _collect(self) -> list[int]:
-        """Bring what has been accumulated into the buckets that have not left; those that hold some of it."""
-        holding = []
-        for number, bucket in enumerate(self.buckets.plan):
-            if self._plan.state.has_left(number):
-                continue
-            missing = [p for p in bucket.members if not self.buckets.collect(p)]
-            self.buckets.zero(missing)
-            if len(missing) < len(bucket.members):
-                holding.append(number)
-        for position in self._plan.sparse:
+    # The average.
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._nonfinite.update(bucket.find_nonfinite(check_all=self._options.check_all))
+        self._times.bucket_is_ready(bucket.index)
+        bucket.launch()
+
+    def _collect(self) -> list[Bucket]:
+        """Move accumulated gradients into buckets; return those not launched that hold some."""
+        holding = [b for b in self.buckets if not b.is_launched and b.collect_all()]
+        for position in self.buckets.sparse:
             grad = self._records[position].param.grad
-            numbers = None if grad is None else grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
-            if numbers is not None and not bool(numbers.isfinite().all()):
-                self._spoiled.add(position)
+            if grad is None:
+                continue
+            values = grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
+            if not bool(values.isfinite().all()):
+                self._nonfinite.add(position)
         return holding
 
-    def _own_weight(self) -> float:
-        """What this rank counts."""
-        return self._total_weight if self._weighted else 1.0
-
-    def _give_up(self) -> None:
-        """The last backward was left by an exception: let the others end theirs, and tell them."""
-        if self._averages:
-            if not self._any_gradient and self.on_begin is not None:
-                self.on_begin()
-            for number, bucket in enumerate(self.buckets.plan):
-                if not self._plan.state.has_left(number):
-                    self.buckets.zero(bucket.members)
-            status = self._exchange(Standing.BROKE, weight=1.0, brings=False)
-            self._start_used(status)
-            self.buckets.wait()  # averages come, and may come over zeros of the program
-            self.buckets.zero(list(self.buckets.views))
-            self._end_step()
-        else:  # it is told when this rank averages next, as the others do
-            self._passed += 1
-            self._broke = True
-        self._in_backward = False
-
-    def _exchange(self, standing: Standing, *, weight: float, brings: bool) -> Status:
-        """Tell the others what this rank has, and hear what they have; a collective."""
-        own = self._layout.encode(
+    def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
+        """Tell other ranks what this rank has, and learn what they have; a collective."""
+        state, required = self._state, self.buckets.requires_grad
+        has_gradient = [
+            present and requires and record.param.grad is not None
+            for record, requires in zip(self._records, required, strict=True)
+        ]
+        vector = self._exchange.layout.encode(
             self._group.rank,
-            present=[
-                brings and trained and r.param.grad is not None
-                for r, trained in zip(self._records, self._plan.trained, strict=True)
-            ],
-            spoiled=[p in self._spoiled for p in range(len(self._records))],
-            trained=self._plan.trained,
-            standing=standing,
-            unreached=self._unreached,
+            present=has_gradient,
+            nonfinite=list(map(self._nonfinite.__contains__, range(len(required)))),
+            requires_grad=required,
+            state=own,
+            num_forwards_without_backward=state.num_forwards_without_backward,
             weight=weight,
-            weighed=self._weighted and standing in OWN_GRADIENTS,
-            buffers=self.buffers_used and standing is not Standing.JOINED,
+            is_weighted=state.is_weighted and own in OWN_GRADIENTS,
+            buffers_used=self.buffers_used and own is not RankState.JOINED,
         )
-        self._status.copy_(torch.tensor(own, dtype=torch.float64))
-        beside = () if self.on_exchange is None else self.on_exchange()
-        self._status_request.start().wait()
-        for work in beside:
-            work.wait()
-        status = self._layout.decode(self._status.tolist())
-        differ = trained_apart(status, self._records)
-        if differ is not None:
-            self._group.abort(differ)  # buckets on their way will never be matched
-            raise MismatchError(differ)
-        self._plans.agree()
+        status = self._exchange.run(vector, self._listener.start_beside_status())
+        differing = requires_grad_differs(status, self._records)
+        if differing is not None:
+            self._group.abort(differing)  # buckets under way will never be matched
+            raise MismatchError(differing)
+        self._cache.agree()
         return status
 
-    def _start_used(self, status: Status) -> None:
-        """Let buckets go of which this rank has nothing, if some other rank has."""
-        for number, bucket in enumerate(self.buckets.plan):
-            used = any(status.present[p] for p in bucket.members) or status.ranks(Standing.BROKE)
-            if used and not self._plan.state.has_left(number):
-                self._start(number)
+    def _launch_needed(self, status: Status) -> None:
+        """Launch buckets of which only other ranks have gradients."""
+        for bucket in self.buckets:
+            if not bucket.is_launched and self._policy.is_needed(bucket.layout, status):
+                self._launch(bucket)
 
-    def _conclude(self, status: Status, standing: Standing, *, brings: bool) -> None:
-        broken = left_backward(status, self._group.ranks)
-        if broken is not None:
+    def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
+        """Wait for the averages, and report what they have shown."""
+        failed = failed_ranks(status, self._group.ranks)
+        if failed is not None:
             self.buckets.wait()
             self._end_step()
-            if standing is Standing.JOINED:
+            if own is RankState.JOINED:
                 return
-            raise CommError(broken)
-        mean = status.weight / self._group.size
-        self.buckets.wait(partial(self._bucket_came, status, mean))
-        for position in self._plan.sparse:
+            raise CommError(failed)
+        mean_weight = self._policy.mean_weight(status)
+        self.buckets.wait(partial(self._bucket_averaged, status, mean_weight))
+        for position in self.buckets.sparse:
             if status.present[position]:
                 param = self._records[position].param
-                grad = param.grad if brings else None
-                param.grad = average_sparse(self._group, param, grad, mean)
-        outcome = Outcome(self.num_reductions + 1, status, self._records)
-        self._last_times = self.buckets.plan, self._ready_ns
-        if not self._plan.learnt:
-            if self._options.static_graph:
-                self._plan.state.learn()
-                self._plan.learnt = True
-            else:
-                self._plans.improve(self._status.device)
+                grad = param.grad if has_gradients else None
+                param.grad = average_sparse(self._group, param, grad, mean_weight)
+        self._times.averaging_ended(self.buckets.layouts)
+        if not self.buckets.is_learnt:
+            self._learn()
         raised = self._raised
         self._end_step()
-        differ = weighed_apart(status)
-        if differ is not None:
-            raise MismatchError(differ)
-        if self.on_outcome is not None:
-            self.on_outcome(outcome)
+        differing = weights_differ(status)
+        if differing is not None:
+            raise MismatchError(differing)
+        self.buffers_used = False
+        self._listener.on_averaged(Outcome(self.num_reductions, status, self._records))
         if raised is not None:
             raise raised
 
-    def _bucket_came(self, status: Status, mean: float, number: int) -> None:
-        """A bucket is there: let `.grad` hold the averages."""
-        if mean != 1.0 and mean > 0:
-            self.buckets.scale(number, 1.0 / mean)
-        members = self.buckets.plan[number].members
-        present = [p for p in members if status.present[p]]
-        if len(present) < len(members):
-            self.buckets.owe_unused([p for p in members if not status.present[p]])
-        for position in present:
-            param = self._records[position].param
-            if param.grad is None:  # some other rank has used it
-                param.grad = self.buckets.views[position].detach()
-        if self.on_bucket is None:
-            return
-        usable = not any(status.spoiled) and self._raised is None
+    def _learn(self) -> None:
+        """Use what the first whole backward has shown."""
+        if self._options.static_graph:
+            self.buckets.learn()
+        else:
+            self._cache.improve(self._exchange.device)
+            self.buckets = self._cache.current
+
+    def _bucket_averaged(self, status: Status, mean_weight: float, bucket: Bucket) -> None:
+        """Let `.grad` hold the averages of a bucket."""
+        if mean_weight != 1.0:
+            bucket.buffer.tensor.mul_(1.0 / mean_weight)
+        present = bucket.layout.members
+        if not all(map(status.present.__getitem__, present)):
+            bucket.keep_residuals([p for p in present if not status.present[p]])
+            present = tuple(p for p in present if status.present[p])
+        records = list(map(self._records.__getitem__, present))
+        for record, position in zip(records, present, strict=True):
+            if record.param.grad is None:  # another rank has used it
+                record.param.grad = bucket.views[position].detach()
+        is_usable = not any(status.nonfinite) and self._raised is None
         try:
-            self.on_bucket([self._records[position] for position in present], usable)
-        except Exception as error:  # noqa: BLE001 - raised when this rank has gone with the others to the end of the step
+            self._listener.on_bucket_averaged(records, is_usable=is_usable)
+        except Exception as error:  # noqa: BLE001 - raised when all ranks have ended the step
             self._raised = error
 
     def _end_step(self) -> None:
         self.num_reductions += 1
-        self._ready_ns = {}
-        self._ended_ns = self._now_ns()
-        self._plan.state.reset()
-        self._reset_counts()
-
-
-def _in_backward() -> bool:
-    """Whether autograd is at work in this thread."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - there is no public way
-
-
-def _device(group: Group) -> torch.device:
-    """Where a group takes small messages."""
-    kinds = group.engine.device_types
-    return torch.device("cpu" if "cpu" in kinds else min(kinds))
+        self.owes_average = False
+        self._raised = None
+        self._nonfinite.clear()
+        self._times.restart()
+        self._local_steps.forget()
+        self._state.averaged()
+        self.buckets.reset()

@@ -1,56 +1,62 @@
-"""How gradients are reduced, and what a reduction has shown: the two ends of `GradientReducer` as data."""
+"""Options of a `GradientReducer`, what it reports, and to whom."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from braid.comm import Work
 from braid.errors import ConfigError
-from braid.params.bucket_state import Caps
+from braid.params.bucket_layout import Caps
 from braid.params.status import Status
 from braid.params.table import ParamRecord
 
-__all__ = ["Outcome", "ReducerOptions"]
+__all__ = ["Outcome", "ReducerListener", "ReducerOptions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducerOptions:
-    """How gradients are reduced.
+    """Options of a `GradientReducer`.
 
     Attributes:
-        caps: When buckets are closed.
-        wire: Format in which float32 gradients cross a network; as they are when None.
-        every: Average in every k-th backward; the others accumulate.
-        static_graph: Every backward uses the same parameters, equally often; some may get their gradient in parts.
-        delayed: Names of parameters that leave in buckets of their own.
-        delayed_after: Name of the parameter whose gradient lets them go; the end of backward when empty.
-        check_all: Look at every number for NaN and Inf, rather than at one of each gradient.
+        caps: Sizes of buckets.
+        wire: Format in which float32 gradients cross a network; unchanged when None.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged.
+        static_graph: Whether every backward uses the same parameters, equally often. Gradients
+            may come in parts then.
+        delayed: Names of parameters that have buckets of their own, launched late.
+        delayed_after: Name of the parameter whose gradient launches them; the end of backward when
+            empty.
+        check_all: Look for NaN and infinity in every number, not in one of each gradient.
 
     Raises:
-        ConfigError: `every` is less than 1.
+        ConfigError: `gradient_accumulation_steps` is less than 1.
     """
 
     caps: Caps = field(default_factory=Caps)
     wire: str | None = None
-    every: int = 1
+    gradient_accumulation_steps: int = 1
     static_graph: bool = False
     delayed: frozenset[str] = frozenset()
     delayed_after: str = ""
     check_all: bool = False
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            msg = f"expected every to be a number of backwards from 1, found {self.every!r}"
+        steps = self.gradient_accumulation_steps
+        if type(steps) is not int or steps < 1:
+            msg = f"gradient_accumulation_steps must be an int of at least 1, got {steps!r}"
             raise ConfigError(msg)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a reduction has shown, the same on all ranks.
+    """What an averaging has shown; equal on all ranks.
 
     Attributes:
-        number: How many there have been, from 1.
-        status: What all ranks said.
-        records: The parameters that it speaks of.
+        number: Number of averagings so far, this one included.
+        status: What all ranks reported.
+        records: The parameters that the status speaks of.
     """
 
     number: int
@@ -59,11 +65,34 @@ class Outcome:
 
     @property
     def unused(self) -> list[str]:
-        """Names of trained parameters that have no gradient on any rank."""
-        flags = zip(self.records, self.status.present, self.status.trained, strict=True)
-        return [record.name for record, present, trained in flags if trained and not present]
+        """Names of parameters that require a gradient and have none on any rank."""
+        flags = zip(self.records, self.status.present, self.status.requires_grad, strict=True)
+        return [record.name for record, present, required in flags if required and not present]
 
     @property
-    def spoiled(self) -> list[str]:
+    def nonfinite(self) -> list[str]:
         """Names of parameters whose gradients are not finite on some rank."""
-        return [r.name for r, count in zip(self.records, self.status.spoiled, strict=True) if count]
+        counts = zip(self.records, self.status.nonfinite, strict=True)
+        return [record.name for record, count in counts if count]
+
+
+class ReducerListener:
+    """Learns of the averaging in a backward; each method does nothing by default."""
+
+    def on_averaging_begins(self) -> None:
+        """Called before anything is sent."""
+
+    def start_beside_status(self) -> Sequence[Work]:
+        """Start what travels beside the status; called on all ranks, also on joined and failed ones."""
+        return ()
+
+    def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+        """Called when the averages of a bucket are there, while others are under way.
+
+        Args:
+            records: Parameters of the bucket that have a gradient on some rank.
+            is_usable: False if some gradient is not finite, or an earlier call has raised.
+        """
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        """Called after each averaging, before gradients are used."""

@@ -1,9 +1,10 @@
 """Sparse gradients of all ranks, averaged: rows of an embedding that some shard has used.
 
-Ranks have different rows, and different numbers of them, so there is nothing to add in place: rows and their numbers are gathered, and each
-rank adds them in the order of ranks, which is what one process does that sums the ranks' gradients one by one.
+Ranks have different rows, and different numbers of them, so there is nothing to add in place: rows
+and their numbers are gathered, and each rank adds them in the order of ranks. That is what one
+process does that sums the ranks' gradients one by one.
 
-Cost: one all_gather of a count, and two of as many rows as the rank has that has most.
+Cost: one all_gather of a count, and two of as many rows as the rank with most rows has.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["average_sparse"]
 def average_sparse(
     group: Group, param: torch.Tensor, grad: torch.Tensor | None, mean_weight: float
 ) -> torch.Tensor:
-    """Average of a parameter's gradients; a collective.
+    """Average a parameter's gradients over all ranks; a collective.
 
     Args:
-        group: All that take part.
-        param: The parameter.
+        group: Ranks that average together.
+        param: Parameter of the gradients.
         grad: Sparse in the first dim, or dense, or None where it was not used.
-        mean_weight: What the sum is divided by, besides the number of ranks.
+        mean_weight: Divisor of the mean over ranks.
 
     Returns:
         A coalesced sparse tensor.

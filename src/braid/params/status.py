@@ -1,14 +1,17 @@
-"""What ranks tell each other once per backward besides gradients: one small sum, in which each has its places. Pure.
+"""What ranks tell each other once per backward besides gradients: one small sum. Pure.
 
-Problem: who has a gradient of what, who counts how much, who has no more input, who left backward by an exception, whose
-numbers are not finite: each of these could have a collective of its own, as elsewhere, or a place in every bucket, where a compressed format
-would spoil it.
+Problem: who has a gradient of what, which loss weight each rank has, who has no more input, whose
+backward raised, whose numbers are not finite: each of these could have a collective of its own, as
+elsewhere, or a place in every bucket, where a compressed format would spoil it.
 
-Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has places of its own, in which the others add zeros.
+Idea: one vector of 64-bit floats, summed over ranks. Counts are exact; a rank has elements of its
+own, to which the others add zeros.
 
-    | per parameter: present, not finite, trained | per rank: standing, unreached | weight | weighed | buffers |
+    | per parameter: present, nonfinite, requires_grad | per rank: state, forwards |
+    | loss weight | ranks with a weight | ranks with changed buffers |
 
-It begins when the last gradient of this rank is there, beside buckets that are on their way, and takes the latency of a small message.
+It begins when the last gradient of this rank is there, beside buckets that are on their way, and
+takes the latency of a small message.
 """
 
 from __future__ import annotations
@@ -17,48 +20,53 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Standing", "Status", "StatusLayout"]
+__all__ = ["RankState", "Status", "StatusLayout"]
 
 
-class Standing(enum.IntEnum):
+class RankState(enum.IntEnum):
     """How a rank takes part in a backward."""
 
-    WORKS = 0
-    JOINED = 1  # it has no more input and only helps the others
-    BROKE = 2  # it left backward by an exception
-    SPOILED = 3  # it has numbers that are not finite
+    ACTIVE = 0
+    JOINED = 1  # it has no more input and only shadows the others
+    FAILED = 2  # an exception ended its backward
+    NONFINITE = 3  # it has gradients that are NaN or infinite
+
+
+STATES = tuple(RankState)
 
 
 class Status(NamedTuple):
-    """What all ranks said, or what one says.
+    """The sum of what all ranks reported.
 
     Attributes:
-        present: By parameter, number of ranks that have a gradient.
-        spoiled: By parameter, number of ranks whose gradient is not finite.
-        trained: By parameter, number of ranks on which it requires a gradient.
-        standings: By rank.
-        unreached: By rank, number of forwards since the last averaging to which no backward has come.
-        weight: Sum of the weights.
-        weighed: Number of ranks whose gradients count what the program has said.
-        buffers: Number of ranks that have used the module in training mode since buffers were last equal.
+        present: Number of ranks that have a gradient, by parameter.
+        nonfinite: Number of ranks whose gradient is not finite, by parameter.
+        requires_grad: Number of ranks on which a parameter requires a gradient, by parameter.
+        states: States of the ranks.
+        num_forwards_without_backward: Number of forward passes since the last averaging that no
+            backward has reached, by rank.
+        weight: Sum of the loss weights.
+        num_weighted: Number of ranks whose loss weight was set by the program.
+        num_buffers_used: Number of ranks that have used the module in training mode since its
+            buffers were last equal.
     """
 
     present: Sequence[int]
-    spoiled: Sequence[int]
-    trained: Sequence[int]
-    standings: Sequence[Standing]
-    unreached: Sequence[int]
+    nonfinite: Sequence[int]
+    requires_grad: Sequence[int]
+    states: Sequence[RankState]
+    num_forwards_without_backward: Sequence[int]
     weight: float
-    weighed: int
-    buffers: int
+    num_weighted: int
+    num_buffers_used: int
 
-    def ranks(self, standing: Standing) -> list[int]:
-        """Group ranks of this standing."""
-        return [rank for rank, found in enumerate(self.standings) if found is standing]
+    def ranks(self, state: RankState) -> list[int]:
+        """Group ranks in this state."""
+        return [rank for rank, own in enumerate(self.states) if own is state]
 
 
 class StatusLayout(NamedTuple):
-    """Where in the vector what lies.
+    """Layout of the status vector.
 
     Attributes:
         num_params: Number of parameters.
@@ -70,7 +78,7 @@ class StatusLayout(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the vector."""
+        """Length of the status vector."""
         return 3 * self.num_params + 2 * self.size + 3
 
     def encode(
@@ -78,39 +86,46 @@ class StatusLayout(NamedTuple):
         rank: int,
         *,
         present: Sequence[bool],
-        spoiled: Sequence[bool],
-        trained: Sequence[bool],
-        standing: Standing,
-        unreached: int,
+        nonfinite: Sequence[bool],
+        requires_grad: Sequence[bool],
+        state: RankState,
+        num_forwards_without_backward: int,
         weight: float,
-        weighed: bool,
-        buffers: bool,
+        is_weighted: bool,
+        buffers_used: bool,
     ) -> list[float]:
-        """What rank `rank` puts in.
+        """Return the summand of rank `rank`.
 
-        >>> layout = StatusLayout(1, 2)
-        >>> layout.encode(
-        ...     1, present=[True], spoiled=[False], trained=[True], standing=Standing.JOINED, unreached=2, weight=4.0, weighed=True, buffers=False
+        >>> StatusLayout(1, 2).encode(
+        ...     1,
+        ...     present=[True],
+        ...     nonfinite=[False],
+        ...     requires_grad=[True],
+        ...     state=RankState.JOINED,
+        ...     num_forwards_without_backward=2,
+        ...     weight=4.0,
+        ...     is_weighted=True,
+        ...     buffers_used=False,
         ... )
         [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 2.0, 4.0, 1.0, 0.0]
         """
         own = [0.0] * (2 * self.size)
-        own[rank], own[self.size + rank] = float(standing), float(unreached)
-        flags = [float(flag) for part in (present, spoiled, trained) for flag in part]
-        return [*flags, *own, weight, float(weighed), float(buffers)]
+        own[rank], own[self.size + rank] = float(state), float(num_forwards_without_backward)
+        flags = map(float, (*present, *nonfinite, *requires_grad))
+        return [*flags, *own, weight, float(is_weighted), float(buffers_used)]
 
     def decode(self, summed: Sequence[float]) -> Status:
-        """What the sum says."""
+        """Return what the sum of all ranks' vectors says."""
         n, size = self.num_params, self.size
-        counts = [round(number) for number in summed[: 3 * n + 2 * size]]
-        by_rank = counts[3 * n :]
+        counts = list(map(round, summed[:-3]))
+        weight, num_weighted, num_buffers_used = summed[-3:]
         return Status(
             present=counts[:n],
-            spoiled=counts[n : 2 * n],
-            trained=counts[2 * n : 3 * n],
-            standings=[Standing(code) for code in by_rank[:size]],
-            unreached=by_rank[size:],
-            weight=summed[-3],
-            weighed=round(summed[-2]),
-            buffers=round(summed[-1]),
+            nonfinite=counts[n : 2 * n],
+            requires_grad=counts[2 * n : 3 * n],
+            states=list(map(STATES.__getitem__, counts[3 * n : 3 * n + size])),
+            num_forwards_without_backward=counts[3 * n + size : 3 * n + 2 * size],
+            weight=weight,
+            num_weighted=round(num_weighted),
+            num_buffers_used=round(num_buffers_used),
         )

@@ -94,8 +94,8 @@ class ParamTable:
         return cls(tuple(ParamRecord(tuple(found), _spec(p), p) for p, found in names.items()))
 
     @property
-    def trained(self) -> tuple[ParamRecord, ...]:
-        """Records of parameters that require a gradient now."""
+    def requires_grad(self) -> tuple[ParamRecord, ...]:
+        """Records of the parameters that require a gradient now."""
         return tuple(record for record in self.records if record.param.requires_grad)
 
     def digest_table(self) -> str:

@@ -1,4 +1,4 @@
-"""What the arguments of DistributedDataParallel mean, where torch's names say it in several ways."""
+"""The meaning of DistributedDataParallel's arguments, some of which torch names in several ways."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MIB = 1 << 20
 
 
 def table_of(module: nn.Module, ignored: Collection[str]) -> ParamTable:
-    """Parameters that are averaged.
+    """Return the parameters that are averaged.
 
     Raises:
-        ConfigError: None requires a gradient, or some have no shape yet.
+        ConfigError: No parameter requires a gradient, or some have no shape yet.
     """
     lazy = [
         name
@@ -37,20 +37,20 @@ def table_of(module: nn.Module, ignored: Collection[str]) -> ParamTable:
         if isinstance(param, UninitializedParameter)
     ]
     if lazy:
-        msg = f"expected parameters that have a shape, found {lazy[0]!r} of a lazy module: run the module once before it is wrapped"
+        msg = f"parameter {lazy[0]!r} of a lazy module has no shape yet: run the module once before"
         raise ConfigError(msg)
     table = ParamTable.of(module, ignored)
-    if not table.trained:
+    if not table.requires_grad:
         msg = (
-            f"expected at least one parameter that requires a gradient in {type(module).__name__}, found "
-            f"{len(table)} frozen ones: there is nothing to average, use the module as it is"
+            f"none of the {len(table)} parameters of {type(module).__name__} requires a gradient: "
+            "there is nothing to average, use the module as it is"
         )
         raise ConfigError(msg)
     return table
 
 
 def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | None) -> bool:
-    """Whether buffers are kept equal: what is said by the newer name, else by the older one; by default they are."""
+    """Return whether buffers are kept equal: the newer argument, else the older one, else True."""
     for given in (forward_sync_buffers, broadcast_buffers):
         if given is not None:
             return given
@@ -58,15 +58,15 @@ def first_given(forward_sync_buffers: bool | None, broadcast_buffers: bool | Non
 
 
 def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
-    """When buckets are closed.
+    """Return the sizes of buckets.
 
     Raises:
-        ConfigError: A cap is no number.
+        ConfigError: A cap is not a positive number.
     """
     given = [*(caps_mb or ()), *(() if cap_mb is None else (cap_mb,))]
     wrong = [cap for cap in given if not isinstance(cap, int | float)]
     if wrong:
-        msg = f"expected a bucket's cap as a number of MiB, found {wrong[0]!r}"
+        msg = f"bucket caps must be numbers of MiB, got {wrong[0]!r}"
         raise ConfigError(msg)
     if caps_mb:
         return Caps(tuple(int(cap * MIB) for cap in caps_mb))
@@ -74,22 +74,22 @@ def caps_of(cap_mb: float | None, caps_mb: Sequence[float] | None) -> Caps:
 
 
 def checked_hash_every(steps: int) -> int:
-    """A number of steps, or 0.
+    """Return a number of steps, or 0.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: `steps` is neither.
     """
     if type(steps) is not int or steps < 0:
-        msg = f"expected hash_every to be a number of steps, or 0, found {steps!r}"
+        msg = f"hash_every must be a number of steps, or 0, got {steps!r}"
         raise ConfigError(msg)
     return steps
 
 
 def checked_weight(weight: object) -> float | None:
-    """A weight as a number, also where it is a tensor of one element.
+    """Return a loss weight as a number, also where it is a tensor of one element.
 
     Raises:
-        ConfigError: It is negative, not finite or no number.
+        ConfigError: The weight is negative, not finite or no number.
     """
     if weight is None:
         return None
@@ -98,19 +98,19 @@ def checked_weight(weight: object) -> float | None:
     except (TypeError, ValueError, RuntimeError):
         number = -1.0
     if not 0 <= number < float("inf"):
-        msg = f"expected a weight that is finite and not negative, found {weight!r}"
+        msg = f"a loss weight must be finite and not negative, got {weight!r}"
         raise ConfigError(msg)
     return number
 
 
 def checked_names(names: Collection[str]) -> tuple[str, ...]:
-    """Names of parameters and buffers.
+    """Return names of parameters and buffers.
 
     Raises:
-        ConfigError: It is one name, whose letters would be taken for names.
+        ConfigError: `names` is one name, whose letters would be taken for names.
     """
     if isinstance(names, str):
-        msg = f"expected a list of names, found the string {names!r}: put it in brackets"
+        msg = f"names must be a list, got the string {names!r}: put it in brackets"
         raise ConfigError(msg)
     return tuple(names)
 
@@ -118,20 +118,17 @@ def checked_names(names: Collection[str]) -> tuple[str, ...]:
 def arguments_in_common(
     options: ReducerOptions, nonfinite: object, **others: object
 ) -> dict[str, object]:
-    """What all ranks must have said alike, or their collectives would not meet, or their parameters part; in a form that compares as text.
+    """Return the arguments that must be equal on all ranks, in a form that compares as text.
 
     Args:
-        options: Of the reducer; what one rank looks at by itself is left out.
-        nonfinite: A reaction; those that only tell something may differ.
-        **others: As they are.
+        options: Options of the reducer; what one rank looks at by itself is left out.
+        nonfinite: Reaction to NaN and infinity; reactions that only tell something may differ.
+        **others: Further arguments.
     """
     own = {field.name: getattr(options, field.name) for field in fields(options)}
     del own["check_all"]
     own["delayed"] = sorted(options.delayed)
-    if nonfinite in {"skip", "raise"}:
-        own["nonfinite"] = nonfinite
-    else:
-        own["nonfinite"] = "go on"
+    own["nonfinite"] = nonfinite if nonfinite in {"skip", "raise"} else "go on"
     return own | others
 
 
@@ -140,20 +137,23 @@ def trigger_of(
     param: nn.Parameter | None,
     delayed: Sequence[tuple[str, nn.Parameter]] | None,
 ) -> str:
-    """Name of the parameter that lets delayed ones go; empty where there are none.
+    """Return the name of the parameter that launches delayed ones; empty where there are none.
 
     Raises:
         ConfigError: Only one of the two is given, or a parameter is not in the table.
     """
     if (param is None) != (not delayed):
-        msg = "expected delay_all_reduce_named_params and param_to_hook_all_reduce together, found only one of them"
+        msg = (
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass both "
+            "or none"
+        )
         raise ConfigError(msg)
     if param is None:
         return ""
     known = {id(record.param): record.name for record in table}
     unknown = [name for name, _ in delayed or () if not any(name in r.names for r in table)]
     if id(param) not in known or unknown:
-        what = f"{', '.join(map(repr, unknown))}" if unknown else "param_to_hook_all_reduce"
-        msg = f"expected parameters of the module to delay, found that {what} is none of it"
+        named = ", ".join(map(repr, unknown)) if unknown else "param_to_hook_all_reduce"
+        msg = f"{named} is no parameter of the module: pass those that the module has"
         raise ConfigError(msg)
     return known[id(param)]

@@ -1,24 +1,25 @@
 """DistributedDataParallel: one replica per process, gradients averaged during backward.
 
-Every rank holds the whole model and its share of the batch. At wrapping, rank 0's parameters and buffers are copied to
-all, so that replicas start equal; since they then apply equal gradients, they stay equal, and parameters never travel again.
+Every rank holds the whole model and its share of the batch. At wrapping, rank 0's parameters and
+buffers are copied to all, so that replicas start equal; since they then apply equal gradients, they
+stay equal, and parameters never travel again.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020. What differs: buckets
-leave when they are full, not in order; unused parameters need no flag; sums are in the order of ranks; `no_sync` follows the
-backward; buffers are made equal after each averaging, not before the next forward.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020. What differs: buckets leave when they are full, not in order; unused parameters need no flag;
+sums are in the order of ranks; `no_sync` follows the backward; buffers are made equal after each
+averaging, not before the next forward.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from braid.comm import Group, Work
+from braid.comm import Group
 from braid.data_parallel.ddp.arguments import (
     arguments_in_common,
     caps_of,
@@ -29,83 +30,90 @@ from braid.data_parallel.ddp.arguments import (
     table_of,
     trigger_of,
 )
+from braid.data_parallel.ddp.averaging_listener import AveragingListener, MakeOptimizer
 from braid.data_parallel.ddp.join import Join, Joinable, JoinHook, syncs_in_forward
 from braid.data_parallel.ddp.mixed_precision import precision_of
 from braid.data_parallel.ddp.module_buffers import ModuleBuffers
-from braid.data_parallel.ddp.once_warnings import Remarks
-from braid.data_parallel.ddp.param_snapshot import KnownParams
-from braid.data_parallel.finite import Reaction, react, reaction_of
+from braid.data_parallel.ddp.once_warnings import OnceWarnings
+from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
+from braid.data_parallel.finite import NonfiniteHandler, nonfinite_handler
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks.catalogue import hook_of
 from braid.data_parallel.outputs import tensors_in
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.errors import ConfigError
-from braid.params import (
-    GradientReducer,
-    Hook,
-    Outcome,
-    ParamRecord,
-    ReducerOptions,
-    Standing,
-)
+from braid.params import GradientReducer, Hook, ReducerOptions
 from braid.params.bucket_times import BucketTimes
-from braid.params.hashing import compare_values
 from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = ["DistributedDataParallel"]
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
+ONE_HOOK = "a communication hook has been registered before: a model takes one"
 
 
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module so that backward leaves the same averaged gradients on every rank.
 
-    Names, order and defaults up to `forward_sync_buffers` are those of torch's class; attributes of the module are found here, too.
+    Names, order and defaults up to `forward_sync_buffers` are those of torch's class. Attributes of
+    the module are found here, too.
 
     Args:
-        module: The same on every rank, up to values.
-        device_ids: None, or one device, where the module is already; or several, each of which gets a replica and a share of this rank's batch
-            (`DataParallel`), whose gradients are summed here before they are averaged over ranks.
-        output_device: Where outputs of several devices go.
-        dim: Dim of the batch, where it is divided.
-        broadcast_buffers: See `forward_sync_buffers`; False leaves them alone at wrapping, too.
+        module: Module to train; the same on every rank, up to values.
+        device_ids: None, or one device, where the module is already; or several, each of which gets
+            a replica and a share of this rank's batch (`DataParallel`), whose gradients are summed
+            here before they are averaged over ranks.
+        output_device: Device of the outputs of several devices.
+        dim: Dim along which the batch is divided between devices.
+        broadcast_buffers: See `forward_sync_buffers`; False leaves buffers alone at wrapping, too.
         init_sync: Compare parameters and copy rank 0's values at wrapping.
-        process_group: Ranks that train together, such as `braid.init()`; a process group of torch over the backend "braid"; by default
-            torch's default group, if there is one.
-        bucket_cap_mb: Gradients are reduced in pieces of about this many MiB, 25 by default; the first is at most 1 MiB.
-        find_unused_parameters: Unused parameters need no flag; True says that they are expected, and silences the word on them.
+        process_group: Ranks that train together, such as `braid.init()`; a process group of torch
+            over the backend "braid"; by default torch's default group, if there is one.
+        bucket_cap_mb: Size in MiB of the pieces in which gradients are reduced, 25 by default; the
+            first piece is at most 1 MiB.
+        find_unused_parameters: Unused parameters need no flag; True silences the warning about
+            them.
         check_reduction: Without effect, as in torch.
-        gradient_as_bucket_view: Without effect: gradients always are views of buckets, of which there is one copy.
-        static_graph: Every step uses the same parameters, equally often; needed for re-entrant checkpointing of shared ones.
-        delay_all_reduce_named_params: (name, parameter) pairs whose gradients leave together ...
-        param_to_hook_all_reduce: ... when this parameter has its gradient.
-        mixed_precision: See `MixedPrecision`; dtypes of the forward and of what is sent.
+        gradient_as_bucket_view: Without effect: gradients always are views of buckets.
+        static_graph: Every step uses the same parameters, equally often; needed for re-entrant
+            checkpointing of shared ones.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are reduced together,
+            when `param_to_hook_all_reduce` has its gradient.
+        param_to_hook_all_reduce: Parameter whose gradient launches the delayed ones.
+        mixed_precision: Data types of the forward and of what is sent, see `MixedPrecision`.
         device_mesh: A mesh of one dim, instead of `process_group`.
         skip_all_reduce_unused_params: Without effect: what no rank has used is never sent.
-        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last is that of all others.
+        bucket_cap_mb_list: Caps of the first, second, ... bucket; the last holds for all others.
         batched_grad_copy: Without effect.
-        forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward to backward.
-        every: Average in every k-th backward; the others accumulate, as in one process.
-        nonfinite: What to do about NaN and Inf in gradients: ignore, warn (once), raise, skip (leave all gradients None), or a function
-            called with a `NonFinite` on all ranks. With a `torch.amp.GradScaler`, which looks itself, say ignore.
-        check_all: Look at every number for that, rather than at one of each gradient.
+        forward_sync_buffers: Whether buffers (such as running means) follow rank 0's, from backward
+            to backward.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged.
+        nonfinite: Reaction to NaN and infinity in gradients: "ignore", "warn" (once), "raise",
+            "skip" (leave all gradients None), or a function called with a `NonFinite` on all ranks.
+            Choose "ignore" with a `torch.amp.GradScaler`, which looks itself.
+        check_all: Look for NaN and infinity in every number, not in one of each gradient.
         hash_every: Compare parameters of all ranks after every n-th averaging; never when 0.
-        hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2" (`hooks.hook_of`).
+        hook: A communication hook by name, such as "bf16", "topk:0.01" or "powersgd:rank=2"
+            (`hooks.hook_of`).
 
     Raises:
         ConfigError: Nothing to train, no group, or arguments that contradict each other.
         MismatchError: Ranks have other parameters; the message shows which.
 
     Cost:
-        A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each rank reads and writes
-        2 l / n, most of it while backward computes. And one message of 24 bytes per parameter and 16 per rank.
+        A step sends 2 (n-1)/n l bytes a rank, l = bytes of the gradients; in shared memory each
+        rank reads and writes 2 l / n, most of it while backward computes. And one message of 24
+        bytes per parameter and 16 per rank.
 
     On failure:
-        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An exception in backward of one rank
-        raises CommError in that of the others as soon as it begins its next forward; all may go on after that. One that is raised before
-        backward has come to this module, in its forward or in the loss, ends nobody's step: where it is caught, the rank goes on with its next
-        batch in place of this one, and gradients of different batches are averaged from then on. A warning says so once, as far as it shows. Let
-        the rank end, or skip the batch on all ranks.
+        A lost rank raises PeerLostError in everyone's backward; gradients are then undefined. An
+        exception in the backward of one rank raises CommError in that of the others as soon as it
+        begins its next forward; all may go on after that. An exception before backward has reached
+        the module, in its forward or in the loss, ends nobody's step: where it is caught, the rank
+        goes on with its next batch in place of this one, and gradients of different batches are
+        averaged from then on. A warning says so once, as far as it shows. Let the rank end, or skip
+        the batch on all ranks.
     """
 
     def __init__(  # noqa: PLR0917 - the order of torch's
@@ -131,8 +139,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        every: int = 1,
-        nonfinite: str | Reaction = "warn",
+        gradient_accumulation_steps: int = 1,
+        nonfinite: str | NonfiniteHandler = "warn",
         check_all: bool = False,
         hash_every: int = 0,
         hook: str | None = None,
@@ -155,18 +163,29 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = static_graph
         self.forward_sync_buffers = first_given(forward_sync_buffers, broadcast_buffers)
         self.mixed_precision = mixed_precision
-        self._hash_every = checked_hash_every(hash_every)
-        self._known = KnownParams(module.parameters())
-        self._buffers_of_all = ModuleBuffers(group, module, ignored)
-        self._has_buffers = self._buffers_of_all.any()
-        self._workers = list(range(group.size))
-        self._reaction = reaction_of(nonfinite, [record.param for record in table])
+        self._snapshot = ParamSnapshot(module.parameters())
+        buffers = ModuleBuffers(group, module, ignored)
+        self._has_buffers = buffers.any()
+        self._listener = AveragingListener(
+            self,
+            group,
+            table,
+            buffers=buffers,
+            handler=nonfinite_handler(nonfinite, [record.param for record in table]),
+            hash_every=checked_hash_every(hash_every),
+            warnings=OnceWarnings(
+                type(module).__name__,
+                group.ranks,
+                is_speaker=group.rank == 0,
+                names_unused=not find_unused_parameters,
+            ),
+        )
         self._precision = precision_of(mixed_precision, module)
         wire, comm_hook = (None, None) if hook is None else hook_of(hook, group, table)
         options = ReducerOptions(
             caps=caps_of(bucket_cap_mb, bucket_cap_mb_list),
             wire=wire or self._precision.wire,
-            every=every,
+            gradient_accumulation_steps=gradient_accumulation_steps,
             static_graph=static_graph,
             delayed=frozenset(name for name, _ in delay_all_reduce_named_params or ()),
             delayed_after=trigger_of(
@@ -180,56 +199,60 @@ class DistributedDataParallel(nn.Module, Joinable):
             table.make_equal(group, common)
             reclaim_lost_requests(group)
             if broadcast_buffers is not False:
-                self._buffers_of_all.broadcast()
-        self._reducer = GradientReducer(group, table, options)
+                buffers.broadcast()
+        self._reducer = GradientReducer(group, table, options, self._listener)
         self._comm_hook = comm_hook
         self._hook_name = hook
         if comm_hook is not None:
-            self._reducer.use((None, comm_hook))
-        self._listen()
+            self._reducer.use_hook((None, comm_hook))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module."""
         if self._join is not None and self._join.throws:  # before collectives of the forward
             Join.notify_join_context(self)
-        follows = torch.is_grad_enabled()
-        if follows:
-            self._reducer.begin()
-            self._known.check(self.module.parameters(), self.module.named_parameters())
-        found = self._precision.call(
-            self._replicas[0] if self._replicas else self.module, args, kwargs
-        )
-        if follows:
+        has_backward = torch.is_grad_enabled()
+        if has_backward:
+            self._reducer.forward_begins()
+            self._snapshot.check(self.module.parameters(), self.module.named_parameters())
+        called = self._replicas[0] if self._replicas else self.module
+        outputs = self._precision.call(called, args, kwargs)
+        if has_backward:
             if self._has_buffers and self.forward_sync_buffers and self.module.training:
                 self._reducer.buffers_used = True
-            outputs = [x for x in tensors_in(found) if x.requires_grad]
-            self._reducer.watch(outputs)
-        return found
+            self._reducer.register_outputs([x for x in tensors_in(outputs) if x.requires_grad])
+        return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients local, wherever their forward was; the next one outside averages the sum."""
+        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
         with self._reducer.no_sync():
             yield
 
-    def weigh(self, weight: float | None) -> None:
-        """Let gradients of the forwards that follow count `weight`, such as their number of samples or tokens.
+    def set_loss_weight(self, num_samples: float | None) -> None:
+        """Set the weight of the gradients of the forwards that follow, such as their samples.
 
-        The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks since the last one: what one process
-        finds whose loss is a mean over all of them. None counts every rank's backwards once. Gradients are multiplied where they are
-        accumulated, so in 16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers expect. What backward reaches
-        by no output of a forward, as where outputs hide their tensors, counts what was set last.
+        The average is then sum(weight * gradient) / sum(weight) over all forwards of all ranks
+        since the last one: that of one process whose loss is a mean over all of them. None counts
+        every rank's backwards once. Gradients are multiplied where they are accumulated, so in
+        16-bit floats weights should be near 1; zero gradients after each averaging, as optimizers
+        expect. A backward that reaches no output of a forward, as where outputs hide their tensors,
+        uses the weight that was set last.
+
+        Args:
+            num_samples: Number of samples or tokens, or any weight; None for equal weights.
 
         Raises:
-            ConfigError: It is negative or not finite.
-            MismatchError: In backward, on all ranks: only some of them weigh.
+            ConfigError: The weight is negative or not finite.
+            MismatchError: In backward, on all ranks: only some of them have set a weight.
         """
-        self._reducer.weigh(checked_weight(weight))
+        self._reducer.set_loss_weight(checked_weight(num_samples))
 
     def average_next(self) -> None:
-        """Let the next backward average, whichever of `every` it is, on all ranks: the last one of an epoch that is no multiple of it.
+        """Let the next backward average, whichever it is since the last average; on all ranks.
 
-        An optimizer's step after any other backward is told in the next forward, by a warning. Gradients that are set to None restart the count.
+        Call it before the last backward of an epoch whose length is no multiple of
+        `gradient_accumulation_steps`. A warning in the next forward names an optimizer's step after
+        any other backward. Gradients that are set to None restart the count.
         """
         self._reducer.average_next()
 
@@ -237,56 +260,46 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Let `hook(state, bucket)` take the place of the all-reduce of each bucket.
 
         Args:
-            state: Handed to the hook.
-            hook: Returns a `torch.futures.Future` of the average, a Work, or a generator of Works (`params.grad_bucket`).
+            state: Passed to the hook.
+            hook: Function that returns a `torch.futures.Future` of the average, a Work, or a
+                generator of Works (`params.grad_bucket`).
 
         Raises:
-            ConfigError: It cannot be called, or there is one already.
+            ConfigError: The hook cannot be called, or there is one already.
         """
         if not callable(hook):
-            msg = f"expected a communication hook that can be called, found {type(hook).__name__}"  # type: ignore[unreachable]  # users without a type checker
+            msg = f"a communication hook must be callable, got {type(hook).__name__}"  # type: ignore[unreachable]  # users without a type checker
             raise ConfigError(msg)
         if self._comm_hook is not None or self._hook_name is not None:
-            msg = (
-                "expected one communication hook, found that another one has been registered before"
-            )
-            raise ConfigError(msg)
-        self._reducer.use((state, hook))
+            raise ConfigError(ONE_HOOK)
+        self._reducer.use_hook((state, hook))
         self._comm_hook = hook
 
-    def step_in_backward(
-        self, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    ) -> dict[str, torch.optim.Optimizer]:
-        """Let the optimizer's step be taken inside of backward: of each bucket when its averages are there, while others are on their way.
+    def step_in_backward(self, optimizer: MakeOptimizer) -> dict[str, torch.optim.Optimizer]:
+        """Take the optimizer's step inside of backward, bucket by bucket.
 
-        Gradients are dropped after it. Steps in which some gradient is not finite are not taken, and clipping by the norm of all gradients is not
-        possible. Sparse parameters stay for an optimizer of your own.
+        The step of a bucket is taken when its averages are there, while others are under way;
+        gradients are dropped after it. Steps in which some gradient is not finite are not taken,
+        and clipping by the norm of all gradients is not possible. Sparse parameters need an
+        optimizer of their own.
 
         Args:
-            optimizer: Makes the optimizer of one parameter, such as `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
+            optimizer: Makes the optimizer of one parameter, such as
+                `lambda params: torch.optim.AdamW(params, lr=1e-3)`.
 
         Returns:
-            The optimizers by the parameter's name, for schedules and checkpoints; one of a parameter that is unfrozen later comes with its first step.
+            The optimizers by parameter name, for schedules and checkpoints; that of a parameter
+            which is unfrozen later comes with its first step.
         """
-        trained = [record for record in self._table.trained if not record.sparse]
-        steps = {record.name: optimizer([record.param]) for record in trained}
-
-        def step(records: Sequence[ParamRecord], usable: bool) -> None:
-            for record in records:
-                if record.name not in steps:  # unfrozen meanwhile
-                    steps[record.name] = optimizer([record.param])
-                if usable:
-                    steps[record.name].step()
-                record.param.grad = None
-
-        self._reducer.on_bucket = step
-        return steps
+        self._listener.step_in_backward(optimizer)
+        return self._listener.optimizers
 
     def hook_state(self) -> dict[str, Any]:
-        """What compression has left out on this rank so far and will send later, for checkpoints; each rank keeps its own.
+        """Return what compression has left out on this rank so far, for checkpoints.
 
         Returns:
-            `residuals` of the wire format, by parameter, and the `hook`'s own state, if it has any.
+            `residuals` of the wire format by parameter, and the `hook`'s own state, if it has any.
+            Each rank has its own.
         """
         read = getattr(self._comm_hook, "state_dict", None)
         return {
@@ -297,21 +310,23 @@ class DistributedDataParallel(nn.Module, Joinable):
     def load_hook_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `hook_state` returned.
 
-        Residuals are added to this rank's next gradients, so they may be given to another rank, as long as each is given to one.
+        Residuals are added to this rank's next gradients. So they may be given to another rank, as
+        long as each is given to one.
 
         Raises:
-            ConfigError: It is not that, or is of another hook.
+            ConfigError: The state is something else, or that of another hook.
         """
         load = getattr(self._comm_hook, "load_state_dict", None)
         if set(state) != {"residuals", "hook"} or (load is None and state["hook"]):
+            extra = " of a hook with a state" if state.get("hook") else ""
             msg = (
-                f"expected what hook_state() returns with {self._comm_hook!r} as the communication hook, found {sorted(state)}"
-                f"{' of one that has a state' if state.get('hook') else ''}: wrap with the same hook"
+                f"the hook state has keys {sorted(state)}{extra}, which {self._comm_hook!r} cannot "
+                "load: pass what hook_state() returned, and wrap with the same hook"
             )
             raise ConfigError(msg)
         names = {record.name for record in self._table}
-        residuals = {name: left for name, left in state["residuals"].items() if name in names}
-        self._reducer.buckets.owe(residuals)
+        own = {name: left for name, left in state["residuals"].items() if name in names}
+        self._reducer.buckets.add_residuals(own)
         if load is not None and state["hook"]:
             load(state["hook"])
 
@@ -321,15 +336,20 @@ class DistributedDataParallel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Context for uneven inputs: a rank that has no more helps the others, at no further message.
+        """Return a context for uneven inputs: a rank without input shadows the steps of the others.
+
+        This takes no further message.
 
         Args:
-            divide_by_initial_world_size: Whether averages are over all ranks, or over those that still have inputs.
+            divide_by_initial_world_size: Whether averages are over all ranks, or over those that
+                still have inputs.
             enable: False for inputs that are known to be even.
-            throw_on_early_termination: Raise on all ranks as soon as one has no more; costs one small all-reduce a forward.
+            throw_on_early_termination: Raise on all ranks as soon as one has no more input; costs
+                one small all-reduce a forward.
 
         Raises:
-            ConfigError: The module has batch statistics of all ranks, which a rank without input cannot help with, and nothing shall be thrown.
+            ConfigError: The module has batch statistics of all ranks, which a rank without input
+                cannot compute, and nothing shall be thrown.
         """
         return Join(
             [self],
@@ -339,30 +359,33 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """See `Joinable`; `divide_by_initial_world_size` as in `join`."""
-        return _Helper(self, by_all=bool(kwargs.get("divide_by_initial_world_size", True)))
+        """Return what this wrapper does after its rank has joined, see `Joinable`."""
+        return _Shadow(self, by_all=bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> torch.device:
-        """Where it communicates."""
+        """Device on which the wrapper communicates."""
         return self._table.records[0].param.device
 
     @property
     def join_process_group(self) -> Group:
-        """With whom it communicates."""
+        """Group in which the wrapper communicates."""
         return self.process_group
 
     def bucket_times(self) -> BucketTimes:
-        """When each bucket of the last step was full on each rank, which is who makes the others wait; print it. A collective."""
+        """Return when each bucket of the last step was full on each rank; a collective.
+
+        Printed, it is a table of who makes the others wait.
+        """
         return self._reducer.bucket_times()
 
     @property
     def num_buckets(self) -> int:
-        """Number of reductions a step."""
-        return len(self._reducer.buckets.plan)
+        """Number of buckets, each of which is reduced once a step."""
+        return len(self._reducer.buckets)
 
     def __getattr__(self, name: str) -> Any:
-        """What is no attribute of the wrapper is one of the module."""
+        """Return an attribute of the module that the wrapper does not have itself."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -371,10 +394,15 @@ class DistributedDataParallel(nn.Module, Joinable):
             return getattr(self.module, name)
 
     def __getstate__(self) -> Any:
-        """Asked for by copy and pickle, which would share the memory and the hooks that gradients travel through."""
+        """Refuse copy and pickle, which would share the memory and the hooks of gradients.
+
+        Raises:
+            ConfigError: Always.
+        """
         msg = (
-            "expected the module itself (.module) to be copied or pickled, found its DistributedDataParallel, which holds memory and hooks of this "
-            "group: copy.deepcopy(model.module), such as for averaged weights; torch.save(model.state_dict()), and wrap anew where it is loaded"
+            "DistributedDataParallel cannot be copied or pickled: it holds memory and hooks of its "
+            "group. Use copy.deepcopy(model.module), such as for averaged weights; or "
+            "torch.save(model.state_dict()), and wrap anew where it is loaded"
         )
         raise ConfigError(msg)
 
@@ -382,15 +410,15 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Collection[str]
     ) -> None:
-        """Leave parameters and buffers with these names, as `named_parameters` tells them, to each rank; before wrapping."""
+        """Leave parameters and buffers with these names to each rank; call before wrapping."""
         setattr(module, IGNORED, checked_names(params_and_buffers_to_ignore))
 
     def _set_static_graph(self) -> None:
-        msg = "expected static_graph=True at wrapping, found that it is asked for afterwards"
+        msg = "static_graph cannot be set after wrapping: pass static_graph=True to the constructor"
         raise ConfigError(msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Figures under torch's names."""
+        """Return figures under torch's names."""
         buckets = self._reducer.buckets
         return {
             "world_size": self.process_group.size,
@@ -410,66 +438,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             "backend_name": "braid",
         }
 
-    def _listen(self) -> None:
-        group = self.process_group
-        self._remarks = Remarks(
-            type(self.module).__name__,
-            group.ranks,
-            speaks=group.rank == 0,
-            names_unused=not self.find_unused_parameters,
-        )
-        reference = weakref.ref(self)  # the reducer must not keep the wrapper alive
 
-        def on_outcome(outcome: Outcome) -> None:
-            wrapper = reference()
-            if wrapper is not None:
-                wrapper._after(outcome)  # noqa: SLF001 - its continuation
-
-        def on_exchange() -> Sequence[Work]:
-            wrapper = reference()
-            return () if wrapper is None else wrapper._send_beside()  # noqa: SLF001 - its continuation
-
-        def on_begin() -> None:
-            wrapper = reference()
-            if wrapper is not None:
-                wrapper._tell_joined()  # noqa: SLF001 - its continuation
-
-        self._word: Work | None = None  # to ranks that have joined
-        self._reducer.on_begin = on_begin
-        self._reducer.on_outcome = on_outcome
-        self._reducer.on_exchange = on_exchange
-
-    def _tell_joined(self) -> None:
-        if self._join is not None and not self._join.throws:
-            self._word = Join.notify_join_context(self)
-
-    def _send_beside(self) -> Sequence[Work]:
-        word, self._word = self._word, None
-        buffers = self._buffers_of_all.send_early(self._workers[0]) if self._has_buffers else ()
-        return buffers if word is None else [*buffers, word]
-
-    def _after(self, outcome: Outcome) -> None:
-        """Gradients have been averaged."""
-        status = outcome.status
-        self._workers = [
-            rank
-            for rank, standing in enumerate(status.standings)
-            if standing is not Standing.JOINED
-        ]
-        with torch.no_grad():
-            self._buffers_of_all.settle(self._workers[0], change=bool(status.buffers))
-        self._reducer.buffers_used = False
-        all_work = len(self._workers) == len(
-            status.standings
-        )  # others have not taken the last steps
-        if self._hash_every and outcome.number % self._hash_every == 0 and all_work:
-            when = f"before the optimizer's step {outcome.number}"
-            compare_values(self.process_group, self._table.records, when)
-        react(outcome, self.process_group.ranks, self._reaction)
-        self._remarks.of(outcome)  # last: the program may turn it into an error, on one rank only
-
-
-class _Helper(JoinHook):
+class _Shadow(JoinHook):
     """What a rank without input does for one wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel, *, by_all: bool) -> None:
@@ -477,11 +447,10 @@ class _Helper(JoinHook):
         self._by_all = by_all
 
     def shadow(self) -> bool:
-        wrapper = self._wrapper
+        reducer = self._wrapper._reducer  # noqa: SLF001 - its continuation
         # where samples are counted, a rank without any counts nothing
-        reducer = wrapper._reducer  # noqa: SLF001 - its continuation
-        counts = self._by_all and reducer.weight is None
-        return reducer.help_others(1.0 if counts else 0.0)
+        counts = self._by_all and reducer.loss_weight is None
+        return reducer.shadow_backward(1.0 if counts else 0.0)
 
     def main_hook(self) -> None:
         self.shadow()
@@ -490,11 +459,12 @@ class _Helper(JoinHook):
         return syncs_in_forward(self._wrapper.module)
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: ARG002 - who worked last is known
-        """Those that joined early have not taken the last steps: the model of one that has is everybody's."""
-        wrapper = self._wrapper
-        root, group = wrapper._workers[0], wrapper.process_group  # noqa: SLF001
+        """Copy the model of a rank that has taken the last steps to those that joined earlier."""
+        wrapper, group = self._wrapper, self._wrapper.process_group
+        listener = wrapper._listener  # noqa: SLF001 - its continuation
+        root = listener.active_ranks[0]
         with torch.no_grad():
             for record in wrapper._table:  # noqa: SLF001
                 group.broadcast(record.param.detach(), root)
-            wrapper._buffers_of_all.broadcast(root)  # noqa: SLF001
-        wrapper._workers = list(range(group.size))  # noqa: SLF001
+            listener.buffers.broadcast(root)
+        listener.active_ranks = list(range(group.size))

@@ -1,21 +1,22 @@
 """DistributedOptimizer: the optimizer, not the model, sees to it that gradients are averaged.
 
-For programs that keep their model unwrapped, as Horovod's do: the optimizer that is passed in is changed in place, so that schedulers and everything else that
-knows it go on. Hooks on the parameters average during backward, exactly as `DistributedDataParallel` does (`params.GradientReducer`).
+For programs that keep their model unwrapped, as Horovod's do. The optimizer is changed in place, so
+that schedulers and everything else that knows it go on. Hooks on the parameters average during
+backward, exactly as `DistributedDataParallel` does (`params.GradientReducer`).
 
-A wrapper sees the outputs of its module, and so the begin of a backward. Here the first thing that is seen is a gradient of a parameter, about to be
-accumulated. It may belong to a backward inside of another one (re-entrant checkpointing), whose end is not that of the whole:
+A wrapper sees the outputs of its module, and so the begin of a backward. Here the first thing that
+is seen is a part of a gradient, about to be accumulated. It may belong to a backward inside of
+another one (re-entrant checkpointing), whose end is not that of the whole:
 
-    loss.backward()    |--head--|  checkpoint: [backward  p5 p4]  checkpoint: [backward  p3 p2]  |--p1 p0--|
+    loss.backward()    |--head--|  checkpoint: [backward  p5 p4]  checkpoint: [...  p3 p2]  |--p1 p0--|
                            ^ seen first: averages at the end of the whole
-                        without head:                    ^ local             ^ local                ^ averages at the end of the whole
+                        without head:                    ^ local        ^ local     ^ averages at the end
                         without p1 p0 either: averages in step()
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,48 +25,57 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
 from braid.data_parallel.ddp.arguments import arguments_in_common, caps_of
-from braid.data_parallel.ddp.param_snapshot import KnownParams
-from braid.data_parallel.finite import Reaction, react, reaction_of
+from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
+from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite, nonfinite_handler
 from braid.data_parallel.groups import group_of
 from braid.errors import ConfigError
-from braid.params import GradientReducer, Outcome, ParamRecord, ParamTable, ReducerOptions
+from braid.params import (
+    GradientReducer,
+    Outcome,
+    ParamRecord,
+    ParamTable,
+    ReducerListener,
+    ReducerOptions,
+)
 from braid.params.lost_requests import reclaim_lost_requests
 
 __all__ = ["DistributedOptimizer"]
 
-# through which autograd calls the backward of every autograd.Function of Python
-_APPLY = BackwardCFunction.apply.__code__
-
 
 class DistributedOptimizer:
-    """Makes an optimizer's parameters be averaged over ranks in every backward.
+    """Lets an optimizer's gradients be averaged over ranks in every backward.
 
-    Stays itself: what is returned is `optimizer`, of a class that derives from its own.
+    The optimizer stays the same object; its new class derives from its own.
 
     Args:
         optimizer: Any `torch.optim.Optimizer`.
         named_parameters: Names for messages, such as `model.named_parameters()`; numbers when None.
         process_group: See `DistributedDataParallel`.
-        backward_passes_per_step: Average in every k-th backward; the others accumulate. A step that comes earlier averages what there is, on all ranks;
-            gradients that are zeroed earlier restart the count. What looks at gradients before such a step, as clipping and a `torch.amp.GradScaler` do, needs
-            `synchronize()` before it: a scaler that leaves the step out on one rank alone would leave others waiting.
+        gradient_accumulation_steps: Number of backwards whose gradients are added before they are
+            averaged. A step that comes earlier averages what there is, on all ranks; gradients that
+            are zeroed earlier restart the count. Call `synchronize()` before anything that reads
+            gradients before such a step, such as clipping or a `torch.amp.GradScaler`: a scaler
+            that leaves the step out on one rank alone would leave others waiting.
         bucket_cap_mb: See `DistributedDataParallel`.
-        init_sync: Copy rank 0's parameters to all first, and compare what there is.
-        nonfinite: What to do about NaN and Inf in gradients, see `DistributedDataParallel`.
-        check_all: Look at every number for that, rather than at one of each gradient.
+        init_sync: Compare parameters and copy rank 0's values first.
+        nonfinite: Reaction to NaN and infinity in gradients, see `DistributedDataParallel`.
+        check_all: Look for NaN and infinity in every number, not in one of each gradient.
 
     Raises:
-        ConfigError: Parameters without a name, or names of others; no group; an optimizer that averages already.
+        ConfigError: Parameters without a name, or names of others; no group; an optimizer that
+            averages already.
         MismatchError: Ranks have other parameters.
 
-    The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when backward has ended, so there is nothing to wait for; except
-    where all parameters lie in re-entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or say use_reentrant=False.
+    The optimizer gets `synchronize()`, `no_sync()` and `close()`. Gradients are averaged when
+    backward has ended, so there is nothing to wait for; except where all parameters lie in
+    re-entrant checkpoints: call `synchronize()` there before gradients are read or clipped, or pass
+    use_reentrant=False.
 
-    `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank alone; inside of `no_sync()` that is what is asked for.
+    `torch.autograd.grad` of these parameters is refused, as it would give gradients of this rank
+    alone; inside of `no_sync()` that is what is asked for.
     """
 
     def __new__(
@@ -74,198 +84,150 @@ class DistributedOptimizer:
         named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
         *,
         process_group: Any = None,
-        backward_passes_per_step: int = 1,
+        gradient_accumulation_steps: int = 1,
         bucket_cap_mb: float | None = None,
         init_sync: bool = True,
-        nonfinite: str | Reaction = "warn",
+        nonfinite: str | NonfiniteHandler = "warn",
         check_all: bool = False,
     ) -> Any:
-        """See the class."""
+        """Change `optimizer` in place and return it."""
         if isinstance(optimizer, _Averaging):
-            msg = f"expected an optimizer that does not average yet, found that {type(optimizer).__name__} does: pass it once"
+            msg = f"this {type(optimizer).__name__} averages gradients already: pass it once"
             raise ConfigError(msg)
         group = group_of(process_group)
         table = ParamTable.named(_named(optimizer, named_parameters))
-        reaction = reaction_of(nonfinite, [record.param for record in table])
+        handler = nonfinite_handler(nonfinite, [record.param for record in table])
         options = ReducerOptions(
-            every=backward_passes_per_step, caps=caps_of(bucket_cap_mb, None), check_all=check_all
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            caps=caps_of(bucket_cap_mb, None),
+            check_all=check_all,
         )
         if init_sync:
             table.make_equal(group, arguments_in_common(options, nonfinite))
             reclaim_lost_requests(group)
-        reducer = GradientReducer(group, table, options)
+        listener = _Listener(group.ranks, handler)
         kind = type(optimizer)
         optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
-        optimizer.__dict__.update(
-            _reducer=reducer,
-            _records=table.records,
-            _known=KnownParams(record.param for record in table),
-            _reaction=reaction,
-            _entrances={},
-            _owes=False,
-            _was_said=False,
+        # a hook, not a method `step`, which a scheduler that was made before would go round
+        before_step = optimizer.register_step_pre_hook(
+            partial(_before_step, weakref.ref(optimizer))
         )
-        optimizer._listen(group.ranks)  # type: ignore[attr-defined]  # noqa: SLF001 - of its new class
+        optimizer.__dict__.update(
+            _reducer=GradientReducer(group, table, options, listener, hears_outputs=False),
+            _records=table.records,
+            _snapshot=ParamSnapshot(record.param for record in table),
+            _warned=False,
+            _step_handle=before_step,
+        )
         return optimizer
 
 
+class _Listener(ReducerListener):
+    def __init__(self, ranks: tuple[int, ...], handler: NonfiniteHandler) -> None:
+        self._ranks = ranks
+        self._handler = handler
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        handle_nonfinite(outcome, self._ranks, self._handler)
+
+
 class _Averaging:
-    """What is added to the class of an optimizer."""
+    """Methods that are added to the class of an optimizer."""
 
     _reducer: GradientReducer
     _records: tuple[ParamRecord, ...]
-    _known: KnownParams
-    _reaction: Reaction
-    _entrances: dict[int, RemovableHandle]  # by parameter
-    _owes: bool  # an average of what checkpoints have left
-    _was_said: bool
+    _snapshot: ParamSnapshot
+    _warned: bool
     _step_handle: RemovableHandle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's own; and if the last backward was left by an exception, the others are told."""
-        self._follow()
+        """Zero gradients; if an exception ended the last backward, the other ranks learn of it."""
+        self._refresh()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
         self._reducer.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: parameters that come later would not be averaged."""
+        """Refuse parameters that come later, which would not be averaged.
+
+        Raises:
+            ConfigError: Always.
+        """
         del param_group
-        msg = "expected all parameters when the optimizer was made to average, found a group that is added later: add it before, frozen if need be"
+        msg = (
+            "parameter groups cannot be added after DistributedOptimizer(): they would not be "
+            "averaged. Add them before, frozen if need be"
+        )
         raise ConfigError(msg)
 
     def synchronize(self) -> None:
-        """See to it that what there is of gradients is averaged; tell the others if the last backward was left by an exception."""
-        self._follow()
-        if self._reducer.accumulates and self._reducer.synchronize:
+        """Average gradients that wait; tell other ranks if an exception ended the last backward."""
+        self._refresh()
+        if self._reducer.accumulates and self._reducer.synchronizes:
             self._reducer.finish()
 
-    def _follow(self) -> None:
-        """Between steps: what checkpoints have left is averaged, an exception told, and what is trained now seen."""
-        self._known.check(
-            (r.param for r in self._records), ((r.name, r.param) for r in self._records)
-        )
-        self._reducer.follow()
-        self._watch()
-        if self._owes:
-            self._owes = False
+    def _refresh(self) -> None:
+        """Average gradients of checkpoints, report an exception, and see what is frozen now."""
+        named = ((record.name, record.param) for record in self._records)
+        self._snapshot.check((record.param for record in self._records), named)
+        self._reducer.refresh()
+        if self._reducer.owes_average:
             self._reducer.finish()
 
-    def _say_owed(self) -> None:
-        if self._owes and not self._was_said:
-            self._was_said = True
+    def _average_before_step(self) -> None:
+        if self._reducer.owes_average and not self._warned:
+            self._warned = True
             warnings.warn(
-                "gradients have been averaged in step(), not in backward, as all parameters lie in re-entrant checkpoints: if they are read or "
-                "clipped before, call synchronize() before that, or checkpoint with use_reentrant=False. Said once",
+                "gradients have been averaged in step(), not in backward, as all parameters lie in "
+                "re-entrant checkpoints: call synchronize() before they are read or clipped, or "
+                "checkpoint with use_reentrant=False. Said once",
                 UserWarning,
                 stacklevel=2,
             )
+        self.synchronize()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients local; the next one outside averages the sum."""
+        """Keep gradients of backwards inside local; the next backward outside averages the sum."""
         with self._reducer.no_sync():
             yield
 
     def close(self) -> None:
-        """Average no more."""
-        _remove(self._entrances)
+        """Stop averaging."""
         self._step_handle.remove()
-        self._owes = False
         self._reducer.close()
 
     def __getstate__(self) -> NoReturn:
-        """Asked for by copy and pickle, which would share hooks of this optimizer's parameters."""
-        msg = "expected an optimizer that averages to stay where it is, found that it is copied or pickled: use state_dict(), and make another one"
+        """Refuse copy and pickle, which would share hooks of this optimizer's parameters.
+
+        Raises:
+            ConfigError: Always.
+        """
+        msg = (
+            "a DistributedOptimizer cannot be copied or pickled: use state_dict(), and make another"
+        )
         raise ConfigError(msg)
-
-    def _listen(self, ranks: tuple[int, ...]) -> None:
-        reference = weakref.ref(self)  # hooks of parameters must not keep what has the parameters
-
-        def on_outcome(outcome: Outcome) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._owes = False  # noqa: SLF001 - its continuation
-                react(outcome, ranks, optimizer._reaction)  # noqa: SLF001 - likewise
-
-        self._reducer.on_outcome = on_outcome
-        # not a method `step`, which a scheduler that was made before would go round
-        before = partial(_before_step, reference)
-        self._step_handle = self.register_step_pre_hook(before)  # type: ignore[attr-defined]  # of the optimizer
-        # parameters live on when the optimizer is gone
-        weakref.finalize(self, _remove, self._entrances).atexit = False
-        self._watch()
-
-    def _watch(self) -> None:
-        """Be called before gradients of parameters are accumulated, and before torch.autograd.grad returns them."""
-        reference = weakref.ref(self)
-
-        def on_part(_grad: torch.Tensor) -> None:
-            optimizer = reference()
-            if optimizer is not None:
-                optimizer._enter()  # noqa: SLF001 - its continuation
-
-        for group in self.param_groups:  # type: ignore[attr-defined]  # of the optimizer
-            for param in group["params"]:
-                if param.requires_grad and id(param) not in self._entrances:
-                    self._entrances[id(param)] = param.register_hook(on_part)
-
-    def _enter(self) -> None:
-        """A gradient has been computed."""
-        reducer = self._reducer
-        if reducer._in_backward or not reducer.synchronize:  # noqa: SLF001 - its continuation
-            return
-        if not _is_nested():
-            reducer._enter()  # noqa: SLF001 - likewise
-            return
-        self._owes = True
-        passed = reducer._passed  # noqa: SLF001 - likewise
-        with reducer.no_sync():
-            reducer._enter()  # noqa: SLF001 - likewise
-
-        def on_end() -> None:
-            reducer._passed = passed  # noqa: SLF001 - it is the whole that counts
-
-        torch.autograd.Variable._execution_engine.queue_callback(on_end)  # noqa: SLF001 - there is no public way
 
 
 def _before_step(
-    reference: weakref.ref[_Averaging], _inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    reference: weakref.ref[Any], _inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A step of the optimizer begins: gradients are averaged before it, and those of a closure when that has ended."""
+    """Average gradients before a step of the optimizer, and those of a closure when it has ended."""
     optimizer = reference()
     if optimizer is None:
         return args, kwargs
-    optimizer._say_owed()  # noqa: SLF001 - its continuation
-    optimizer.synchronize()
+    optimizer._average_before_step()  # noqa: SLF001 - its continuation
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return args, kwargs
 
     def averaged() -> Any:
         loss = closure()
-        optimizer._say_owed()  # noqa: SLF001 - its continuation
-        optimizer.synchronize()
+        optimizer._average_before_step()  # noqa: SLF001 - its continuation
         return loss
 
     if len(args) > 1:
         return (args[0], averaged, *args[2:]), kwargs
     return args, {**kwargs, "closure": averaged}
-
-
-def _remove(handles: dict[int, RemovableHandle]) -> None:
-    for handle in handles.values():
-        handle.remove()
-    handles.clear()
-
-
-def _is_nested() -> bool:
-    """Whether the present backward was called by an autograd.Function inside of another one."""
-    frame = sys._getframe(1)  # noqa: SLF001 - autograd numbers its backwards, but does not tell which is inside of which
-    while frame.f_code is not _APPLY:
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return True
 
 
 def _named(
@@ -280,8 +242,8 @@ def _named(
     unnamed = sum(id(param) not in names for param in own)
     if unnamed:
         msg = (
-            f"expected a name for every parameter of the optimizer, found {unnamed} of {len(own)} without: pass model.named_parameters() of all "
-            "models whose parameters it has"
+            f"{unnamed} of the optimizer's {len(own)} parameters have no name: pass "
+            "model.named_parameters() of all models whose parameters it has"
         )
         raise ConfigError(msg)
     return [pair for param in own for pair in names[id(param)]]

@@ -1,4 +1,7 @@
-"""A module's buffers, such as running means, kept equal on all ranks: one broadcast per device, whatever their dtypes."""
+"""A module's buffers, such as running means, kept equal on all ranks.
+
+Buffers of all dtypes are packed into one flat piece of memory per device, and broadcast at once.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ from torch import nn
 
 from braid.comm import Group, Request, Work
 from braid.errors import ConfigError
-from braid.params import allocator
+from braid.params import FlatBuffer, allocator
 
 __all__ = ["ModuleBuffers"]
 
 ALIGNMENT = 64  # bytes
-MAX_LAYOUTS = 8  # of a device; forwards may put buffers of another shape in their places every time
+MAX_LAYOUTS = 8  # of a device; forwards may replace buffers by others of a new shape every time
 
 _Layout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 class _Packed(NamedTuple):
-    """Room for all of them.
+    """Memory for all buffers of a device.
 
     Attributes:
-        memory: Bytes.
-        views: One for each, in it.
-        requests: By root.
+        memory: Bytes of all buffers.
+        views: One view per buffer, in the memory.
+        requests: Broadcasts of the memory by root.
     """
 
     memory: torch.Tensor
@@ -39,7 +42,7 @@ class ModuleBuffers:
 
     Args:
         group: Ranks that hold the module.
-        module: The same on all of them.
+        module: The same module on all of them.
         ignored: Names of buffers that stay each rank's own.
     """
 
@@ -48,15 +51,15 @@ class ModuleBuffers:
         self._module = module
         self._ignored = frozenset(ignored)
         self._known: dict[torch.device, dict[_Layout, _Packed]] = {}
-        self._change = False
-        self._sent_by = -1  # rank whose values went beside the last status
+        self._changed = False
+        self._early_root = -1  # rank whose values went beside the last status
 
     def any(self) -> bool:
-        """Whether there are any."""
+        """Return whether the module has buffers that are kept equal."""
         return bool(self.tensors())
 
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers of now: `self.mean = ...` in a forward puts another tensor in the place of one."""
+        """Return the present buffers: `self.mean = ...` in a forward replaces one."""
         named = self._module.named_buffers()
         return [buffer for name, buffer in named if name not in self._ignored]
 
@@ -66,31 +69,32 @@ class ModuleBuffers:
         Raises:
             ConfigError: Elements of a buffer share memory, so that it cannot be written to.
         """
-        for work in self.start(root):
+        for work in self._start(root):
             work.wait()
-        self.receive(root)
+        self._receive(root)
 
-    def send_early(self, root: int) -> list[Work]:
-        """Beside the status of a step: where buffers changed in the last one, they will have changed in this one. A collective.
+    def start_early(self, root: int) -> list[Work]:
+        """Send the values of `root` if buffers changed in the last step; a collective.
+
+        They will have changed in this step, too. `finish` puts them into their places.
 
         Args:
             root: Rank that has the values, as far as is known before the status.
         """
-        self._sent_by = root if self._change else -1
-        return self.start(root) if self._change else []
+        self._early_root = root if self._changed else -1
+        return self._start(root) if self._changed else []
 
-    def settle(self, root: int, *, change: bool) -> None:
-        """After the status: let all have what `root` has, if buffers have changed; a collective."""
-        self._change = change
-        if not change:
+    def finish(self, root: int, *, changed: bool) -> None:
+        """Give all ranks the values of `root`, if buffers have changed; a collective."""
+        self._changed = changed
+        if not changed:
             return
-        if self._sent_by == root:
-            self.receive(root)
+        if self._early_root == root:
+            self._receive(root)
         else:  # nothing has been sent, or by a rank that has joined
             self.broadcast(root)
 
-    def start(self, root: int = 0) -> list[Work]:
-        """Send the values of `root`, beside something else; a collective. `receive` puts them in their places when these are done."""
+    def _start(self, root: int) -> list[Work]:
         works = []
         for packed, members in self._by_device():
             if self._group.rank == root:
@@ -102,17 +106,15 @@ class ModuleBuffers:
             works.append(request.start(lazily=True))
         return works
 
-    def receive(self, root: int) -> None:
-        """Let buffers have what `root` has sent."""
+    def _receive(self, root: int) -> None:
         if self._group.rank != root:
             for packed, members in self._by_device():
                 torch._foreach_copy_(members, packed.views)
 
     def _by_device(self) -> list[tuple[_Packed, list[torch.Tensor]]]:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for (
-            buffer
-        ) in self.tensors():  # .data: graphs that have seen old values may still be differentiated
+        for buffer in self.tensors():
+            # .data: graphs that have seen old values may still be differentiated
             by_device.setdefault(buffer.device, []).append(buffer.data)
         return [(self._packed(device, members), members) for device, members in by_device.items()]
 
@@ -125,12 +127,12 @@ class ModuleBuffers:
             if len(known) == MAX_LAYOUTS:
                 for request in known.pop(next(iter(known))).requests.values():
                     request.retire()
-            sizes = [member.numel() * member.element_size() for member in members]
-            rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-            memory = allocator(self._group, str(device))((sum(rooms),), torch.uint8)
-            parts = zip(torch.split(memory, rooms), sizes, members, strict=True)
-            views = [part[:size].view(own.dtype).view(own.shape) for part, size, own in parts]
-            packed = known[layout] = _Packed(memory, views, {})
+            sizes = [torch.Size((member.numel() * member.element_size(),)) for member in members]
+            make = allocator(self._group, str(device))
+            flat = FlatBuffer(sizes, torch.uint8, make, align=ALIGNMENT)
+            pairs = zip(flat.views, members, strict=True)
+            views = [view.view(own.dtype).view(own.shape) for view, own in pairs]
+            packed = known[layout] = _Packed(flat.tensor, views, {})
         return packed
 
     def _refuse_expanded(self) -> None:
@@ -140,5 +142,8 @@ class ModuleBuffers:
             if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001 - there is no public way
         ]
         if expanded:
-            msg = f"expected buffers whose elements have memory of their own, found {', '.join(expanded)} expanded: register them with .clone()"
+            msg = (
+                f"elements of buffers {', '.join(expanded)} share memory (expand), so they cannot "
+                "be written to: register the buffers with .clone()"
+            )
             raise ConfigError(msg)

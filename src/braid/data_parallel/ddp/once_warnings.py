@@ -1,49 +1,51 @@
-"""What is said of steps that work, but may not be meant: once, on rank 0.
+"""One-time warnings about steps that are legal but probably unintended, on rank 0.
 
-Parameters that nobody uses, and forwards to which no backward has come. Of the latter torch says nothing: a rank whose forward or loss raises
-an exception that the program catches goes on to its next batch, and from then on averages gradients of other steps than its peers do.
+Parameters that nobody uses, and forwards that no backward has reached. Of the latter torch says
+nothing: a rank whose forward or loss raises an exception that the program catches goes on to its
+next batch, and from then on averages gradients of other steps than its peers do.
 """
 
 from __future__ import annotations
 
 import warnings
 
-from braid.params import Outcome, Standing
+from braid.params import Outcome, RankState
 
-__all__ = ["Remarks"]
+__all__ = ["OnceWarnings"]
 
 MAX_NAMES = 8
 
 
-class Remarks:
-    """Says each thing once.
+class OnceWarnings:
+    """Gives each warning once.
 
     Args:
-        model: What it is that is trained, for the texts.
+        model: Name of the model in the messages.
         ranks: Global ranks of the group.
-        speaks: Whether this rank is the one that says it.
-        names_unused: Whether unused parameters are to be spoken of.
+        is_speaker: Whether this rank is the one that warns.
+        names_unused: Whether to warn of unused parameters.
     """
 
     def __init__(
-        self, model: str, ranks: tuple[int, ...], *, speaks: bool, names_unused: bool
+        self, model: str, ranks: tuple[int, ...], *, is_speaker: bool, names_unused: bool
     ) -> None:
         self._model = model
         self._ranks = ranks
-        self._names_unused = speaks and names_unused
-        self._names_ahead = speaks
+        self._names_unused = is_speaker and names_unused
+        self._names_ahead = is_speaker
 
-    def of(self, outcome: Outcome) -> None:
-        """Look at what an averaging has shown."""
+    def check(self, outcome: Outcome) -> None:
+        """Warn of what an averaging has shown."""
         if self._names_unused and outcome.unused:
             self._names_unused = False
             _warn(_unused_text(self._model, outcome))
-        if not self._names_ahead or not any(outcome.status.unreached):
+        forwards = outcome.status.num_forwards_without_backward
+        if not self._names_ahead or not any(forwards):
             return
         counts = {
             self._ranks[rank]: count
-            for rank, count in enumerate(outcome.status.unreached)
-            if outcome.status.standings[rank] is not Standing.JOINED
+            for rank, count in enumerate(forwards)
+            if outcome.status.states[rank] is not RankState.JOINED
         }
         if len(set(counts.values())) > 1:
             self._names_ahead = False
@@ -55,8 +57,8 @@ def _unused_text(model: str, outcome: Outcome) -> str:
     listed = ", ".join(map(repr, names[:MAX_NAMES])) + (f" and {more} more" if more > 0 else "")
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
     return (
-        f"{count} of {model} got no gradient on any rank in step {outcome.number}: {listed}; .grad stays None. Said once; "
-        "find_unused_parameters=True says that this is expected"
+        f"{count} of {model} got no gradient on any rank in step {outcome.number}: {listed}; .grad "
+        "stays None. Said once; find_unused_parameters=True says that this is expected"
     )
 
 
@@ -64,13 +66,14 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
     by_count: dict[int, list[int]] = {}
     for rank, count in sorted(counts.items()):
         by_count.setdefault(count, []).append(rank)
-    found = "; ".join(
+    listed = "; ".join(
         f"{count} on {_ranks_text(by_count[count])}" for count in sorted(by_count) if count
     )
     return (
-        f"expected a backward to every forward of {model} on every rank, found forwards without one in step {number}: {found}. If an exception "
-        "(in the forward or in the loss) was caught there and the batch was not tried again, that rank is one batch ahead from now on: skip such "
-        "a batch on all ranks. Said once; run forwards that need no backward under torch.no_grad()"
+        f"{model} ran forwards without a backward in step {number}: {listed}. If an exception (in "
+        "the forward or in the loss) was caught there and the batch was not tried again, that rank "
+        "is one batch ahead from now on: skip such a batch on all ranks. Said once; run forwards "
+        "that need no backward under torch.no_grad()"
     )
 
 

@@ -1,7 +1,8 @@
-"""Parameters as they were when averaging was set up: what has come, gone or been converted since is named, not averaged wrongly.
+"""The parameters that a module had when averaging was set up.
 
-Problem: buckets and hooks belong to tensors of one dtype on one device. `model.half()` keeps the parameter and changes what is in it; a parameter that is
-replaced has no hook, and nobody would ever average it.
+Problem: buckets and hooks belong to tensors of one dtype on one device. `model.half()` keeps the
+parameter and changes what is in it; a parameter that is replaced has no hook, and nobody would ever
+average it. Both are named here, instead of being averaged wrongly.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import nn
 
 from braid.errors import ConfigError
 
-__all__ = ["KnownParams"]
+__all__ = ["ParamSnapshot"]
 
 MAX_NAMES = 8
 
 
-class KnownParams:
-    """Which parameters there were, of which dtype and where.
+class ParamSnapshot:
+    """Parameters with their dtypes and devices.
 
     Args:
-        params: All of them.
+        params: All parameters.
     """
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
@@ -31,24 +32,25 @@ class KnownParams:
     def check(
         self, params: Iterable[nn.Parameter], names: Iterable[tuple[str, nn.Parameter]]
     ) -> None:
-        """See whether these are the same.
+        """Check that the parameters are still the same.
 
         Args:
-            params: Those of now.
-            names: Of them, looked at only if something differs.
+            params: Present parameters.
+            names: Their names, looked at only if something differs.
 
         Raises:
-            ConfigError: Some are others, or have been converted or moved.
+            ConfigError: Some parameters are new, or have been converted or moved.
         """
         known = self._known
         if all(known.get(id(param)) == (param.dtype, param.device) for param in params):
             return
         named = list(names)
-        strangers = [repr(name) for name, param in named if id(param) not in known]
-        if strangers:
+        new = [repr(name) for name, param in named if id(param) not in known]
+        if new:
             msg = (
-                f"expected the parameters that the module had when it was wrapped, found others as {_some(strangers)}: load values into "
-                "parameters (assign=False) and add layers before wrapping, or wrap again"
+                f"parameters have been replaced or added since the module was wrapped: {_some(new)}"
+                ". Load values into parameters (assign=False) and add layers before wrapping, or "
+                "wrap again"
             )
             raise ConfigError(msg)
         changed = [
@@ -57,8 +59,9 @@ class KnownParams:
             if known[id(param)] != (param.dtype, param.device)
         ]
         msg = (
-            f"expected parameters of the dtypes and on the devices that they had when they were wrapped, found {_some(changed)}: convert and "
-            "move the module before wrapping (mixed_precision= computes in 16 bits), or wrap it again"
+            f"parameters have been converted or moved since the module was wrapped: {_some(changed)}"
+            ". Convert and move the module before wrapping (mixed_precision= computes in 16 bits), "
+            "or wrap it again"
         )
         raise ConfigError(msg)
 

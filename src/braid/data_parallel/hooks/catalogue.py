@@ -134,11 +134,11 @@ def _word(text: str) -> bool:
 
 
 def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) -> None:
-    dense = [record for record in table.trained if not record.sparse]
+    dense = [record for record in table.requires_grad if not record.sparse]
     if any(options.compresses(record.param) for record in dense):
         return
     fit = [record for record in dense if record.param.dtype in COMPRESSED]
-    others = len(table.trained) - len(fit)
+    others = len(table.requires_grad) - len(fit)
     largest = max(fit, key=lambda record: record.param.numel(), default=None)
     found = (
         f"none among {len(fit)} parameters of that kind"

@@ -1,0 +1,121 @@
+"""What DistributedDataParallel does beside each averaging of gradients.
+
+averaging begins     tell joined ranks that this one still works
+beside the status    send the module's buffers, if they changed in the last step
+a bucket is there    take the optimizer's step of its parameters (`step_in_backward`)
+all are averaged     make buffers equal, compare parameters, report what is not finite or odd
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from braid.comm import Group, Work
+from braid.data_parallel.ddp.join import Join, Joinable
+from braid.data_parallel.ddp.module_buffers import ModuleBuffers
+from braid.data_parallel.ddp.once_warnings import OnceWarnings
+from braid.data_parallel.finite import NonfiniteHandler, handle_nonfinite
+from braid.params import Outcome, ParamRecord, ParamTable, RankState, ReducerListener
+from braid.params.hashing import compare_values
+
+__all__ = ["AveragingListener", "MakeOptimizer"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+class AveragingListener(ReducerListener):
+    """Accompanies the averagings of one wrapper.
+
+    Args:
+        joinable: The wrapper; held weakly, since the reducer must not keep it alive.
+        group: Ranks that train together.
+        table: Parameters of the module.
+        buffers: Buffers of the module.
+        handler: Called about gradients that are not finite.
+        hash_every: Number of averagings from one comparison of parameters to the next; 0 for none.
+        warnings: Warnings about steps that are probably unintended.
+
+    Attributes:
+        buffers: As given.
+        active_ranks: Group ranks that had input in the last step.
+        optimizers: Optimizers of single parameters by name, for steps inside of backward.
+    """
+
+    def __init__(
+        self,
+        joinable: Joinable,
+        group: Group,
+        table: ParamTable,
+        *,
+        buffers: ModuleBuffers,
+        handler: NonfiniteHandler,
+        hash_every: int,
+        warnings: OnceWarnings,
+    ) -> None:
+        self.buffers = buffers
+        self.active_ranks = list(range(group.size))
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._make_optimizer: MakeOptimizer | None = None
+        self._joinable = weakref.ref(joinable)
+        self._group = group
+        self._table = table
+        self._handler = handler
+        self._hash_every = hash_every
+        self._warnings = warnings
+        self._has_buffers = buffers.any()
+        self._join_notice: Work | None = None
+
+    def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
+        """Take steps inside of backward from now on; see `DistributedDataParallel`."""
+        self._make_optimizer = make_optimizer
+        for record in self._table.requires_grad:
+            if not record.sparse:
+                self.optimizers[record.name] = make_optimizer([record.param])
+
+    def on_averaging_begins(self) -> None:
+        """Tell ranks that have joined that this one still works."""
+        joinable = self._joinable()
+        join = None if joinable is None else joinable._join  # noqa: SLF001 - the other half
+        if joinable is not None and join is not None and not join.throws:
+            self._join_notice = Join.notify_join_context(joinable)
+
+    def start_beside_status(self) -> Sequence[Work]:
+        """Send the module's buffers, if they changed in the last step."""
+        notice, self._join_notice = self._join_notice, None
+        works = self.buffers.start_early(self.active_ranks[0]) if self._has_buffers else []
+        return works if notice is None else [*works, notice]
+
+    def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:
+        """Take the steps of parameters whose averages are there, and drop their gradients."""
+        if self._make_optimizer is None:
+            return
+        for record in records:
+            if record.name not in self.optimizers:  # unfrozen meanwhile
+                self.optimizers[record.name] = self._make_optimizer([record.param])
+            if is_usable:
+                self.optimizers[record.name].step()
+            record.param.grad = None
+
+    def on_averaged(self, outcome: Outcome) -> None:
+        """Make buffers equal, compare parameters, and report."""
+        states = outcome.status.states
+        if RankState.JOINED in states:
+            joined = outcome.status.ranks(RankState.JOINED)
+            self.active_ranks = [rank for rank in range(len(states)) if rank not in joined]
+        else:
+            self.active_ranks = list(range(len(states)))
+        if self._has_buffers:
+            with torch.no_grad():
+                root = self.active_ranks[0]
+                self.buffers.finish(root, changed=outcome.status.num_buffers_used > 0)
+        # ranks that have joined have not taken the last steps
+        due = self._hash_every and outcome.number % self._hash_every == 0
+        if due and len(self.active_ranks) == len(states):
+            when = f"before the optimizer's step {outcome.number}"
+            compare_values(self._group, self._table.records, when)
+        handle_nonfinite(outcome, self._group.ranks, self._handler)
+        self._warnings.check(outcome)  # last: the program may turn it into an error, on one rank

@@ -1,0 +1,144 @@
+"""The state of a module's backward passes, from the first forward to the average. Pure.
+
+A backward is local, nested in another backward, or averages its gradients at its end:
+
+    phase       event     next        the reducer then
+    IDLE        BEGIN     (kind)      waits for the end of the backward
+    LOCAL       END       IDLE        ACCUMULATE   counts a backward whose gradients wait
+    NESTED      END       IDLE        KEEP         the enclosing backward counts
+    AVERAGING   END       IDLE        AVERAGE      averages
+    LOCAL       ABANDON   IDLE        REPORT_LATER tells of the exception with the next average
+    NESTED      ABANDON   IDLE        REPORT_LATER
+    AVERAGING   ABANDON   IDLE        REPORT       tells now: other ranks wait for this one
+
+An end without any gradient of the module, as in `torch.autograd.grad`, leads to NOTHING. ABANDON is
+the next forward after a backward that was ended by an exception.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from braid.errors import ConfigError
+
+__all__ = ["Action", "BackwardState", "Event", "Phase"]
+
+
+class Phase(enum.Enum):
+    """Kind of the backward that is under way."""
+
+    IDLE = enum.auto()
+    LOCAL = enum.auto()
+    NESTED = enum.auto()
+    AVERAGING = enum.auto()
+
+
+class Event(enum.Enum):
+    """Ends of a backward."""
+
+    END = enum.auto()
+    ABANDON = enum.auto()
+
+
+class Action(enum.Enum):
+    """What follows the end of a backward."""
+
+    NOTHING = enum.auto()
+    ACCUMULATE = enum.auto()
+    KEEP = enum.auto()
+    AVERAGE = enum.auto()
+    REPORT = enum.auto()
+    REPORT_LATER = enum.auto()
+
+
+ACTIONS = {
+    (Phase.LOCAL, Event.END): Action.ACCUMULATE,
+    (Phase.NESTED, Event.END): Action.KEEP,
+    (Phase.AVERAGING, Event.END): Action.AVERAGE,
+    (Phase.LOCAL, Event.ABANDON): Action.REPORT_LATER,
+    (Phase.NESTED, Event.ABANDON): Action.REPORT_LATER,
+    (Phase.AVERAGING, Event.ABANDON): Action.REPORT,
+}
+
+
+@dataclass(slots=True, eq=False)
+class BackwardState:
+    """State of the backward passes between two averages.
+
+    Attributes:
+        phase: Kind of the backward that is under way.
+        has_gradient: Whether the present backward has computed a gradient.
+        num_accumulated: Number of local backwards whose gradients wait to be averaged.
+        averages_next: Whether the next backward averages, whichever number it has.
+        failed: Whether an exception has ended a local backward.
+        num_forwards_without_backward: Number of forward passes that no backward has reached.
+        weights: Loss weights of the forwards that the present backward has reached; one at most.
+        total_weight: Sum of the weights of accumulated backwards.
+        is_weighted: Whether the program has set a weight of one of them.
+    """
+
+    phase: Phase = Phase.IDLE
+    has_gradient: bool = False
+    num_accumulated: int = 0
+    averages_next: bool = False
+    failed: bool = False
+    num_forwards_without_backward: int = 0
+    weights: set[float | None] = field(default_factory=set)
+    total_weight: float = 0.0
+    is_weighted: bool = False
+
+    @property
+    def loss_weight(self) -> float:
+        """Weight of this rank in the average."""
+        return self.total_weight if self.is_weighted else 1.0
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a backward of this kind."""
+        self.phase = phase
+        self.has_gradient = False
+        self.weights.clear()
+
+    def end(self, event: Event) -> Action:
+        """End the present backward; return what follows."""
+        action = ACTIONS[self.phase, event]
+        self.phase = Phase.IDLE
+        if event is Event.END:
+            if not self.has_gradient:
+                return Action.NOTHING
+            weight = next(iter(self.weights), None)
+            if weight is not None:
+                self.total_weight += weight
+                self.is_weighted = True
+        if action in {Action.ACCUMULATE, Action.REPORT_LATER}:
+            self.num_accumulated += 1
+        self.failed |= action is Action.REPORT_LATER
+        return action
+
+    def add_weight(self, weight: float | None) -> None:
+        """Note the loss weight of a forward that the present backward has reached.
+
+        Raises:
+            ConfigError: The backward has reached a forward of another weight.
+        """
+        if self.weights and weight not in self.weights:
+            (other,) = self.weights
+            msg = (
+                f"a backward reached forwards with loss weights {other} and {weight}: call "
+                "backward for each of them"
+            )
+            raise ConfigError(msg)
+        self.weights.add(weight)
+
+    def drop_accumulated(self) -> None:
+        """Restart the count of accumulated backwards."""
+        self.num_accumulated = 0
+        self.total_weight = 0.0
+        self.is_weighted = False
+
+    def averaged(self) -> None:
+        """Begin anew after an average."""
+        self.drop_accumulated()
+        self.has_gradient = self.averages_next = self.failed = False
+        self.num_forwards_without_backward = 0
+        self.weights.clear()
