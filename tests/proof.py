@@ -1,6 +1,6 @@
-"""`make proof`, last part: measure what the README claims, and write it there.
+"""`make proof`, last part: measures what README.md and docs/figures.md claim, and writes it there.
 
-What stands between marks in README.md (the demo's output, the error block, the figures) is replaced by what these
+What stands between marks (the demo's output and the error blocks in README.md, the tables in docs/figures.md) is replaced by what these
 commands print and measure now, on this machine. A target that is missed fails the run, after the figures have been written.
 """
 
@@ -38,6 +38,7 @@ from braid.bench.workers.comm import Row
 from braid.events import Recorder
 
 ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures.md"
 
 # what the README shows of a run that fails
 FAILING_JOB = """\
@@ -147,7 +148,7 @@ def training_proof(commit: str) -> list[str]:
         "",
         *(f"* {line}" for line in [*ddp_verdicts(ddp), *ddp_doubts(ddp)]),
     ]
-    replace_section("training", "\n".join(told))
+    replace_section("training", "\n".join(told), FIGURES)
     return [line for line in ddp_verdicts(ddp) if line.startswith("missed")]
 
 
@@ -162,11 +163,11 @@ def hooks_proof(commit: str) -> list[str]:
         "hooks", "\n".join(hooks_section(hooks, commit)), ROOT / "docs" / "slow-networks.md"
     )
     told = [
-        f"Over a slow network, by communication hook ([slow networks](docs/slow-networks.md), on commit {commit}):",
+        f"Over a slow network, by communication hook ([slow networks](slow-networks.md), on commit {commit}):",
         "",
         *(f"* {line}" for line in hooks_verdicts(hooks)),
     ]
-    replace_section("hooks", "\n".join(told))
+    replace_section("hooks", "\n".join(told), FIGURES)
     return [line for line in hooks_verdicts(hooks) if line.startswith("missed")]
 
 
@@ -181,7 +182,7 @@ def busy_proof(commit: str) -> list[str]:
         "",
         *(f"* {line}" for line in lines),
     ]
-    replace_section("busy", "\n".join(told))
+    replace_section("busy", "\n".join(told), FIGURES)
     return [line for line in lines if line.startswith("missed")]
 
 
@@ -198,7 +199,7 @@ def horovod_proof(commit: str) -> list[str]:
 
 
 def commit_of_tree() -> str:
-    """What is measured; asked for before the figures change README.md, which is part of it."""
+    """The commit that is measured; read before the figures change the tree."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -245,7 +246,7 @@ def host_proof(commit: str) -> list[str]:
             (
                 "How many times as long Gloo takes through `torch.distributed`, in the same two processes in alternating "
                 "rounds (`braid bench comm`). Bytes are those of the largest full buffer of a rank. "
-                "[All sizes](docs/comm.md), [plot](docs/comm.png)."
+                "[All sizes](comm.md), [plot](comm.png)."
             ),
             "",
             "| what | measured |",
@@ -259,7 +260,7 @@ def host_proof(commit: str) -> list[str]:
             f"| one recorded span, begin and end | {event_us:.1f} us |",
         ]
     )
-    replace_section("figures", figures)
+    replace_section("figures", figures, FIGURES)
     replace_section("demo", f"```console\n$ make demo\n{demo}\n```")
     failing = run_job(FAILING_JOB, "runs/a3f")
     failing = failing[failing.rindex("braid: run stopped") :].strip()
@@ -277,7 +278,7 @@ def network_proof(commit: str) -> list[str]:
         return []
     net = run_net(NetBench(out=ROOT / "runs" / "proof-net"))
     model = run_model(ModelRun(out=ROOT / "runs" / "proof-net"))
-    replace_section("network", network_section(net, model, commit))
+    replace_section("network", network_section(net, model, commit), FIGURES)
     told = [line for line in verdicts(model) if line.startswith("missed")]
     return [*(str(target) for target in targets(net) if not target.held), *told]
 

@@ -125,7 +125,7 @@ def run(
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Run a program on N ranks, of this host or of several, and say who is guilty if it fails.
+    """Run a program on N ranks, of this host or of several, and say which rank is the cause if it fails.
 
     Programs written for torchrun run unchanged. Standard input is empty.
 

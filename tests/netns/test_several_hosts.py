@@ -115,14 +115,14 @@ def test_a_host_that_does_not_exist_is_named(lab, tmp_path):
     assert done.code == 2
 
 
-def test_the_guilty_rank_is_named_with_its_host(lab, tmp_path):
+def test_the_rank_that_failed_is_named_with_its_host(lab, tmp_path):
     hosts = lab(3)
     done = hosts.run("-H", "a,b,c", "--grace", "0.3", JOBS, "fail", "raise", cwd=tmp_path)
     assert done.code == 1
     assert block(done.text).splitlines()[:3] == [
         "braid: run stopped * (exit 1)",
-        "  guilty   rank 2 on host c (*): ValueError: dataset file shard-7 is missing      host_jobs.py*",
-        "  others   ranks 0,1 ended by braid (SIGTERM)",
+        "  cause    rank 2 on host c (*): ValueError: dataset file shard-7 is missing      host_jobs.py*",
+        "  affected ranks 0,1 ended by braid (SIGTERM)",
     ]
     assert clean(hosts, "abc")
 
@@ -262,7 +262,7 @@ def test_nothing_is_left_when_a_launcher_of_several_is_killed(lab, tmp_path, sec
         assert "the launcher has closed the connection; its ranks on this host were ended" in heard
     else:
         assert re.search(
-            r"guilty   rank 1 on host \S+ \(pid \d+\): HostLost: host \S+ is gone", told
+            r"cause    rank 1 on host \S+ \(pid \d+\): HostLost: host \S+ is gone", told
         )
 
 

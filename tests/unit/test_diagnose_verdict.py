@@ -1,4 +1,4 @@
-"""Claims of braid.diagnose.verdict and block: the guilty rank, and the block that says so."""
+"""Claims of braid.diagnose.verdict and block: the rank that is the cause, and the block that says so."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def exited(rank: int, code: int, *, at: int = 0, **more: object) -> RankEnd:
 def verdict(*ends: RankEnd, stopped_by: str = "") -> tuple[str, list[int], bool]:
     """The verdict, which must not depend on the order of the endings."""
     verdicts = {
-        (v.kind, tuple(e.rank for e in v.guilty), v.certain)
+        (v.kind, tuple(e.rank for e in v.cause), v.certain)
         for order in itertools.permutations(ends)
         for v in [judge(order, stopped_by=stopped_by)]
     }
@@ -61,11 +61,11 @@ SYMPTOMS = [
 
 
 @pytest.mark.parametrize("text", SYMPTOMS)
-def test_a_symptom_is_never_guilty_while_there_is_a_cause(text):
+def test_a_symptom_is_never_blamed_while_there_is_a_cause(text):
     assert verdict(raised(0, text, at=1), killed(1, 9, at=2)) == ("signal", [1], True)
 
 
-def test_the_first_ordinary_exception_is_guilty():
+def test_the_first_ordinary_exception_is_the_cause():
     ends = (raised(0, "KeyError: 'a'", at=9), raised(2, "ValueError: b", at=4), exited(1, 0, at=2))
     assert verdict(*ends) == ("exception", [2], True)
 
@@ -89,7 +89,7 @@ def test_abort_of_its_own_is_a_cause():
     )
 
 
-def test_a_rank_killed_by_the_launcher_is_not_guilty():
+def test_a_rank_killed_by_the_launcher_is_not_the_cause():
     ends = (killed(0, 9, at=3, asked_to_stop=True), raised(1, "ValueError: x", at=1))
     assert verdict(*ends) == ("exception", [1], True)
 
@@ -110,7 +110,7 @@ def test_a_mismatch_names_all_ranks_that_report_it():
     assert verdict(*ends) == ("mismatch", [0, 1], True)
 
 
-def test_all_ranks_with_the_same_error_are_guilty_together():
+def test_all_ranks_with_the_same_error_are_the_cause_together():
     ends = (
         raised(0, "ConfigError: batch is 7", at=2),
         raised(1, "ConfigError: batch is 7", at=1),
@@ -134,18 +134,18 @@ def test_errors_whose_further_lines_differ_are_two_errors():
     assert verdict(*ends) == ("exception", [0], True)
 
 
-def test_programs_that_exit_with_the_same_words_are_guilty_together():
+def test_programs_that_exit_with_the_same_words_are_the_cause_together():
     ends = [exited(r, 2, at=r, last_words="train.py: error: no such option") for r in (0, 1)]
     assert verdict(*ends) == ("exit", [0, 1], True)
 
 
 @pytest.mark.parametrize("end", [killed, exited])
-def test_the_first_of_wordless_deaths_is_guilty_alone(end):
+def test_the_first_of_wordless_deaths_alone_is_the_cause(end):
     ends = (end(0, 9, at=2), end(1, 9, at=1))
     assert verdict(*ends)[1:] == ([1], True)
 
 
-def test_a_rank_that_left_early_and_is_missed_is_guilty():
+def test_a_rank_that_left_early_and_is_missed_is_the_cause():
     ends = (exited(1, 0, at=1), raised(0, "PeerLostError: rank 1 left with exit code 0", at=2))
     assert verdict(*ends) == ("left", [1], True)
 
@@ -173,7 +173,7 @@ def test_only_symptoms_prefer_the_one_that_others_accuse():
     assert verdict(*ends) == ("exception", [1], False)
 
 
-def test_a_rank_declared_dead_while_stopped_is_guilty():
+def test_a_rank_declared_dead_while_stopped_is_the_cause():
     ends = (
         killed(1, 9, at=5, asked_to_stop=True, stopped_s=30.2, declared_dead=True),
         raised(0, SYMPTOMS[1], at=2),
@@ -196,7 +196,7 @@ def test_all_zero_is_finished():
 
 
 @pytest.mark.parametrize("why", ["timeout", "interrupted"])
-def test_a_run_stopped_from_outside_has_no_guilty_rank(why):
+def test_a_run_stopped_from_outside_has_no_causing_rank(why):
     ends = (killed(0, 15, asked_to_stop=True), exited(1, 1, asked_to_stop=True))
     assert verdict(*ends, stopped_by=why) == (why, [], True)
 
@@ -217,7 +217,7 @@ def test_one_cause_among_any_symptoms_is_found(symptoms, at, kind):
         exited(0, 7, at=at),
         killed(0, 9, at=at, asked_to_stop=True, stopped_s=30, declared_dead=True),
     ][kind]
-    assert judge([*symptoms, cause]).guilty == (cause,)
+    assert judge([*symptoms, cause]).cause == (cause,)
 
 
 @pytest.mark.parametrize(
@@ -251,15 +251,15 @@ WAITING = "waiting in all_reduce(float32[300000], sum)#426 called at train.py:41
 
 GOLDEN = """\
 braid: run stopped at step 213 after 41 s (exit 1)
-  guilty   rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
-  others   ranks 0,2,3 were waiting in all_reduce(float32[300000], sum)#426 called at train.py:41 in step - stopped cleanly
+  cause    rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
+  affected ranks 0,2,3 were waiting in all_reduce(float32[300000], sum)#426 called at train.py:41 in step - stopped cleanly
   saved    checkpoint step 200 (sha256 ok), 13 steps not saved
   resume   braid run --resume auto -n 4 train.py
   logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f"""
 
 
 def test_the_block_of_a_bad_run():
-    guilty = RankEnd(
+    cause = RankEnd(
         rank=1,
         pid=812,
         host="b",
@@ -282,7 +282,7 @@ def test_the_block_of_a_bad_run():
         for rank in (0, 2, 3)
     ]
     report = StopReport(
-        verdict=judge([guilty, *others]),
+        verdict=judge([cause, *others]),
         exit_code=1,
         elapsed_s=41.2,
         step=213,
@@ -296,7 +296,7 @@ def test_the_block_of_a_bad_run():
 
 GOLDEN_TIMEOUT = """\
 braid: run timed out at step 88 after 60 s (limit 60 s, exit 124)
-  others   ranks 0,2 were waiting in barrier()#7, at step 88 - ended by braid (SIGTERM)
+  affected ranks 0,2 were waiting in barrier()#7, at step 88 - ended by braid (SIGTERM)
            rank 1 was in data, at step 88 - did not stop when asked, killed by braid
   logs     ./runs/x/"""
 
@@ -326,31 +326,31 @@ def test_a_time_out_says_whose_stacks_could_not_be_had():
     )
     assert render_block(error_block(report)) == (
         "braid: run timed out after 60 s (limit 60 s, exit 124)\n"
-        "  others   ranks 0,1 ended by braid (SIGTERM)\n"
+        "  affected ranks 0,1 ended by braid (SIGTERM)\n"
         "           rank 2 was at train.py:5 in wait - ended by braid (SIGTERM)\n"
         "           rank 3 finished\n"
         "           no stack of ranks 0,1: a program gives one after braid.init()"
     )
 
 
-def test_what_the_guilty_rank_was_in_stands_apart_from_a_message():
+def test_what_the_causing_rank_was_in_stands_apart_from_a_message():
     ends = [
         replace(raised(0, "CheckpointError: no room left."), testimony="after step 20"),
         killed(0, 9, testimony="in backward, at step 20"),
     ]
     rows = [error_block(StopReport(verdict=judge([e]), exit_code=1, elapsed_s=1)) for e in ends]
     assert [row[1] for row in rows] == [
-        ("guilty", "rank 0 (pid 100): CheckpointError: no room left.      after step 20"),
-        ("guilty", "rank 0 (pid 100): killed by signal 9 (SIGKILL) in backward, at step 20"),
+        ("cause", "rank 0 (pid 100): CheckpointError: no room left.      after step 20"),
+        ("cause", "rank 0 (pid 100): killed by signal 9 (SIGKILL) in backward, at step 20"),
     ]
 
 
-def test_details_and_doubt_stand_below_the_guilty_rank():
+def test_details_and_doubt_stand_below_the_causing_rank():
     end = raised(3, "CommTimeout: 2 of 4 arrived", details=("missing: 1, 2",))
     report = StopReport(verdict=judge([end]), exit_code=1, elapsed_s=2.34)
     assert render_block(error_block(report)) == (
         "braid: run stopped after 2.3 s (exit 1)\n"
-        "  guilty   rank 3 (pid 103): CommTimeout: 2 of 4 arrived\n"
+        "  cause    rank 3 (pid 103): CommTimeout: 2 of 4 arrived\n"
         "           missing: 1, 2\n"
         "           uncertain: every rank failed because of another one; this is the likeliest"
     )
@@ -364,7 +364,7 @@ def test_an_error_of_several_ranks_is_shown_once():
     report = StopReport(verdict=judge(ends), exit_code=1, elapsed_s=1, log_dir="./runs/x")
     assert render_block(error_block(report)) == (
         "braid: run stopped after 1.0 s (exit 1)\n"
-        "  guilty   ranks 0,1: CheckpointError: truncated      train.py:9 in load\n"
+        "  cause    ranks 0,1: CheckpointError: truncated      train.py:9 in load\n"
         "           file a\n"
         "  logs     ./runs/x/"
     )
@@ -375,8 +375,8 @@ def test_victims_without_events_are_shown_at_the_line_of_their_error():
     report = StopReport(verdict=judge([*ends, killed(1, 9, at=1)]), exit_code=137, elapsed_s=1)
     assert render_block(error_block(report)) == (
         "braid: run stopped after 1.0 s (exit 137)\n"
-        "  guilty   rank 1 (pid 101): killed by signal 9 (SIGKILL)\n"
-        "  others   ranks 0,2 were at train.py:9 in step - stopped cleanly"
+        "  cause    rank 1 (pid 101): killed by signal 9 (SIGKILL)\n"
+        "  affected ranks 0,2 were at train.py:9 in step - stopped cleanly"
     )
 
 
@@ -394,9 +394,9 @@ def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():
     report = StopReport(verdict=judge(ends), exit_code=2, elapsed_s=1)
     assert render_block(error_block(report)) == (
         "braid: run stopped after 1.0 s (exit 2)\n"
-        "  guilty   rank 1 (pid 101): exited with code 2\n"
+        "  cause    rank 1 (pid 101): exited with code 2\n"
         "           train.py: error: no such option\n"
-        "  others   rank 0 stopped cleanly"
+        "  affected rank 0 stopped cleanly"
     )
 
 

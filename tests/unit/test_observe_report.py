@@ -149,8 +149,8 @@ def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
     story = tell(read_run(path))
     assert story.outcome.splitlines() == [
         "braid: run stopped at step 3 after 3.2 s (exit 137)",
-        "  guilty   rank 1 (pid 812): killed by signal 9 (SIGKILL) in load <shard>, at step 0",
-        "  others   rank 0 was waiting in all_reduce(float32[1000], avg)#1, at step 0 - stopped cleanly",
+        "  cause    rank 1 (pid 812): killed by signal 9 (SIGKILL) in load <shard>, at step 0",
+        "  affected rank 0 was waiting in all_reduce(float32[1000], avg)#1, at step 0 - stopped cleanly",
         "  saved    checkpoint step 2 (sha256 ok), 1 step not saved",
         "  resume   braid run --resume auto -n 2 train.py",
         "  logs     ./runs/x/rank1.log   timeline: braid report ./runs/x",
@@ -163,7 +163,7 @@ def test_a_failed_run_begins_with_its_outcome_and_shows_its_end(tmp_path):
     ]
     page = _page(path)
     assert "stopped 3.23 s" in page.text
-    assert page.text.index("guilty rank1.log") < page.text.index("rank0.log")
+    assert page.text.index("cause rank1.log") < page.text.index("rank0.log")
 
 
 def test_the_report_shows_the_block_that_the_run_printed(tmp_path):

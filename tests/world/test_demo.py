@@ -35,7 +35,7 @@ def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_s
     code, text = demonstrate(str(tmp_path / "demo"), steps=300, chaos=True)
     assert code == 0, text
     assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", text)
-    assert re.search(r"\| guilty +rank 1 \(pid \d+\): killed by signal 9", text)
+    assert re.search(r"\| cause +rank 1 \(pid \d+\): killed by signal 9", text)
     assert re.search(r"resumed from step [1-9]\d* .* weights equal to 1: yes", text)
 
 
@@ -63,6 +63,6 @@ def test_a_stage_that_fails_shows_the_error_block(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "LR", 1e30)
     code, text = demonstrate(str(tmp_path / "demo"), num_ranks=1)
     assert code == 1
-    assert "  guilty   rank 0 (pid " in text
+    assert "  cause    rank 0 (pid " in text
     assert "TrainingDivergedError: expected a finite" in text
     assert "equal to 1" not in text

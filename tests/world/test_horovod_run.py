@@ -94,9 +94,9 @@ def test_hosts_are_reached_through_ssh_with_its_port_and_key(ssh, capfd):
     ]
 
 
-def test_the_exit_code_is_that_of_the_guilty_rank(capfd):
+def test_the_exit_code_is_that_of_the_causing_rank(capfd):
     assert main(["-np", "2", sys.executable, JOBS, "fail"]) == 3
-    assert "guilty   rank 1" in capfd.readouterr().err
+    assert "cause    rank 1" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ def lines(console: QuietConsole, rank: int) -> list[str]:
     return [text.decode() for r, _, text in console.lines if r == rank]
 
 
-def guilty(outcome: Outcome) -> list[int]:
-    return [end.rank for end in outcome.guilty]
+def cause(outcome: Outcome) -> list[int]:
+    return [end.rank for end in outcome.cause]
 
 
 def test_torchruns_contract_is_kept(run, console):
@@ -76,11 +76,11 @@ def test_ranks_inherit_the_named_descriptors_and_no_other(run, console):
         ("raise", "ValueError: shard-7 is missing      launch_jobs.py:", 1),
     ],
 )
-def test_the_rank_that_fails_is_guilty(run, how, reason, exit_code):
+def test_the_rank_that_fails_is_the_cause(run, how, reason, exit_code):
     outcome = run("fail", how)
-    assert (guilty(outcome), outcome.exit_code) == ([1], exit_code)
-    assert f"  guilty   rank 1 (pid {outcome.guilty[0].pid}): {reason}" in str(outcome)
-    assert "  others   ranks 0,2 ended by braid (SIGTERM)\n" in str(outcome)
+    assert (cause(outcome), outcome.exit_code) == ([1], exit_code)
+    assert f"  cause    rank 1 (pid {outcome.cause[0].pid}): {reason}" in str(outcome)
+    assert "  affected ranks 0,2 ended by braid (SIGTERM)\n" in str(outcome)
 
 
 def test_survivors_are_told_who_died_and_why_at_once(run, console):
@@ -89,22 +89,22 @@ def test_survivors_are_told_who_died_and_why_at_once(run, console):
     assert victim == ["braid.errors.PeerLostError: rank 1 was killed by signal 9 (SIGKILL)"]
     assert re.sub(r"pid \d+|after [\d.]+ s|:\d+ in \w+", "*", str(outcome)).split("\n")[:5] == [
         "braid: run stopped at step 6 * (exit 137)",
-        "  guilty   rank 1 (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",
-        "  others   ranks 0,2 were waiting in barrier()#6 called at launch_jobs.py*, at step 6 - stopped cleanly",
+        "  cause    rank 1 (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",
+        "  affected ranks 0,2 were waiting in barrier()#6 called at launch_jobs.py*, at step 6 - stopped cleanly",
         "  saved    checkpoint step 4 (sha256 ok), 2 steps not saved",
         f"  resume   braid run --resume auto -n 3 {JOBS} train kill 6",
     ]
 
 
-def test_a_rank_that_says_its_error_and_hangs_is_guilty_of_that_error(run):
+def test_a_rank_that_says_its_error_and_hangs_is_causing_of_that_error(run):
     outcome = run("train", "say", "2")
-    assert guilty(outcome) == [1]
+    assert cause(outcome) == [1]
     assert "ValueError: shard-7 is missing      train.py:7 in step" in str(outcome)
 
 
 def test_a_stopped_rank_is_named_then_given_up(run, console):
     outcome = run("train", "stop", "3", stopped_limit_s=0.2, grace_s=5.0)
-    (end,) = outcome.guilty
+    (end,) = outcome.cause
     assert (end.rank, end.declared_dead, end.signal) == (1, True, 9)
     doing = "in backward, bucket 1 of 2, at step 3"
     assert re.search(rf"stopped by SIGSTOP for [\d.]+ s, killed by braid {doing}", str(outcome))
@@ -129,14 +129,14 @@ def test_a_stopped_rank_that_goes_on_finishes(tmp_path):
 def test_a_time_out_says_who_was_doing_what(run):
     outcome = run("hang", timeout_s=0.7)
     text = re.sub(r":\d+ in \w+", "", str(outcome))
-    assert (outcome.exit_code, guilty(outcome)) == (124, [])
+    assert (outcome.exit_code, cause(outcome)) == (124, [])
     assert "ranks 0,2 were waiting in barrier()#1 called at launch_jobs.py, at step 7" in text
     assert "rank 1 was at step 7" in text
 
 
 def test_a_time_out_shows_stacks_of_ranks_without_events(run, tmp_path):
     outcome = run("hang_without_events", n=1, timeout_s=0.7)
-    (end,) = outcome.others
+    (end,) = outcome.affected
     assert re.sub(r"\d+", "N", end.testimony) == "at launch_jobs.py:N in wait"
     assert "most recent call first" in (tmp_path / "run/stacks/rank0.txt").read_text()
 
@@ -161,7 +161,7 @@ def test_the_record_of_a_run_says_what_happened(run, tmp_path):
     assert record.outcome is not None
     assert render_block(error_block(record.outcome)) == str(outcome)
     ring = EventRing((tmp_path / "run/events/rank1.ring").read_bytes())
-    assert (ring.rank, ring.pid) == (1, outcome.guilty[0].pid)
+    assert (ring.rank, ring.pid) == (1, outcome.cause[0].pid)
 
 
 def test_a_port_in_use_is_refused_by_name(run):
@@ -182,7 +182,7 @@ def test_a_program_of_any_kind_is_run(tmp_path, console):
         log_dir=str(tmp_path / "run"),
     )
     outcome = Supervisor(console).run(job)
-    assert (guilty(outcome), outcome.exit_code, lines(console, 0)) == ([1], 1, ["rank 0"])
+    assert (cause(outcome), outcome.exit_code, lines(console, 0)) == ([1], 1, ["rank 0"])
 
 
 def test_a_signal_before_the_first_rank_starts_none(tmp_path):
@@ -195,7 +195,7 @@ def test_a_signal_before_the_first_rank_starts_none(tmp_path):
     job = JobSpec(command=(JOBS, "wait"), num_ranks=2, log_dir=str(tmp_path / "run"))
     outcome = Supervisor(Interrupting()).run(job)
     # The first rank may exist by the time that the signal is read; no second one is started.
-    assert (outcome.exit_code, outcome.verdict.kind, len(outcome.others) <= 1) == (
+    assert (outcome.exit_code, outcome.verdict.kind, len(outcome.affected) <= 1) == (
         143,
         "interrupted",
         True,

@@ -49,8 +49,8 @@ def lines(console: QuietConsole, rank: int) -> list[str]:
     return [text.decode() for r, _, text in console.lines if r == rank]
 
 
-def guilty(outcome: Outcome) -> list[tuple[int, str]]:
-    return [(end.rank, end.host) for end in outcome.guilty]
+def cause(outcome: Outcome) -> list[tuple[int, str]]:
+    return [(end.rank, end.host) for end in outcome.cause]
 
 
 def test_the_record_of_a_run_says_on_which_hosts_it_was(run, tmp_path):
@@ -84,10 +84,10 @@ def test_ranks_know_their_places(run, console):
         ("raise", "ValueError: shard-7 is missing      launch_jobs.py:", 1),
     ],
 )
-def test_the_rank_that_fails_is_guilty_and_its_host_is_named(run, how, reason, exit_code):
+def test_the_rank_that_fails_is_causing_and_its_host_is_named(run, how, reason, exit_code):
     outcome = run("fail", how)
-    assert (guilty(outcome), outcome.exit_code) == ([(1, "b")], exit_code)
-    assert f"  guilty   rank 1 on host b (pid {outcome.guilty[0].pid}): {reason}" in str(outcome)
+    assert (cause(outcome), outcome.exit_code) == ([(1, "b")], exit_code)
+    assert f"  cause    rank 1 on host b (pid {outcome.cause[0].pid}): {reason}" in str(outcome)
 
 
 def test_survivors_on_other_hosts_are_told_who_died_and_the_dead_testify(run, console, tmp_path):
@@ -97,8 +97,8 @@ def test_survivors_on_other_hosts_are_told_who_died_and_the_dead_testify(run, co
     block = re.sub(r"pid \d+|after [\d.]+ s|:\d+ in \w+", "*", str(outcome)).split("\n")
     assert block[:4] == [
         "braid: run stopped at step 6 * (exit 137)",
-        "  guilty   rank 1 on host b (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",
-        "  others   ranks 0,2 were waiting in barrier()#6 called at launch_jobs.py*, at step 6 - stopped cleanly",
+        "  cause    rank 1 on host b (*): killed by signal 9 (SIGKILL) in backward, bucket 1 of 2, at step 6",
+        "  affected ranks 0,2 were waiting in barrier()#6 called at launch_jobs.py*, at step 6 - stopped cleanly",
         "  saved    checkpoint step 4 (sha256 ok), 2 steps not saved",
     ]
     assert sorted(p.name for p in (tmp_path / "run/events").iterdir()) == [
@@ -108,7 +108,7 @@ def test_survivors_on_other_hosts_are_told_who_died_and_the_dead_testify(run, co
 
 def test_a_stopped_rank_is_named_then_given_up(run, console):
     outcome = run("train", "stop", "3", stopped_limit_s=0.2, grace_s=5.0)
-    (end,) = outcome.guilty
+    (end,) = outcome.cause
     assert (end.rank, end.host, end.declared_dead, end.signal) == (1, "b", True, 9)
     (warning,) = [text for text in console.notices if "given up after" in text]
     assert f"rank 1 on host b (pid {end.pid}) was stopped by SIGSTOP" in warning
@@ -116,7 +116,7 @@ def test_a_stopped_rank_is_named_then_given_up(run, console):
 
 def test_a_time_out_shows_stacks_of_ranks_without_events(run):
     outcome = run("hang_without_events", hosts="b:1", timeout_s=1.5)
-    assert re.sub(r"\d+", "N", outcome.others[0].testimony) == "at launch_jobs.py:N in wait"
+    assert re.sub(r"\d+", "N", outcome.affected[0].testimony) == "at launch_jobs.py:N in wait"
 
 
 def test_the_output_is_complete(run, tmp_path):
@@ -244,9 +244,9 @@ def test_nothing_is_left_when_an_agent_is_killed_and_its_host_is_named(started):
     launcher, pids, agents = started
     os.kill(agents["b"], signal.SIGKILL)
     _, text = launcher.communicate(timeout=LIMIT_S)
-    block = text[text.index("  guilty") :].splitlines()
+    block = text[text.index("  cause") :].splitlines()
     assert re.sub(r"pid \d+", "*", block[0]) == (
-        "  guilty   rank 1 on host b (*): HostLost: host b is gone: its agent (*) was killed by signal 9 (SIGKILL)"
+        "  cause    rank 1 on host b (*): HostLost: host b is gone: its agent (*) was killed by signal 9 (SIGKILL)"
     )
     assert (launcher.returncode, gone([*pids, *agents.values()])) == (1, True)
 
@@ -281,4 +281,4 @@ def test_the_culprit_is_right_wherever_it_is_and_whenever_it_fails(run, seed):
     draw = random.Random(seed)
     hosts, host = draw.choice([("a:1,b:2", "b"), ("a:2,b:1", "a"), ("a:1,b:1,c:1", "b")])
     outcome = run("train", draw.choice(["kill", "exit"]), str(draw.randrange(30)), hosts=hosts, grace_s=10.0)  # fmt: skip
-    assert guilty(outcome) == [(1, host)]
+    assert cause(outcome) == [(1, host)]

@@ -74,7 +74,7 @@ def test_a_rank_that_dies_behind_ssh_is_named_and_nothing_is_left(ssh, tmp_path)
         ssh, tmp_path, "-H", "127.0.0.1,localhost", "--grace", "0.3", JOBS, "fail", "kill"
     )
     pids = [int(p) for r in range(2) for p in (tmp_path / f"here-{r}").read_text().split()]
-    assert "guilty   rank 1 on host localhost (pid " in text
+    assert "cause    rank 1 on host localhost (pid " in text
     assert (code, [pid for pid in pids if Path(f"/proc/{pid}").exists()]) == (137, [])
 
 

@@ -114,7 +114,7 @@ def test_an_exception_is_blamed_on_its_rank_and_line(job):
     outcome, _ = _run(job, "raise", 3)
     text = str(outcome)
     line = JOB.splitlines().index('        raise ValueError("dataset file shard-7 is missing")') + 1
-    assert [end.rank for end in outcome.guilty] == [1]
+    assert [end.rank for end in outcome.cause] == [1]
     assert "ValueError: dataset file shard-7 is missing" in text
     assert f"job.py:{line} in <module>" in text
     assert "ranks 0,2 were" in text
@@ -124,7 +124,7 @@ def test_an_exception_is_blamed_on_its_rank_and_line(job):
 @pytest.mark.parametrize("mode", ["early", "late"])
 def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job, mode):
     outcome, logs = _run(job, mode, 3)
-    assert [end.rank for end in outcome.guilty] == [1]
+    assert [end.rank for end in outcome.cause] == [1]
     for rank in (0, 2):
         assert "PeerLostError: rank 1 raised ImportError: no module named data" in logs[rank]
         assert "before all ranks had joined" in logs[rank]
@@ -132,7 +132,7 @@ def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job, mode):
 
 def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):
     outcome, logs = _run(job, "kill", 3)
-    assert (outcome.exit_code, [end.rank for end in outcome.guilty]) == (137, [1])
+    assert (outcome.exit_code, [end.rank for end in outcome.cause]) == (137, [1])
     assert "killed by signal 9 (SIGKILL) at step 5" in str(outcome)
     for rank in (0, 2):
         # the launcher's word on the cause nearly always comes in time; without it the death is seen all the same
@@ -142,20 +142,20 @@ def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):
 
 def test_a_rank_that_leaves_early_is_blamed_though_it_exits_with_0(job):
     outcome, _ = _run(job, "leave")
-    assert [end.rank for end in outcome.guilty] == [1]
+    assert [end.rank for end in outcome.cause] == [1]
     assert "exit code 0" in str(outcome)
 
 
 def test_work_under_way_does_not_hold_up_a_rank_that_fails(job):
     outcome, _ = _run(job, "async")
-    assert (outcome.exit_code, [end.rank for end in outcome.guilty]) == (1, [0])
+    assert (outcome.exit_code, [end.rank for end in outcome.cause]) == (1, [0])
     assert "KeyError: 'no such column'" in str(outcome)
 
 
 def test_a_mismatch_shows_the_table_once(job):
     outcome, logs = _run(job, "shape", 3)
     text = str(outcome)
-    assert [end.rank for end in outcome.guilty] == [0, 1, 2]
+    assert [end.rank for end in outcome.cause] == [0, 1, 2]
     for rank in range(3):
         assert f"rank {rank}  all_reduce(float32[{2 + rank}], sum)  at " in text
         assert "MismatchError: expected every rank to ask for the same operation" in logs[rank]
@@ -164,7 +164,7 @@ def test_a_mismatch_shows_the_table_once(job):
 
 def test_a_device_without_an_engine_is_named(job):
     outcome, _ = _run(job, "device")
-    assert [end.rank for end in outcome.guilty] == [0]
+    assert [end.rank for end in outcome.cause] == [0]
     assert "expected a tensor on cpu, found one on meta" in str(outcome)
 
 

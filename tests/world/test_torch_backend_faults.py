@@ -398,6 +398,6 @@ def test_hang_report_says_who_waits_in_ddp_and_who_is_missing(tmp_path: Path) ->
 @pytest.mark.procs
 def test_error_block_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     outcome, _ = job(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert [end.rank for end in outcome.guilty] == [1]
+    assert [end.rank for end in outcome.cause] == [1]
     assert "signal 9" in str(outcome)
     assert outcome.exit_code != 0

@@ -250,7 +250,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 137, out + err
-    assert f"  guilty   rank {victim} (pid {ranks[0].pid}): killed by signal 9 (SIGKILL)" in err
+    assert f"  cause    rank {victim} (pid {ranks[0].pid}): killed by signal 9 (SIGKILL)" in err
     assert main([*words, "--resume", "auto"]) == 0
     rows = map(
         msgspec.json.decode, (Path(config.log_dir) / "metrics.jsonl").read_bytes().splitlines()

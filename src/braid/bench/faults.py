@@ -2,7 +2,7 @@
 
 Each trial starts the same program on a few ranks and lets one of them die, stop, raise or exit at a random step and inside a
 random phase. The launcher is not told; it must find the culprit from what is left. A trial counts as correct when
-exactly the struck rank is guilty, with certainty and for a fitting reason.
+exactly the struck rank is cause, with certainty and for a fitting reason.
 
 The program is any script that takes a fault as its last argument, `kill rank=1 step=7 in=backward` (the text form of a
 scripted fault), and strikes itself accordingly. For deaths by signal the time between the rank's last event and the launcher's
@@ -43,7 +43,7 @@ class Trial:
 
     Attributes:
         fault: Its text.
-        correct: Whether the struck rank, and it alone, was found guilty for the right reason.
+        correct: Whether the struck rank, and it alone, was found cause for the right reason.
         found: The verdict in words.
         noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other faults than signals.
         survived_s: From the rank's last event until the last survivor had left its collective with an error; None for
@@ -209,13 +209,13 @@ def _quantile(times: list[float | None], quantile: float) -> float:
 
 def _result(fault: str, kind: str, rank: int, outcome: Outcome) -> Trial:
     verdict = outcome.verdict
-    right = [end.rank for end in verdict.guilty] == [rank] and verdict.kind in VERDICTS[kind]
+    right = [end.rank for end in verdict.cause] == [rank] and verdict.kind in VERDICTS[kind]
     noticed_s = survived_s = None
     rings = _rings(Path(outcome.log_dir) / "events")
     last = rings[rank].tail(1) if rank in rings else []
     if right and kind in {"kill", "segv"} and last:
         struck_ns = last[0].t_ns
-        noticed_s = (verdict.guilty[0].ended_ns - struck_ns) / 1e9
+        noticed_s = (verdict.cause[0].ended_ns - struck_ns) / 1e9
         knew_ns = max(
             (last_operation_end(ring) for r, ring in rings.items() if r != rank), default=0
         )

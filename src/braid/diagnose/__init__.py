@@ -1,4 +1,4 @@
-"""diagnose: from what is left of a run to who is guilty, in words (pure: text and records in, words out)."""
+"""diagnose: finds out from what is left of a run which rank made it fail, and says so in words. Pure."""
 
 from __future__ import annotations
 

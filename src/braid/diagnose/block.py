@@ -2,11 +2,11 @@
 
 Problem: N ranks print N tracebacks, interleaved, and the launcher adds its own; the one that matters has scrolled
 away. Idea: one block, after everything else, always with the same labels in the same order, so that people and
-programs find the guilty rank without reading.
+programs find the cause without reading.
 
     braid: run stopped at step 213 after 41 s (exit 1)
-      guilty   rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
-      others   ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step - stopped cleanly
+      cause    rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
+      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step - stopped cleanly
       saved    checkpoint step 200 (sha256 ok), 13 steps not saved
       resume   braid run --resume auto -n 4 train.py
       logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f
@@ -41,7 +41,7 @@ class StopReport:
     """Everything that the block says, also when it is shown again from the record of a run.
 
     Attributes:
-        verdict: Who is guilty.
+        verdict: Which rank made the run fail.
         exit_code: Exit code of the run.
         elapsed_s: Seconds since its start.
         step: The last step that any rank began, None when unknown.
@@ -76,9 +76,9 @@ class StopReport:
 def error_block(report: StopReport) -> list[tuple[str, str]]:
     """Rows of the block, as (label, text); the first has the label `braid:`, a continuation has an empty one."""
     rows = [("braid:", _headline(report))]
-    rows += _labelled("guilty", _guilty(report.verdict))
+    rows += _labelled("cause", _cause(report.verdict))
     if not report.ok:
-        rows += _labelled("others", _others(report.verdict))
+        rows += _labelled("affected", _affected(report.verdict))
     if report.saved is not None:
         rows.append(("saved", _saved(report.saved, report.step)))
         if report.resume and not report.ok:
@@ -125,10 +125,10 @@ def _headline(report: StopReport) -> str:
     return f"{text} (exit {report.exit_code})"
 
 
-def _guilty(verdict: Verdict) -> list[str]:
-    if not verdict.guilty:
+def _cause(verdict: Verdict) -> list[str]:
+    if not verdict.cause:
         return []
-    ends = verdict.guilty
+    ends = verdict.cause
     first = ends[0]
     who = rank_list(end.rank for end in ends)
     if len(ends) == 1:
@@ -148,17 +148,17 @@ def _guilty(verdict: Verdict) -> list[str]:
     return ["\n".join(lines)]
 
 
-def _others(verdict: Verdict) -> list[str]:
+def _affected(verdict: Verdict) -> list[str]:
     """One line for all ranks that did and ended the same."""
     groups: dict[tuple[str, str], list[int]] = {}
-    for end in verdict.others:
+    for end in verdict.affected:
         groups.setdefault((_doing(end), _how_it_ended(end)), []).append(end.rank)
     lines = []
     for (doing, ending), ranks in groups.items():
         who = rank_list(ranks)
         were = "was" if len(ranks) == 1 else "were"
         lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
-    silent = [end.rank for end in verdict.others if end.asked_to_stop and not _doing(end)]
+    silent = [end.rank for end in verdict.affected if end.asked_to_stop and not _doing(end)]
     if verdict.kind == "timeout" and silent:
         lines.append(f"no stack of {rank_list(silent)}: a program gives one after braid.init()")
     return lines
@@ -195,7 +195,7 @@ def _saved(saved: SavedCheckpoint, step: int | None) -> str:
 
 
 def _logs(report: StopReport) -> str:
-    ends = report.verdict.guilty or report.verdict.others
+    ends = report.verdict.cause or report.verdict.affected
     text = f"{report.log_dir}/rank{ends[0].rank}.log" if len(ends) == 1 else f"{report.log_dir}/"
     if report.has_timeline:
         text += f"   timeline: braid report {report.log_dir}"

@@ -1,11 +1,11 @@
-"""Who is guilty: from the endings of all ranks to the one that the others failed because of.
+"""Finds the rank that made the others fail, from the endings of all ranks.
 
 Problem: when one rank dies, every other rank fails too, milliseconds later and often with the louder message
 ("Connection reset by peer"). Launchers that blame the first process they happen to reap name an innocent rank: torchrun's
 "root cause" did so in 11 of 17 measured kills.
 
 Idea: an ending is a *cause* (a signal that nobody of ours sent, an ordinary exception, an exit code, a rank declared
-dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first cause in time is guilty, and with it every
+dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first cause in time is blamed, and with it every
 rank that failed of the very same error (one bad option fails them all, and which was first means nothing); a symptom
 never is while there is a cause. Only when all are symptoms, the verdict is a guess, and says so.
 
@@ -152,28 +152,28 @@ class Verdict:
 
     Attributes:
         kind: finished, signal, memory, exception, exit, mismatch, stopped, left, timeout or interrupted.
-        guilty: Whom it failed because of: the first rank, then those with the same error or with their side of a
+        cause: Ranks that made the run fail: the first, then those with the same error or with their side of a
             mismatch; none when nobody is.
-        others: All other ranks, by rank.
-        certain: False when nothing but symptoms was seen and the guilty rank is the likeliest one.
+        affected: All other ranks, by rank.
+        certain: False when only symptoms were seen, so that `cause` is the likeliest rank.
     """
 
     kind: str
-    guilty: tuple[RankEnd, ...] = ()
-    others: tuple[RankEnd, ...] = ()
+    cause: tuple[RankEnd, ...] = ()
+    affected: tuple[RankEnd, ...] = ()
     certain: bool = field(default=True)
 
 
 def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
-    """Find the guilty rank.
+    """Find the rank that made the run fail.
 
     Args:
         ends: One ending per rank that was started, in any order.
         stopped_by: `timeout` or `interrupted` when the launcher ended the run for that reason while
-            nothing had failed; then only a cause can be guilty.
+            nothing had failed; then a symptom is never blamed.
 
     Returns:
-        The verdict; `guilty` is empty when every rank finished or was stopped on request.
+        The verdict; `cause` is empty when every rank finished or was stopped on request.
     """
     by_rank = sorted(ends, key=lambda end: end.rank)
     symptoms = [end for end in by_rank if end.ending is Ending.SYMPTOM]
@@ -289,11 +289,11 @@ def _aborted_after(end: RankEnd) -> bool:
 
 
 def _verdict(
-    kind: str, guilty: Sequence[RankEnd], by_rank: Sequence[RankEnd], *, certain: bool = True
+    kind: str, cause: Sequence[RankEnd], by_rank: Sequence[RankEnd], *, certain: bool = True
 ) -> Verdict:
-    named = {end.rank for end in guilty}
-    others = tuple(end for end in by_rank if end.rank not in named)
-    return Verdict(kind=kind, guilty=tuple(guilty), others=others, certain=certain)
+    named = {end.rank for end in cause}
+    affected = tuple(end for end in by_rank if end.rank not in named)
+    return Verdict(kind=kind, cause=tuple(cause), affected=affected, certain=certain)
 
 
 def _memory(kill: MemoryKill) -> str:

@@ -9,7 +9,7 @@ something waits. What waits for an exchange sleeps as well.
 
     caller      submit a   submit b                         wait
     thread      ......>| agree | carry out [a b] | .....     ^ woken
-    others      ..........>|  agree | carry out [a b] |
+    affected    ..........>|  agree | carry out [a b] |
 
 Source: Sergeev & Del Balso 2018. There, threads exchange every millisecond, busy or idle.
 """

@@ -1,4 +1,4 @@
-"""launch: start the ranks of a run, watch them, end them together, say who is guilty; see README.md."""
+"""launch: start the ranks of a run, watch them, end them together, say which rank is the cause; see README.md."""
 
 from __future__ import annotations
 

@@ -158,12 +158,12 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
         "percent": percent_text,
     }
     outcome = story.run.record.outcome
-    guilty = {end.rank for end in outcome.verdict.guilty} if outcome else set()
-    logs = sorted(story.run.logs, key=lambda log: (log.rank not in guilty, log.rank))
+    cause = {end.rank for end in outcome.verdict.cause} if outcome else set()
+    logs = sorted(story.run.logs, key=lambda log: (log.rank not in cause, log.rank))
     return environment.get_template("report.html.jinja").render(
         story=story,
         record=story.run.record,
-        guilty=guilty,
+        cause=cause,
         command=_shortened(story.run),
         logs=logs[:MAX_LOGS],
         num_more_logs=max(0, len(logs) - MAX_LOGS),

@@ -7,7 +7,7 @@ Idea: three phases, on lanes (`hosting`). With L mates a host, h hosts, l = byte
 
     near reduce   lane i's member sums slice i of its mates' slots                 l / L of additions
     far           its twins on the other hosts exchange their sums                 2 (h-1)/h l a host
-    near gather   every mate copies the finished slices of the others              l of copies
+    near gather   every mate copies the finished slices of the affected            l of copies
 
 and the tensor goes through them in chunks, so that one chunk is summed while the next is on the wire and a third is copied out.
 Chunk j takes its steps at these turns of one loop (D chunks may be on the wire):

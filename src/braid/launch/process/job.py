@@ -100,14 +100,14 @@ class Outcome(StopReport):
     """How a run ended; printed, it is the error block."""
 
     @property
-    def guilty(self) -> tuple[RankEnd, ...]:
+    def cause(self) -> tuple[RankEnd, ...]:
         """The ranks that the run failed because of."""
-        return self.verdict.guilty
+        return self.verdict.cause
 
     @property
-    def others(self) -> tuple[RankEnd, ...]:
+    def affected(self) -> tuple[RankEnd, ...]:
         """All other ranks."""
-        return self.verdict.others
+        return self.verdict.affected
 
     def __str__(self) -> str:
         return render_block(error_block(self))

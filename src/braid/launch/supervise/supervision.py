@@ -382,8 +382,8 @@ class _Run:
         at_ns = None if fault_ns is None else fault_ns - NOTICE_NS
         return replace(
             verdict,
-            guilty=tuple(self._testify(end, None) for end in verdict.guilty),
-            others=tuple(self._testify(end, at_ns) for end in verdict.others),
+            cause=tuple(self._testify(end, None) for end in verdict.cause),
+            affected=tuple(self._testify(end, at_ns) for end in verdict.affected),
         )
 
     def _testify(self, end: RankEnd, at_ns: int | None) -> RankEnd:
@@ -420,12 +420,12 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
         return TIMEOUT_EXIT_CODE
     if verdict.kind == "interrupted":
         return 128 + signum
-    if not verdict.guilty:
+    if not verdict.cause:
         return 0
-    guilty = verdict.guilty[0]
+    cause = verdict.cause[0]
     if verdict.kind == "exception":  # also one that ended in an abort during the teardown
-        return guilty.exit_code or 1
-    return 128 + guilty.signal if guilty.signal else guilty.exit_code or 1
+        return cause.exit_code or 1
+    return 128 + cause.signal if cause.signal else cause.exit_code or 1
 
 
 def _resume_command(job: JobSpec) -> str:

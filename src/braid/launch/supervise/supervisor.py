@@ -1,4 +1,4 @@
-"""The launcher: starts the ranks of a run on this host, watches them, ends them together and says who is guilty.
+"""The launcher: starts the ranks of a run on this host, watches them, ends them together and says which rank is the cause.
 
 Problem: whoever starts N processes must answer for all of them: see a death at once, tell the others why, collect what each
 said, leave nothing behind, and never blame a victim. Shell loops and `mp.spawn` do a part of this; torchrun polls its

@@ -6,7 +6,7 @@ list of instructions. No process, signal, socket or clock is touched here.
 
     phase         event                                  instructions                     next
     RUNNING       last rank ended                        -                                DONE
-    RUNNING       a rank failed                          tell the others                  GRACE until +grace
+    RUNNING       a rank failed                          tell the affected                GRACE until +grace
     RUNNING       Ctrl-C, SIGTERM, SIGHUP                forward it, tell Stop            INTERRUPTED until +interrupt limit
     RUNNING       time limit                             collect stacks, tell Stop        STACKS until +0.5 s
     INTERRUPTED   a second signal                        SIGKILL to all                   KILLING
@@ -17,7 +17,7 @@ list of instructions. No process, signal, socket or clock is touched here.
     any           last rank ended                        -                                DONE
     any           a rank stopped                         warn                             same
     any           a rank stopped for its limit           tell the others, SIGKILL it      same
-    any           a rank ended                           tell the others                  same
+    any           a rank ended                           tell the affected                same
 """
 
 from __future__ import annotations

@@ -257,13 +257,13 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
 
 def _failure(outcome: Outcome, folder: Path) -> BaseException:
     """What to raise for a run that has failed."""
-    if outcome.exit_code == 128 + signal.SIGINT and not outcome.guilty:
+    if outcome.exit_code == 128 + signal.SIGINT and not outcome.cause:
         return KeyboardInterrupt()
-    for guilty in outcome.guilty:
-        ended = read_ended(folder / result_name(guilty.rank))
+    for cause in outcome.cause:
+        ended = read_ended(folder / result_name(cause.rank))
         if ended is not None and not ended.returned:
-            return _error(ended, guilty.rank)
-    return RunError(str(outcome), rank=outcome.guilty[0].rank if outcome.guilty else -1)
+            return _error(ended, cause.rank)
+    return RunError(str(outcome), rank=outcome.cause[0].rank if outcome.cause else -1)
 
 
 def _error(ended: Ended, rank: int) -> RunError:
