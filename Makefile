@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+WORKERS ?= 2
+BUDGET_S := 300
 READY := $(VENV)/.ready
 
 .PHONY: demo test proof check bench clean
@@ -9,11 +11,13 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/braid demo
 
-test: $(READY) check
-	$(BIN)/python -m pytest -m "not proof"
+test: $(READY)
+	@began=$$(date +%s); $(MAKE) check \
+	&& $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not proof"; code=$$?; \
+	echo "make test took $$(($$(date +%s) - began)) s of $(BUDGET_S) s"; exit $$code
 
 proof: $(READY) check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --hypothesis-profile=proof
 	$(BIN)/python tests/proof.py
 
 check: $(READY)

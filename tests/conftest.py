@@ -1,4 +1,7 @@
-"""Fixtures: worlds of ranks on threads or processes, and the check that nothing is left behind."""
+"""Fixtures: worlds of ranks on threads or processes, and the check that nothing is left behind.
+
+`bounds` ends a test that is stuck; `costs` tells at the end what the run has cost, and what it may.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,6 +19,19 @@ from braid.testing.pool import ProcessPool
 from braid.testing.signals import default_signals
 from braid.testing.worlds import run_threads
 
+pytest_plugins = ("bounds", "costs")
+hypothesis.settings.register_profile(
+    "fast",
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.register_profile(
+    "proof", hypothesis.settings.get_profile("fast"), max_examples=500, derandomize=False
+)
+hypothesis.settings.load_profile("fast")  # unless --hypothesis-profile names another
+
 World = Callable[..., list[Any]]
 WORLDS = {
     "threads": {},
@@ -22,6 +39,7 @@ WORLDS = {
     "portable": {"portable": True},
     "hosts": {"ranks_per_host": 2},
 }
+MACHINE_WIDE = ("launcher", "netns", "sshd")  # marks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +54,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     default_signals()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start launchers or hosts meet each other on one worker only, and come first: they take longest."""
+    first, others = [], []
+    for item in items:
+        if any(item.get_closest_marker(name) for name in MACHINE_WIDE):
+            item.add_marker(pytest.mark.xdist_group("machine"))
+            first.append(item)
+        else:
+            others.append(item)
+    items[:] = [*first, *others]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -7,7 +7,7 @@ import math
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.autograd.recompute_plan import (
@@ -67,14 +67,12 @@ def _simulated_peak(plan: RecomputePlan, layers: list[LayerCost]) -> int:
 
 
 @given(chains)
-@settings(max_examples=30, deadline=None)
 def test_the_formula_of_the_peak_counts_what_a_simulation_holds(layers):
     for plan in _every_plan(len(layers)):
         assert plan.peak_bytes(layers) == _simulated_peak(plan, layers)
 
 
 @given(chains, st.integers(0, 60))
-@settings(max_examples=50, deadline=None)
 def test_the_plan_within_a_budget_is_the_best_of_all(layers, budget):
     fitting = [p for p in _every_plan(len(layers)) if p.peak_bytes(layers) <= budget]
     if not fitting:
@@ -88,13 +86,11 @@ def test_the_plan_within_a_budget_is_the_best_of_all(layers, budget):
 
 
 @given(chains)
-@settings(max_examples=50, deadline=None)
 def test_the_least_budget_is_the_least_peak_of_all(layers):
     assert least_budget(layers) == min(p.peak_bytes(layers) for p in _every_plan(len(layers)))
 
 
 @given(chains, st.integers(1, 7))
-@settings(max_examples=30, deadline=None)
 def test_a_plan_in_grains_keeps_within_the_budget(layers, grain):
     budget = sum(layer.saved_bytes for layer in layers) * 3 // 4
     try:
@@ -151,7 +147,6 @@ def graphs(draw: st.DrawFn) -> dict[int, list[int]]:
 
 
 @given(graphs())
-@settings(max_examples=200, deadline=None)
 def test_articulation_points_are_the_nodes_on_every_path(graph):
     whole = nx.DiGraph(graph)
     for node in graph:

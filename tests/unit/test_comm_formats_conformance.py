@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from braid.comm.formats import BF16, FLOAT16, FLOAT32, Int8, TopK, WireFormat, by_name
@@ -116,7 +116,6 @@ def test_lossless_formats_are_those_that_return_every_bit(name):
 
 @every_format
 @given(message=st.binary(max_size=96), numel=st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
 def test_arbitrary_bytes_are_decoded_or_refused_and_then_change_nothing(name, message, numel):
     form = form_of(name)
     buffer = torch.frombuffer(bytearray(message + b"\0"), dtype=torch.uint8)[: len(message)]
@@ -145,7 +144,6 @@ INDEX = st.integers(-1, 16) | st.integers(-(1 << 31), (1 << 31) - 1)
 @example(indices=[-1, 3], more=0, add=False)
 @example(indices=[3, 16], more=0, add=True)
 @example(indices=[4, 4], more=0, add=True)
-@settings(deadline=None)
 def test_sparse_messages_are_read_only_if_their_indices_ascend_within_the_tensor(
     indices, more, add
 ):
@@ -230,7 +228,6 @@ def test_numbers_and_bytes_on_two_devices_are_refused(name):
 @given(
     values=st.lists(ANY_FINITE | ORDINARY | st.floats(-(2.0**-13), 2.0**-13, width=32), min_size=1)
 )
-@settings(max_examples=50, deadline=None)
 def test_casts_keep_their_bound(form, relative, absolute, largest, values):
     x = torch.tensor(values).clamp(-largest, largest)
     error = (arrived(form, x).double() - x.double()).abs()
@@ -244,7 +241,6 @@ def test_casts_keep_their_bound(form, relative, absolute, largest, values):
         max_size=300,
     )
 )
-@settings(max_examples=80, deadline=None)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_blocks_of_integers_keep_their_bound(stochastic, values):
     form = Int8(stochastic=stochastic, generator=torch.Generator().manual_seed(1))
@@ -286,7 +282,6 @@ def test_equal_generators_round_alike():
 
 
 @given(values=st.lists(ORDINARY, min_size=1, max_size=200), ratio=st.floats(0.001, 1))
-@settings(max_examples=80, deadline=None)
 def test_no_number_left_out_is_larger_than_one_that_is_sent(values, ratio):
     x, form = torch.tensor(values), TopK(ratio)
     out = arrived(form, x)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.comm.formats import from_0_6_10, from_1_6_9, to_0_6_10, to_1_6_9
@@ -86,7 +86,6 @@ MAGNITUDES = (
 
 @both
 @given(values=st.lists(MAGNITUDES, max_size=30))
-@settings(deadline=None)
 def test_numbers_become_the_nearest_and_ties_the_even_one(there, back, mantissa, values):
     assert (there(torch.tensor(values)).int() & 0xFFFF).tolist() == [
         nearest(x, mantissa) for x in values
@@ -94,7 +93,6 @@ def test_numbers_become_the_nearest_and_ties_the_even_one(there, back, mantissa,
 
 
 @given(values=st.lists(MAGNITUDES, max_size=30))
-@settings(deadline=None)
 def test_negative_numbers_differ_in_the_sign_only(values):
     x = torch.tensor(values)
     assert torch.equal(to_1_6_9(-x).int() & 0xFFFF, (to_1_6_9(x).int() & 0xFFFF) | 0x8000)
@@ -102,7 +100,6 @@ def test_negative_numbers_differ_in_the_sign_only(values):
 
 @both
 @given(values=st.lists(MAGNITUDES.filter(lambda x: x <= 4.29e9), max_size=30))
-@settings(deadline=None)
 def test_the_error_keeps_its_bound(there, back, mantissa, values):
     x = torch.tensor(values)
     error = (back(there(x)).double() - x.double()).abs()

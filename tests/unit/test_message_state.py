@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import CommError, ConfigError, PeerLostError
@@ -199,7 +199,6 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     messages=MESSAGES, chunk=st.sampled_from([64, 100, 5000]), bursts=st.lists(st.integers(1, 5))
 )
@@ -330,7 +329,6 @@ HEADS = st.one_of(
 METAS = st.one_of(HEADS, st.binary(max_size=40), HEADS.map(lambda meta: meta[:-1]))
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(METAS, st.lists(st.sampled_from([1, 2, 8, 100]), max_size=3)), max_size=12)
 )
@@ -633,7 +631,6 @@ def test_schema_says_what_it_knows():
         SCHEMA.encode(Beat(0))
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=64))
 def test_any_body_is_a_message_or_a_comm_error_that_names_both(body):
     found = ""

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -19,7 +19,6 @@ from braid.prove.show import show
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(deadline=None)  # up to a thousand calls of torch
 @given(floats.filter(lambda value: value < 1e38), st.integers(1, 1000))  # infinity has no next
 def test_neighbouring_floats_are_one_ulp_apart(value, steps):
     start = torch.tensor(value, dtype=torch.float32)

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from itertools import groupby
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from braid.schedule import Action, Program, validate
@@ -159,7 +159,6 @@ def changes(draw: st.DrawFn) -> tuple[Program, int, int, str, int]:
     return written, rank, position, draw(st.sampled_from(WAYS)), draw(st.integers(0, 40))
 
 
-@settings(max_examples=200, deadline=None)
 @given(changes())
 @example((MADE[0], 0, 0, "swap", 1))
 def test_a_program_with_one_action_changed_is_found_out_or_still_right(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
@@ -201,7 +201,6 @@ PIECES = st.sampled_from(
 MIXED = st.lists(PIECES | st.text(max_size=4), max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.text(max_size=200) | MIXED.map(" ".join) | MIXED.map("".join))
 @example(f"{HEAD}\nrank 0\n")
 @example("program\x85collective")
@@ -209,7 +208,6 @@ def test_any_text_is_refused_with_a_place_or_understood(text: str) -> None:
     refused_or_understood(text)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     text=st.sampled_from(
         [RING, to_text(one_f_one_b(2, 2)), to_text(program(algorithm("bruck", "all_to_all", 2)))]
@@ -251,7 +249,6 @@ def any_program(draw: st.DrawFn) -> Program:
     return Program(vocabulary, draw(header), tuple(ranks))
 
 
-@settings(max_examples=100, deadline=None)
 @given(any_program())
 def test_any_program_comes_back_from_its_text(written: Program) -> None:
     assert from_text(to_text(written), VOCABULARIES) == written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
@@ -127,7 +127,6 @@ def clusters(draw: st.DrawFn) -> Cluster:
     )
 
 
-@settings(max_examples=100, deadline=None)
 @given(cluster=clusters(), data=st.data())
 def test_a_way_and_its_way_back_are_as_long_and_as_slow(
     cluster: Cluster, data: st.DataObject
@@ -141,7 +140,6 @@ def test_a_way_and_its_way_back_are_as_long_and_as_slow(
     assert narrowest[0] == narrowest[1]
 
 
-@settings(max_examples=50, deadline=None)
 @given(clusters())
 def test_two_ranks_share_a_link_upwards_only_where_they_share_all_units_below(
     cluster: Cluster,

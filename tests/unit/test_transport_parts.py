@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.clock import MonotonicClock, VirtualClock
@@ -22,7 +22,6 @@ from braid.transport.memory import RootAddress, open_through_proc
 SIZES = st.lists(st.tuples(st.integers(1, 20_000), st.booleans()), max_size=40)
 
 
-@settings(max_examples=40, deadline=None)
 @given(SIZES)
 def test_blocks_of_an_arena_never_overlap_and_come_back(requests):
     with Fabric(1) as fabric:

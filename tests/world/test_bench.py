@@ -23,6 +23,7 @@ def quiet():
     return Console(quiet=True)
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_every_operation_is_measured_by_every_library(tmp_path, quiet, monkeypatch):
     monkeypatch.setattr(comm, "mpi_version", lambda: "")
@@ -92,6 +93,7 @@ def test_the_largest_figures_are_shown_whole(capsys, tmp_path):
     assert (text.count("987,654"), text.count("1,23"), "…" in text) == (10, 8, False)
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 @pytest.mark.proof
 def test_every_wrapper_trains(tmp_path, quiet):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.comm import Group
@@ -223,24 +223,8 @@ def _run(group: Group, program: list[Asked]) -> None:
     group.barrier()
 
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-thorough = settings(quick, max_examples=400)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_random_programs_equal_the_reference(size):
-    @quick
-    @given(programs(size))
-    def check(program):
-        run_threads(size, _run, program)
-
-    check()
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("size", [2, 3])
-def test_many_random_programs_equal_the_reference(size):
-    @thorough
     @given(programs(size))
     def check(program):
         run_threads(size, _run, program)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.launcher
 FULL = """braid: stopped (exit 74)
   problem  No space left on device: the standard output
            make room there, or send the output elsewhere

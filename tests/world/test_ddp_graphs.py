@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -100,7 +100,6 @@ def _train(group: Group, graph: Graph) -> tuple[list[torch.Tensor | None], int, 
     return copies, len(places - own), sum(buckets.sizes_bytes)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(graphs())
 def test_any_module_has_the_gradients_of_the_ordered_loop_and_one_copy_of_them(graph):
     net = Net(graph)

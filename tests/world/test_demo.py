@@ -11,7 +11,7 @@ from rich.console import Console
 from braid.checkpoint import Comparison
 from braid.demo import show as room
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 STEPS = 6
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "four_ways"
 WAYS = ("by_hand", "placed", "optimizer", "wrapper")

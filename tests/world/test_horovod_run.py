@@ -19,7 +19,7 @@ from braid.compat.horovod.launcher.horovodrun import is_own_python, main
 from braid.compat.horovod.launcher.run_function import RunError
 from braid.errors import ConfigError
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(jobs.__file__))
 ALIAS = Path(__file__).parents[2] / "packages/horovod-alias"
 

@@ -21,7 +21,7 @@ from braid.errors import ConfigError
 from braid.events import EventRing
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor, spawn
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(__file__).with_name("launch_jobs.py"))
 
 

@@ -24,6 +24,8 @@ from braid.rendezvous.meeting import MeetingPoint
 from braid.testing.leaks import no_leaks
 from braid.wire import Identity, SocketConnection
 
+pytestmark = pytest.mark.launcher
+
 
 def unheard(*_: object) -> None:
     """Nobody listens."""

@@ -11,7 +11,7 @@ import pytest
 
 from braid.bench.faults import run_fault_trials, shared_memory
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 HERE = Path(__file__).parent
 PLAIN_JOB = HERE / "fault_job.py"  # barriers through the launcher's store, without torch: quick
 REAL_JOB = HERE / "comm_fault_job.py"  # data parallel training

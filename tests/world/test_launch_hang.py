@@ -13,7 +13,7 @@ import pytest
 from braid.diagnose import RunRecord
 from braid.launch import JobSpec, Outcome, QuietConsole, Supervisor
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = Path(__file__).with_name("hang_jobs.py")
 NUMBERS = re.compile(r"\d+\.\d+ s|pid \d+|#\d+|\.py:\d+|cpu \d+ %")
 

@@ -21,7 +21,7 @@ from braid.launch import Hosts, JobSpec, Outcome, QuietConsole, parse_hosts
 from braid.launch.cluster.several_hosts import HostsSupervisor
 from braid.testing.leaks import no_leaks
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 JOBS = str(Path(__file__).with_name("launch_jobs.py"))
 HERE = "env FAKE_HOST={host}"
 LIMIT_S = 60

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "leave_horovod"

@@ -14,6 +14,7 @@ import pytest
 
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
+pytestmark = pytest.mark.launcher
 JOB = """
 import os, sys, signal, time
 import torch

@@ -11,7 +11,7 @@ import pytest
 from braid import cli
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
 JOB = """
 import os, signal, sys, torch, braid

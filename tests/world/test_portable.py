@@ -358,6 +358,7 @@ def _train(directory: Path, name: str, **environ: str) -> tuple[str, list[torch.
     return log.split()[-1], torch.load(weights)
 
 
+@pytest.mark.launcher
 def test_training_ends_with_the_same_bits_as_in_shared_memory(tmp_path):
     way, weights = _train(tmp_path, "shared", BRAID_PORTABLE="0")
     portable_way, portable_weights = _train(tmp_path, "portable", BRAID_PORTABLE="1")

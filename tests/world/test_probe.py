@@ -29,6 +29,7 @@ def test_messages_that_are_all_latency_still_make_a_cluster():
     assert found.by_size == ((8.0, pytest.approx(8 / 1e-5)),)
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_the_file_is_read_by_the_other_commands(tmp_path, capsys):
     out = tmp_path / "cluster.toml"

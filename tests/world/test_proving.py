@@ -6,7 +6,7 @@ import pytest
 
 from braid.cli import main
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
 TASK = """
 import braid, torch

@@ -12,7 +12,7 @@ from braid.launch import JobSpec, QuietConsole, Supervisor
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 
 
 def _run(script: Path, ranks: int, log_dir: Path) -> str:

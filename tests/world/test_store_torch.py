@@ -122,6 +122,7 @@ with StoreClient(connection) as client:
 """
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_gloo_meets_over_a_braid_store():
     secret = Secret.generate()

@@ -378,6 +378,7 @@ def job(tmp_path: Path, fault: str) -> tuple[Outcome, QuietConsole]:
     return Supervisor(console).run(spec), console
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_hang_report_says_who_waits_in_ddp_and_who_is_missing(tmp_path: Path) -> None:
     outcome, console = job(tmp_path, "time.sleep(1.4)")
@@ -395,6 +396,7 @@ def test_hang_report_says_who_waits_in_ddp_and_who_is_missing(tmp_path: Path) ->
     assert (len(waiting), len(missing)) == (1, 1)
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_error_block_names_the_rank_that_was_killed(tmp_path: Path) -> None:
     outcome, _ = job(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")

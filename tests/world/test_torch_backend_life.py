@@ -61,6 +61,7 @@ def outcome(command: list[str], **environment: str) -> tuple[int, str]:
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize("backend", ["braid", "cpu:braid,cuda:nccl"])
 @pytest.mark.parametrize("end", ["work.wait()", "dist.destroy_process_group()"])
 def test_importing_torch_is_enough(tmp_path: Path, backend: str, end: str) -> None:
@@ -68,12 +69,14 @@ def test_importing_torch_is_enough(tmp_path: Path, backend: str, end: str) -> No
     assert outcome(command, **ALONE) == (0, "")
 
 
+@pytest.mark.launcher
 @pytest.mark.parametrize("launcher", [TORCHRUN, BRAID_RUN], ids=["torchrun", "braid run"])
 def test_launchers_start_it(tmp_path: Path, launcher: list[str]) -> None:
     end = "work.wait(); dist.destroy_process_group(); dist.init_process_group('braid'); dist.barrier()"
     assert outcome([*launcher, program(tmp_path, end=end)]) == (0, "")
 
 
+@pytest.mark.launcher
 def test_world_of_braid_init_is_shared(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
@@ -96,6 +99,7 @@ def test_world_of_braid_init_is_shared(tmp_path: Path) -> None:
     assert outcome([*BRAID_RUN, str(path)]) == (0, "")
 
 
+@pytest.mark.launcher
 def test_torch_spawns_it_over_tcp(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(
@@ -249,6 +253,7 @@ def test_lost_rank_is_raised_out_of_backward(pool: ProcessPool, tmp_path: Path) 
     assert answers[0].result == f"{PeerLostError.__name__} 1"
 
 
+@pytest.mark.launcher
 def test_exception_that_ends_a_rank_is_told_to_the_others(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(

@@ -193,6 +193,7 @@ def command(config: TrainConfig, *more: str, n: int = 2) -> list[str]:
     return ["train", "-n", str(n), "--log-dir", config.log_dir, "--threads", "1", *given, *more]
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_the_command_trains_stops_and_resumes(config, capfd):
     """SIGTERM to the parent: a checkpoint at the next step, exit code 143, a resume line that works."""
@@ -230,6 +231,7 @@ def test_the_command_trains_stops_and_resumes(config, capfd):
     assert f"finished at step {saved.step + 2}" in text
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 @pytest.mark.proof
 @pytest.mark.parametrize("victim", [0, 1])
@@ -262,6 +264,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
     assert compare(last(config), last(whole)).equal
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
     cases = {
@@ -277,6 +280,7 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
         assert expected in err
 
 
+@pytest.mark.launcher
 @pytest.mark.procs
 def test_a_rank_that_is_told_nonsense_says_so_in_the_error_block(config, capfd):
     assert main(command(config, "--context", "2000", "--steps", "2")) == 1
