@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -89,8 +88,3 @@ def test_torch_finds_an_entry_point_that_does_nothing_harmful():
 
     points = importlib.metadata.entry_points(group="torch.backends", name="braid")
     assert [point.load()() for point in points] == [None]
-
-
-def test_the_readme_has_at_most_150_lines():
-    readme = Path(__file__).parents[2] / "README.md"
-    assert len(readme.read_text().splitlines()) <= 150

@@ -52,9 +52,3 @@ def test_the_diff_of_the_readme_makes_a_loop_that_trains(tmp_path):
         "print('loss', loss.item())\n"
     )
     assert _run(script, 2, tmp_path / "run").startswith("loss ")
-
-
-def test_every_path_that_the_readme_links_to_exists():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []

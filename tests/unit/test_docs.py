@@ -1,0 +1,25 @@
+"""The pages for readers: links lead somewhere, the front page stays short."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page
+    for where in (ROOT, ROOT / "docs", ROOT / "src", ROOT / "packages")
+    for page in (where.glob("*.md") if where == ROOT else where.rglob("*.md"))
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_links_to_exists(page):
+    links = re.findall(r"\]\((?!http)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
