@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from braid._version import __version__
 from braid.launch.cluster.agent_messages import (
     AGENT_SCHEMA,
-    Changed,
+    AgentHello,
+    FinalRecord,
     Finish,
     Finished,
+    OpenWaits,
     Output,
     Pong,
-    Ready,
-    Remains,
+    ProcessChanged,
     Send,
     Signalled,
     Start,
     Started,
-    Waits,
     priority_of,
 )
 from braid.launch.cluster.agent_stream import MAX_LINE, MAX_NOISE, FirstLine, first_line
@@ -58,7 +58,7 @@ TOLD = JobEnvironment(rank=0, world_size=1, run_id="r", store_address="tcp://10.
 
 @pytest.mark.parametrize(
     "message",
-    [Ready("1", "h", 7, 1, 2, 3, ("t.py",)), Changed(1, "killed", 9, 5), Waits((OpenWait(1, 2, 3, 4),)), Start(TOLD)],
+    [AgentHello("1", "h", 7, 1, 2, 3, ("t.py",)), ProcessChanged(1, "killed", 9, 5), OpenWaits((OpenWait(1, 2, 3, 4),)), Start(TOLD)],
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
 def test_messages_of_agents_survive_the_wire(message):
@@ -66,13 +66,13 @@ def test_messages_of_agents_survive_the_wire(message):
 
 
 def test_fields_that_a_later_braid_adds_do_not_hide_its_version():
-    said = {"type": "Ready", "version": "2", "hostname": "h", "pid": 7, "color": "blue"}
-    found = AGENT_SCHEMA.decode("Ready", msgspec.msgpack.encode(said), sender="agent")
-    assert found == Ready("2", "h", 7)
+    said = {"type": "AgentHello", "version": "2", "hostname": "h", "pid": 7, "color": "blue"}
+    found = AGENT_SCHEMA.decode("AgentHello", msgspec.msgpack.encode(said), sender="agent")
+    assert found == AgentHello("2", "h", 7)
 
 
 def test_only_what_must_follow_the_output_of_ranks_waits_for_it():
-    last = [Output(0, 1), Remains(0, ()), Changed(0, "exited", 0, 0), Finished()]
-    others = [Finish(), Send(0, 9), Signalled(2), Pong(0, 0), Waits(()), Started(0, 1)]
+    last = [Output(0, 1), FinalRecord(0, ()), ProcessChanged(0, "exited", 0, 0), Finished()]
+    others = [Finish(), Send(0, 9), Signalled(2), Pong(0, 0), OpenWaits(()), Started(0, 1)]
     assert {priority_of(each) for each in last} == {0}
     assert min(priority_of(each) for each in others) > 0

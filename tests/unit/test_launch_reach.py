@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from braid.launch.cluster.agent_messages import Here, Prepared, Ready
+from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
+    HostRendezvousLimits,
+    HostRendezvousPhase,
+    HostRendezvousState,
     Look,
     MakeReady,
-    MusterLimits,
-    MusterPhase,
-    MusterState,
 )
 from braid.launch.cluster.reachability import (
     LAUNCHER,
@@ -105,31 +105,31 @@ def test_a_host_that_each_sees_elsewhere_has_no_address():
 
 
 def state(num_nodes=2, names=None, **limits):
-    return MusterState(
+    return HostRendezvousState(
         {0: "a", 1: "b"} if names is None else names,
         num_nodes,
-        here=Here("m", (LAN[0],)),
+        here=HostAddresses("m", (LAN[0],)),
         version="1",
-        limits=MusterLimits(30 * S, **limits),
+        limits=HostRendezvousLimits(30 * S, **limits),
         now_ns=0,
     )
 
 
 def ready(version="1"):
-    return Ready(version, "h", 7)
+    return AgentHello(version, "h", 7)
 
 
 def gathered():
     """A state in which all have said where they are, and what it told them then."""
-    muster = state()
-    told = [i for node in (0, 1) for i in muster.ready(node, ready(), 0)]
-    told += muster.here(0, Here("m0", (LAN[1],)), 0)
-    told += muster.here(1, Here("m1", (LAN[2],)), 0)
-    return muster, told
+    rendezvous = state()
+    told = [i for node in (0, 1) for i in rendezvous.ready(node, ready(), 0)]
+    told += rendezvous.here(0, HostAddresses("m0", (LAN[1],)), 0)
+    told += rendezvous.here(1, HostAddresses("m1", (LAN[2],)), 0)
+    return rendezvous, told
 
 
 def test_hosts_are_greeted_then_look_then_make_ready():
-    muster, told = gathered()
+    rendezvous, told = gathered()
     assert told == [
         Greet(0),
         Greet(1),
@@ -138,21 +138,23 @@ def test_hosts_are_greeted_then_look_then_make_ready():
     reached = all_reach(LAN)
     told = []
     for node in NAMES:
-        told += muster.tried(node, tuple(a for a in reached if a.source == node), S)
+        told += rendezvous.tried(node, tuple(a for a in reached if a.source == node), S)
     assert told == [MakeReady(0, "10.0.0.2"), MakeReady(1, "10.0.0.3")]
     for node in (0, 1):
-        muster.prepared(node, Prepared())
-    assert muster.phase is MusterPhase.READY
+        rendezvous.prepared(node, Prepared())
+    assert rendezvous.phase is HostRendezvousPhase.READY
 
 
 def test_all_problems_are_said_at_once_and_by_name():
-    muster = state(3, {0: "a", 1: "b", 2: "c"})
-    muster.lost(0, "has no agent, `ssh a` ended with exit code 255", 0)
-    muster.ready(2, ready(), 0)
-    assert muster.phase is MusterPhase.GATHERING  # the third may have something to say as well
-    muster.ready(1, ready("2"), 0)
-    muster.here(2, Here("m2", (LAN[2],)), 0)
-    assert muster.problem == (
+    rendezvous = state(3, {0: "a", 1: "b", 2: "c"})
+    rendezvous.lost(0, "has no agent, `ssh a` ended with exit code 255", 0)
+    rendezvous.ready(2, ready(), 0)
+    assert (
+        rendezvous.phase is HostRendezvousPhase.GATHERING
+    )  # the third may have something to say as well
+    rendezvous.ready(1, ready("2"), 0)
+    rendezvous.here(2, HostAddresses("m2", (LAN[2],)), 0)
+    assert rendezvous.problem == (
         "the job cannot start on all of its hosts:\n"
         "host a has no agent, `ssh a` ended with exit code 255\n"
         "host b has braid 2, expected 1: install the same braid\n"
@@ -161,14 +163,14 @@ def test_all_problems_are_said_at_once_and_by_name():
 
 
 def test_who_does_not_come_is_named():
-    muster = state(3, {})
-    muster.ready(0, ready(), 0)
-    muster.here(0, Here("m", (LAN[1],)), 0)
-    muster.ready(2, ready(), 0)
-    muster.tick(30 * S - 1)
-    assert (muster.phase, muster.missing) == (MusterPhase.GATHERING, [1])
-    muster.tick(30 * S)
-    assert muster.problem.splitlines()[1:] == [
+    rendezvous = state(3, {})
+    rendezvous.ready(0, ready(), 0)
+    rendezvous.here(0, HostAddresses("m", (LAN[1],)), 0)
+    rendezvous.ready(2, ready(), 0)
+    rendezvous.tick(30 * S - 1)
+    assert (rendezvous.phase, rendezvous.missing) == (HostRendezvousPhase.GATHERING, [1])
+    rendezvous.tick(30 * S)
+    assert rendezvous.problem.splitlines()[1:] == [
         "node 1 did not come within 30 s",
         "host h did not answer within 30 s",
         "nothing is wrong with h",
@@ -176,41 +178,41 @@ def test_who_does_not_come_is_named():
 
 
 def test_an_agent_that_does_not_say_what_it_reached_has_reached_nobody():
-    muster, _ = gathered()
+    rendezvous, _ = gathered()
     reached = all_reach(LAN)
     for node in (LAUNCHER, 0):
-        muster.tried(node, tuple(a for a in reached if a.source == node), S)
-    muster.tick(9 * S)
-    assert "launcher cannot be reached from b; a cannot be reached from b" in muster.problem
+        rendezvous.tried(node, tuple(a for a in reached if a.source == node), S)
+    rendezvous.tick(9 * S)
+    assert "launcher cannot be reached from b; a cannot be reached from b" in rendezvous.problem
 
 
 def test_a_host_without_the_chosen_interface_is_named_with_what_it_has():
-    muster = MusterState({0: "a"}, 1, here=Here("m", (LAN[0],)), version="1", wanted=["eth0"], limits=MusterLimits(S), now_ns=0)  # fmt: skip
-    muster.ready(0, ready(), 0)
-    muster.here(0, Here("m0", (DOCKER[1],)), 0)
-    assert "host a has no address on eth0, found docker0 172.17.0.1" in muster.problem
+    rendezvous = HostRendezvousState({0: "a"}, 1, here=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limits=HostRendezvousLimits(S), now_ns=0)  # fmt: skip
+    rendezvous.ready(0, ready(), 0)
+    rendezvous.here(0, HostAddresses("m0", (DOCKER[1],)), 0)
+    assert "host a has no address on eth0, found docker0 172.17.0.1" in rendezvous.problem
 
 
 def test_what_a_host_cannot_run_is_said_for_all_hosts():
-    muster, _ = gathered()
+    rendezvous, _ = gathered()
     for node in NAMES:
-        muster.tried(node, tuple(a for a in all_reach(LAN) if a.source == node), S)
-    muster.prepared(1, Prepared(problem="cannot run this: no script"))
-    muster.prepared(0, Prepared())
-    assert "host b cannot run this: no script\nnothing is wrong with a" in muster.problem
+        rendezvous.tried(node, tuple(a for a in all_reach(LAN) if a.source == node), S)
+    rendezvous.prepared(1, Prepared(problem="cannot run this: no script"))
+    rendezvous.prepared(0, Prepared())
+    assert "host b cannot run this: no script\nnothing is wrong with a" in rendezvous.problem
 
 
 def test_names_of_one_machine_are_found():
-    muster = state(3, {0: "a", 1: "b", 2: "a.example"})
+    rendezvous = state(3, {0: "a", 1: "b", 2: "a.example"})
     for node, machine in enumerate(["m0", "m1", "m0"]):
-        muster.ready(node, ready(), 0)
-        muster.here(node, Here(machine, (LAN[1],)), 0)
-    assert muster.shared_machines == [["a", "a.example"]]
+        rendezvous.ready(node, ready(), 0)
+        rendezvous.here(node, HostAddresses(machine, (LAN[1],)), 0)
+    assert rendezvous.shared_machines == [["a", "a.example"]]
 
 
 def test_a_node_that_left_may_come_again():
-    muster = state(names={})
-    muster.ready(1, ready(), 0)
-    muster.here(1, Here("m1", (LAN[2],)), 0)
-    muster.forget(1)
-    assert (muster.missing, muster.ready(1, ready(), 0)) == ([0, 1], [Greet(1)])
+    rendezvous = state(names={})
+    rendezvous.ready(1, ready(), 0)
+    rendezvous.here(1, HostAddresses("m1", (LAN[2],)), 0)
+    rendezvous.forget(1)
+    assert (rendezvous.missing, rendezvous.ready(1, ready(), 0)) == ([0, 1], [Greet(1)])

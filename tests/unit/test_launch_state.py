@@ -17,12 +17,12 @@ from braid.launch.supervise.supervisor_state import (
     Interrupted,
     Limits,
     Phase,
-    SaidFailed,
+    ReportedFailure,
     SendSignal,
+    SendToRank,
     Started,
     Stopped,
     SupervisorState,
-    Tell,
     Tick,
     Warn,
 )
@@ -49,7 +49,7 @@ def exited(rank: int, ok: bool = False) -> Exited:
 
 def test_a_run_whose_ranks_all_finish_needs_nothing(three):
     told = [three.handle(exited(rank, ok=True), S) for rank in range(3)]
-    assert told == [[Tell(RankLost(r, "exited with code 0", left=True))] for r in range(3)]
+    assert told == [[SendToRank(RankLost(r, "exited with code 0", left=True))] for r in range(3)]
     assert (three.phase, three.stopped_by, three.fault_ns) == (Phase.DONE, "", None)
 
 
@@ -61,7 +61,7 @@ def test_a_failure_is_told_at_once_then_grace_then_sigterm_then_sigkill(three):
         three.handle(Tick(), 6 * S + TERMINATE_NS),
     ]
     assert steps == [
-        [Tell(RankLost(1, "exited with code 3"))],
+        [SendToRank(RankLost(1, "exited with code 3"))],
         [],
         [SendSignal((0, 2), TERM)],
         [SendSignal((0, 2), KILL)],
@@ -81,15 +81,15 @@ def test_no_rank_is_started_after_a_failure():
 
 
 def test_a_rank_that_says_it_failed_is_told_once(three):
-    first = three.handle(SaidFailed(2, "raised ValueError: x"), S)
+    first = three.handle(ReportedFailure(2, "raised ValueError: x"), S)
     then = three.handle(exited(2), 2 * S)
-    assert (first, then) == ([Tell(RankLost(2, "raised ValueError: x"))], [])
+    assert (first, then) == ([SendToRank(RankLost(2, "raised ValueError: x"))], [])
     assert (three.phase, three.ranks[2].failed_ns) == (Phase.GRACE, S)
 
 
 def test_what_a_signalled_rank_says_is_no_failure(three):
     three.handle(Interrupted(TERM), S)
-    assert three.handle(SaidFailed(0, "raised KeyboardInterrupt: "), 2 * S) == []
+    assert three.handle(ReportedFailure(0, "raised KeyboardInterrupt: "), 2 * S) == []
     assert three.ranks[0].failed_ns is None
 
 
@@ -103,7 +103,7 @@ def test_a_stop_is_a_warning_and_a_continue_clears_it(three):
 def test_a_rank_stopped_for_its_limit_is_declared_dead(three):
     three.handle(Stopped(1, STOP), S)
     assert three.handle(Tick(), 31 * S) == [
-        Tell(RankLost(1, "was stopped by SIGSTOP for 30 s")),
+        SendToRank(RankLost(1, "was stopped by SIGSTOP for 30 s")),
         SendSignal((1,), KILL),
     ]
     assert three.handle(exited(1), 31 * S) == []
@@ -120,7 +120,7 @@ def test_nobody_waits_for_the_grace_of_stopped_ranks_alone(three):
     three.handle(Stopped(1, STOP), S)
     three.handle(exited(0), 2 * S)
     assert three.handle(exited(2), 3 * S) == [
-        Tell(RankLost(2, "exited with code 3")),
+        SendToRank(RankLost(2, "exited with code 3")),
         SendSignal((1,), KILL),
     ]
 
@@ -128,7 +128,7 @@ def test_nobody_waits_for_the_grace_of_stopped_ranks_alone(three):
 def test_a_signal_is_forwarded_once_and_the_second_kills(three):
     first = three.handle(Interrupted(INT), S)
     second = three.handle(Interrupted(INT), 2 * S)
-    assert first == [Tell(Stop("SIGINT")), SendSignal((0, 1, 2), INT)]
+    assert first == [SendToRank(Stop("SIGINT")), SendSignal((0, 1, 2), INT)]
     assert second == [SendSignal((0, 1, 2), KILL)]
     assert (three.stopped_by, three.signum) == ("interrupted", INT)
 
@@ -138,7 +138,7 @@ def test_interrupted_ranks_have_their_time_to_save(three):
     early = three.handle(exited(0), 2 * S)
     late = three.handle(Tick(), 21 * S)
     assert (early, late) == (
-        [Tell(RankLost(0, "exited with code 3"))],
+        [SendToRank(RankLost(0, "exited with code 3"))],
         [SendSignal((1, 2), TERM)],
     )
 
@@ -156,14 +156,17 @@ def test_a_signal_after_a_failure_does_not_hide_it(three):
 
 
 def test_the_time_limit_collects_stacks_before_it_stops(three):
-    assert three.handle(Tick(), 100 * S) == [CollectStacks(), Tell(Stop("the run's time limit"))]
+    assert three.handle(Tick(), 100 * S) == [
+        CollectStacks(),
+        SendToRank(Stop("the run's time limit")),
+    ]
     assert three.handle(Tick(), 100 * S + STACKS_NS) == [SendSignal((0, 1, 2), TERM)]
     assert three.stopped_by == "timeout"
 
 
 EVENTS = st.one_of(
     st.builds(Exited, st.integers(0, 2), st.just("x"), st.booleans()),
-    st.builds(SaidFailed, st.integers(0, 2), st.just("x")),
+    st.builds(ReportedFailure, st.integers(0, 2), st.just("x")),
     st.builds(Stopped, st.integers(0, 2), st.just(STOP)),
     st.builds(Continued, st.integers(0, 2)),
     st.builds(Interrupted, st.sampled_from([INT, TERM])),

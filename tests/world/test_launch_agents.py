@@ -14,7 +14,7 @@ import pytest
 from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError
 from braid.launch.cluster.agent_handle import END_LIMIT_S
-from braid.launch.cluster.agent_registry import Switchboard
+from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.launch.cluster.join import follow, open_lobby
 from braid.launch.cluster.options import Nodes
 from braid.launch.cluster.remote_shell import LocalPlacement, RshPlacement
@@ -56,7 +56,7 @@ def test_agents_that_do_not_end_are_waited_for_together():
     clock = VirtualClock()
     hung = [Hung(clock) for _ in range(3)]
     with no_leaks():
-        board = Switchboard(clock)
+        board = AgentRegistry(clock)
         for node, placement in enumerate(hung):
             board.start(node, "a", placement, unheard, unheard)
         board.close()
@@ -64,13 +64,13 @@ def test_agents_that_do_not_end_are_waited_for_together():
 
 
 def test_who_came_by_itself_and_went_is_forgotten_and_may_come_again():
-    def come(board: Switchboard) -> tuple[weakref.ref, socket.socket]:
+    def come(board: AgentRegistry) -> tuple[weakref.ref, socket.socket]:
         ours, theirs = socket.socketpair()
         connection = SocketConnection(ours, Identity("run", "agent", 1))
         return weakref.ref(board.admit(connection, unheard, unheard)), theirs
 
     with no_leaks(), selectors.DefaultSelector() as selector:
-        board = Switchboard(MonotonicClock())
+        board = AgentRegistry(MonotonicClock())
         board.watch(selector)
         (gone, its_end), (stays, other_end) = come(board), come(board)
         its_end.close()

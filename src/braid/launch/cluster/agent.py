@@ -32,26 +32,26 @@ from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, Channel, van_c
 from braid.launch.cluster.agent_messages import (
     AGENT_ROLE,
     AGENT_SCHEMA,
-    Ask,
+    AgentHello,
     Bye,
     Finish,
     Finished,
     Greeting,
-    Here,
+    HostAddresses,
     Ping,
     Pong,
     Prepare,
     Prepared,
-    Ready,
+    ProbeRequest,
+    ProbeResult,
     Refused,
     Send,
     Signalled,
+    StackRequest,
     Start,
-    Tried,
-    Try,
 )
 from braid.launch.cluster.agent_ranks import AgentRanks
-from braid.launch.cluster.probe import Beacons, Prober
+from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.process.free_port import PortReservation
 from braid.launch.process.interfaces import interfaces, machine
 from braid.launch.process.job import JobSpec, check_command
@@ -59,15 +59,15 @@ from braid.launch.process.processes import SignalInbox, end_descendants, subreap
 from braid.message import Message, PeerLost, PipeVan, Stream
 from braid.wire import Secret
 
-__all__ = ["LOST_EXIT_CODE", "Volunteer", "serve"]
+__all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 
 SILENCE_S = 60.0  # then the launcher is gone, or cut off, or stopped for good
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
-WARDEN = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
+REAPER = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
 
 
-class Volunteer(NamedTuple):
+class JoinRequest(NamedTuple):
     """What a user said to the launcher that has become an agent.
 
     Attributes:
@@ -88,7 +88,7 @@ class Volunteer(NamedTuple):
 def serve(
     stream: Stream,
     *,
-    volunteer: Volunteer | None = None,
+    join_request: JoinRequest | None = None,
     clock: Clock | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Bye:
@@ -96,7 +96,7 @@ def serve(
 
     Args:
         stream: To the launcher; owned and closed.
-        volunteer: Set in a launcher that joins another one.
+        join_request: Set in a launcher that joins another one.
         clock: Time source; the host's when None.
         notice: Shows a text to a user at this end.
 
@@ -109,7 +109,7 @@ def serve(
     with (
         SignalInbox() as inbox,
         subreaper(),
-        _Agent(stream, inbox, volunteer, clock, notice) as agent,
+        _Agent(stream, inbox, join_request, clock, notice) as agent,
     ):
         return agent.run()
 
@@ -121,13 +121,13 @@ class _Agent:
         self,
         stream: Stream,
         inbox: SignalInbox,
-        volunteer: Volunteer | None,
+        join_request: JoinRequest | None,
         clock: Clock | None,
         notice: Callable[[str], None],
     ) -> None:
         self._clock = clock or MonotonicClock()
         self._inbox = inbox
-        self._volunteer = volunteer
+        self._join_request = join_request
         self._notice = notice
         self._known = frozenset(child.pid for child in psutil.Process().children())
         self._bye: Bye | None = None
@@ -135,8 +135,8 @@ class _Agent:
         self._num_signals = 0
         self._run_id = ""
         self._node = -1
-        self._secret: Secret | None = volunteer.secret if volunteer is not None else None
-        self._beacons: Beacons | None = None
+        self._secret: Secret | None = join_request.secret if join_request is not None else None
+        self._probe_listener: ProbeListener | None = None
         self._prober: Prober | None = None
         self._ranks: AgentRanks | None = None
         self._warden: subprocess.Popen[bytes] | None = None
@@ -153,11 +153,11 @@ class _Agent:
 
     def run(self) -> Bye:
         """Serve until the end."""
-        said = self._volunteer
+        said = self._join_request
         self._channel.send(
-            Ready(__version__, socket.gethostname(), os.getpid())
+            AgentHello(__version__, socket.gethostname(), os.getpid())
             if said is None
-            else Ready(
+            else AgentHello(
                 __version__,
                 socket.gethostname(),
                 os.getpid(),
@@ -179,8 +179,8 @@ class _Agent:
         """End everything."""
         if self._prober is not None:
             self._prober.close()
-        if self._beacons is not None:
-            self._beacons.close()
+        if self._probe_listener is not None:
+            self._probe_listener.close()
         self._end_ranks()
         self._stack.close()
 
@@ -192,8 +192,8 @@ class _Agent:
 
     def _pause_s(self) -> float | None:
         due = []
-        if self._beacons is not None and self._beacons.deadline_ns is not None:
-            due.append(self._beacons.deadline_ns)
+        if self._probe_listener is not None and self._probe_listener.deadline_ns is not None:
+            due.append(self._probe_listener.deadline_ns)
         if self._prober is not None:
             due.append(self._prober.next_ns)
         if self._ranks is not None and self._ranks.deadline_ns is not None:
@@ -201,15 +201,15 @@ class _Agent:
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9) if due else None
 
     def _attend(self) -> None:
-        if self._beacons is not None:
-            self._beacons.attend()
+        if self._probe_listener is not None:
+            self._probe_listener.poll()
         if self._prober is not None:
-            attempts = self._prober.attend()
+            attempts = self._prober.poll()
             if attempts is not None:
                 self._prober = None
-                self._channel.send(Tried(tuple(attempts)))
+                self._channel.send(ProbeResult(tuple(attempts)))
         if self._ranks is not None:
-            self._ranks.attend()
+            self._ranks.poll()
 
     def _on_signals(self) -> None:
         for signum in self._inbox.take():
@@ -255,7 +255,7 @@ class _Agent:
         """What needs the job's secret, or ranks."""
         if self._secret is None:
             self._give_up(f"the launcher said {type(message).__name__} before its greeting")
-        elif isinstance(message, Try):
+        elif isinstance(message, ProbeRequest):
             self._prober = Prober(
                 self._node,
                 message.targets,
@@ -272,7 +272,7 @@ class _Agent:
                 self._ranks.start(message.told)
             elif isinstance(message, Send):
                 self._ranks.signal(message)
-            elif isinstance(message, Ask):
+            elif isinstance(message, StackRequest):
                 self._ranks.ask(message.handlers)
 
     def _greeted(self, greeting: Greeting, buffers: Sequence[memoryview]) -> None:
@@ -286,14 +286,16 @@ class _Agent:
             except OSError as exc:
                 problem = f"has no directory {greeting.cwd} to run in: {exc.strerror}"
         assert self._secret is not None
-        self._beacons = Beacons(self._node, interfaces(), self._run_id, self._secret, self._clock)
-        self._beacons.watch(self._selector)
-        self._channel.send(Here(machine(), tuple(self._beacons.endpoints), problem))
+        self._probe_listener = ProbeListener(
+            self._node, interfaces(), self._run_id, self._secret, self._clock
+        )
+        self._probe_listener.watch(self._selector)
+        self._channel.send(HostAddresses(machine(), tuple(self._probe_listener.endpoints), problem))
 
     def _prepare(self, wanted: Prepare, secret: Secret) -> Prepared:
-        if self._beacons is not None:
-            self._beacons.close()
-            self._beacons = None
+        if self._probe_listener is not None:
+            self._probe_listener.close()
+            self._probe_listener = None
         try:
             job = JobSpec(
                 command=wanted.command,
@@ -335,10 +337,10 @@ def _sockets(interface: str) -> dict[str, str]:
 def _warden(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
     """Have somebody end what is left of the run when this process is killed."""
     marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `inherited`
-    warden = subprocess.Popen(
-        [sys.executable, "-I", "-S", WARDEN, *marks],
+    reaper = subprocess.Popen(
+        [sys.executable, "-I", "-S", REAPER, *marks],
         stdin=subprocess.PIPE,
         start_new_session=True,  # what ends this process by a signal to its group spares it
     )
-    with warden:  # closes its stdin and waits
-        yield warden
+    with reaper:  # closes its stdin and waits
+        yield reaper

@@ -12,12 +12,12 @@ from braid._version import __version__
 from braid.clock import Clock
 from braid.diagnose import signal_name
 from braid.launch.cluster.agent_channel import Channel
-from braid.launch.cluster.agent_messages import Bye, Here, Ping, Pong, Ready, ToAgent
+from braid.launch.cluster.agent_messages import AgentHello, Bye, HostAddresses, Ping, Pong, ToAgent
 from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
 from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
-__all__ = ["END_LIMIT_S", "SILENCE_S", "HostAgent", "OnLost", "OnMessage"]
+__all__ = ["END_LIMIT_S", "SILENCE_S", "AgentHandle", "OnLost", "OnMessage"]
 
 SILENCE_S = 30.0  # as long as a stopped rank may be silent
 NUM_PINGS = 16  # one after the other; the shortest tells the time, to half of what it took
@@ -25,11 +25,11 @@ READ_BYTES = 4096
 STATUS_LIMIT_S = 1.0  # between the end of its stream and the end of the process that carried it
 END_LIMIT_S = 5.0
 
-OnMessage = Callable[["HostAgent", Message, Sequence[memoryview]], None]
-OnLost = Callable[["HostAgent", str], None]
+OnMessage = Callable[["AgentHandle", Message, Sequence[memoryview]], None]
+OnLost = Callable[["AgentHandle", str], None]
 
 
-class HostAgent:
+class AgentHandle:
     """One agent.
 
     Args:
@@ -67,7 +67,7 @@ class HostAgent:
         self.on_lost = on_lost
         self.alive = True
         self.offset_ns = 0
-        self.said: Ready | None = None
+        self.said: AgentHello | None = None
         self._van = van
         self._peer = peer
         self._channel = Channel(van, peer)
@@ -89,12 +89,12 @@ class HostAgent:
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on."""
-        self.unwatch()
+        self.unregister()
         self._selector = selector
         for fd, read in self._raw.items():
             selector.register(fd, selectors.EVENT_READ, read)
 
-    def unwatch(self) -> None:
+    def unregister(self) -> None:
         """Be watched no more."""
         if self._selector is not None:
             for fd in self._raw:
@@ -111,7 +111,7 @@ class HostAgent:
 
     def hang_up(self) -> None:
         """Close pipes that the van never had: an agent at their other end ends. Idempotent."""
-        self.unwatch()
+        self.unregister()
         placed = self._placed
         if placed is not None and not self._is_attached:
             os.close(placed.reader)
@@ -119,7 +119,7 @@ class HostAgent:
             self._raw.pop(placed.reader, None)
             self._is_attached = True
 
-    def hear(self, delivery: Delivery) -> None:
+    def receive(self, delivery: Delivery) -> None:
         """Take what it says, or that it is gone."""
         message = delivery.message
         if isinstance(message, PeerLost):
@@ -128,9 +128,9 @@ class HostAgent:
         elif isinstance(message, Pong):
             self._tell_time(message)
         else:
-            if isinstance(message, Ready):
+            if isinstance(message, AgentHello):
                 self.said = message
-            elif isinstance(message, Here):
+            elif isinstance(message, HostAddresses):
                 self.send(Ping(self._clock.now_ns()))
             self.on_message(self, message, delivery.buffers)
 
@@ -159,7 +159,7 @@ class HostAgent:
         if not chunk:
             self._lose(self._why())
         elif line.version != __version__:  # what it says after its line may mean something else
-            self.on_message(self, Ready(line.version, self.name, 0), ())
+            self.on_message(self, AgentHello(line.version, self.name, 0), ())
         else:
             pipes = (placed.reader, placed.writer)
             stream = PipeStream(*pipes, f"host {self.name}", received=line.rest)

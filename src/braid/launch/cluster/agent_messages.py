@@ -1,15 +1,15 @@
 """What a launcher and its agents on other hosts tell each other.
 
     launcher                                 agent
-                                     <----   Ready: who it is, and its braid
+                                     <----   AgentHello: who it is, and its braid
       Greeting (the job's secret)    ---->
-                                     <----   Here: its addresses
-      Try these addresses            ---->
-                                     <----   Tried
+                                     <----   HostAddresses: its addresses
+      ProbeRequest these addresses            ---->
+                                     <----   ProbeResult
       Prepare                        ---->
                                      <----   Prepared, or why this host cannot run the job
-      Start, Send (signals), Ask     ---->
-                                     <----   Started, Output, Remains, Changed, Waits, Seen
+      Start, Send (signals), StackRequest     ---->
+                                     <----   Started, Output, FinalRecord, ProcessChanged, OpenWaits, RankSnapshot
       Ping                           ---->
                                      <----   Pong
       Finish                         ---->
@@ -34,32 +34,32 @@ from braid.rendezvous import JobEnvironment
 __all__ = [
     "AGENT_ROLE",
     "AGENT_SCHEMA",
-    "Ask",
+    "AgentHello",
     "Bye",
-    "Changed",
+    "FinalRecord",
     "Finish",
     "Finished",
     "FromAgent",
     "Greeting",
-    "Here",
+    "HostAddresses",
     "NotStarted",
+    "OpenWaits",
     "Output",
     "Ping",
     "Pong",
     "Prepare",
     "Prepared",
-    "Ready",
+    "ProbeRequest",
+    "ProbeResult",
+    "ProcessChanged",
+    "RankSnapshot",
     "Refused",
-    "Remains",
-    "Seen",
     "Send",
     "Signalled",
+    "StackRequest",
     "Start",
     "Started",
     "ToAgent",
-    "Tried",
-    "Try",
-    "Waits",
     "priority_of",
 ]
 
@@ -80,7 +80,7 @@ class Greeting(msgspec.Struct, tag=True, frozen=True):
     cwd: str = ""
 
 
-class Ready(msgspec.Struct, tag=True, frozen=True):
+class AgentHello(msgspec.Struct, tag=True, frozen=True):
     """An agent speaks first; fields may be added, but never change.
 
     Attributes:
@@ -102,7 +102,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     command: tuple[str, ...] = ()
 
 
-class Here(msgspec.Struct, tag=True, frozen=True):
+class HostAddresses(msgspec.Struct, tag=True, frozen=True):
     """An agent says where it is.
 
     Attributes:
@@ -116,14 +116,14 @@ class Here(msgspec.Struct, tag=True, frozen=True):
     problem: str = ""
 
 
-class Try(msgspec.Struct, tag=True, frozen=True):
-    """Try to reach these, all at once."""
+class ProbeRequest(msgspec.Struct, tag=True, frozen=True):
+    """ProbeRequest to reach these, all at once."""
 
     targets: tuple[Endpoint, ...]
     limit_s: float
 
 
-class Tried(msgspec.Struct, tag=True, frozen=True):
+class ProbeResult(msgspec.Struct, tag=True, frozen=True):
     """What came of it."""
 
     attempts: tuple[Attempt, ...]
@@ -156,7 +156,7 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """Ready, unless there is a problem."""
+    """AgentHello, unless there is a problem."""
 
     port: int = 0
     threads: str = ""
@@ -190,8 +190,8 @@ class Send(msgspec.Struct, tag=True, frozen=True):
     signum: int
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """Ask all ranks for their stacks, and say what is seen of them after a moment.
+class StackRequest(msgspec.Struct, tag=True, frozen=True):
+    """StackRequest all ranks for their stacks, and say what is seen of them after a moment.
 
     Attributes:
         handlers: Ranks that answer SIGUSR1, which would end the others.
@@ -207,14 +207,14 @@ class Output(msgspec.Struct, tag=True, frozen=True):
     stream: int
 
 
-class Remains(msgspec.Struct, tag=True, frozen=True):
+class FinalRecord(msgspec.Struct, tag=True, frozen=True):
     """What a rank's black box holds; pieces of its ring (by offset) follow, then its stacks."""
 
     rank: int
     offsets: tuple[int, ...]
 
 
-class Changed(msgspec.Struct, tag=True, frozen=True):
+class ProcessChanged(msgspec.Struct, tag=True, frozen=True):
     """A rank stopped, went on or ended, at `t_ns` of the agent's clock; see `processes.Change`."""
 
     rank: int
@@ -224,14 +224,14 @@ class Changed(msgspec.Struct, tag=True, frozen=True):
     memory_kill: MemoryKill | None = None
 
 
-class Waits(msgspec.Struct, tag=True, frozen=True):
+class OpenWaits(msgspec.Struct, tag=True, frozen=True):
     """Collectives that ranks are inside of, on the agent's clock; sent when they change."""
 
     waits: tuple[OpenWait, ...]
 
 
-class Seen(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Ask`, on the agent's clock."""
+class RankSnapshot(msgspec.Struct, tag=True, frozen=True):
+    """The answer to `StackRequest`, on the agent's clock."""
 
     views: tuple[RankView, ...]
 
@@ -281,26 +281,28 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-ToAgent: TypeAlias = Greeting | Try | Prepare | Start | Send | Ask | Ping | Finish | Bye | Refused
+ToAgent: TypeAlias = (
+    Greeting | ProbeRequest | Prepare | Start | Send | StackRequest | Ping | Finish | Bye | Refused
+)
 FromAgent: TypeAlias = (
-    Ready
-    | Here
-    | Tried
+    AgentHello
+    | HostAddresses
+    | ProbeResult
     | Prepared
     | Started
     | NotStarted
     | Output
-    | Remains
-    | Changed
-    | Waits
-    | Seen
+    | FinalRecord
+    | ProcessChanged
+    | OpenWaits
+    | RankSnapshot
     | Signalled
     | Pong
     | Finished
 )
 AGENT_SCHEMA = Schema(*get_args(ToAgent), *get_args(FromAgent))
 # That a rank has ended is told after what it wrote last, in which it says why; and that nothing is left, after that.
-IN_TURN = (Output, Remains, Changed, Finished)
+IN_TURN = (Output, FinalRecord, ProcessChanged, Finished)
 URGENT = NUM_PRIORITIES // 2
 
 

@@ -16,14 +16,14 @@ from typing import NamedTuple
 from braid.clock import Clock
 from braid.launch.cluster.agent_channel import Channel
 from braid.launch.cluster.agent_messages import (
-    Changed,
+    FinalRecord,
     NotStarted,
+    OpenWaits,
     Output,
-    Remains,
-    Seen,
+    ProcessChanged,
+    RankSnapshot,
     Send,
     Started,
-    Waits,
 )
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
@@ -31,7 +31,7 @@ from braid.launch.process.hang_state import STACKS_NS, OpenWait
 from braid.launch.process.job import JobSpec, choose_threads, command_line, inherited
 from braid.launch.process.oom import MemoryWatch
 from braid.launch.process.processes import Change, changes_of
-from braid.launch.process.rank_snapshot import RankLook
+from braid.launch.process.rank_snapshot import RankObserver
 from braid.rendezvous import JobEnvironment
 from braid.wire import Secret
 
@@ -46,7 +46,7 @@ class _Kept(NamedTuple):
 
     child: Child
     box: BlackBox
-    look: RankLook
+    look: RankObserver
 
 
 class AgentRanks:
@@ -98,7 +98,7 @@ class AgentRanks:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due."""
+        """When `poll` is due."""
         due = [self._look_ns] if self._ranks and self._every_ns else []
         if self._seen_ns is not None:
             due.append(self._seen_ns)
@@ -129,7 +129,7 @@ class AgentRanks:
         except OSError as exc:
             self._channel.send(NotStarted(rank, exc.strerror or str(exc)))
             return
-        self._ranks[rank] = _Kept(child, box, RankLook(rank, child.pid, box, self._clock))
+        self._ranks[rank] = _Kept(child, box, RankObserver(rank, child.pid, box, self._clock))
         self._channel.send(Started(rank, child.pid))
 
     def signal(self, message: Send) -> None:
@@ -141,7 +141,7 @@ class AgentRanks:
             kept.child.signal(message.signum)
 
     def ask(self, handlers: tuple[int, ...]) -> None:
-        """Ask ranks for their stacks; the answer goes to the launcher after a moment."""
+        """StackRequest ranks for their stacks; the answer goes to the launcher after a moment."""
         for rank, kept in self._ranks.items():
             kept.look.ask(alive=kept.child.alive, answers=rank in handlers)
         self._seen_ns = self._clock.now_ns() + STACKS_NS // 2
@@ -152,7 +152,7 @@ class AgentRanks:
             for change in changes_of(kept.child.pid) if kept.child.alive else ():
                 self._changed(rank, kept, change)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Do what is due."""
         now_ns = self._clock.now_ns()
         least = MOST_QUEUED_BYTES // 8 if self._is_full else MOST_QUEUED_BYTES
@@ -165,11 +165,11 @@ class AgentRanks:
             waits = tuple(wait for kept in alive for wait in kept.look.waits())
             if waits != self._told:
                 self._told = waits
-                self._channel.send(Waits(waits))
+                self._channel.send(OpenWaits(waits))
         if self._seen_ns is not None and now_ns >= self._seen_ns:
             self._seen_ns = None
             views = [k.look.view(alive=k.child.alive) for k in self._ranks.values()]
-            self._channel.send(Seen(tuple(views)))
+            self._channel.send(RankSnapshot(tuple(views)))
 
     def kill(self) -> None:
         """End all that live, and take what they have written."""
@@ -204,5 +204,5 @@ class AgentRanks:
             pieces = kept.box.pieces()
             data = [bytes(piece) for _, piece in pieces]
             offsets = tuple(at for at, _ in pieces)
-            self._channel.send(Remains(rank, offsets), *data, kept.box.stacks().encode())
-        self._channel.send(Changed(rank, change.what, change.status, t_ns, memory_kill))
+            self._channel.send(FinalRecord(rank, offsets), *data, kept.box.stacks().encode())
+        self._channel.send(ProcessChanged(rank, change.what, change.status, t_ns, memory_kill))

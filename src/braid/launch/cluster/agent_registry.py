@@ -8,16 +8,16 @@ from contextlib import ExitStack
 
 from braid.clock import Clock
 from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, van_config
-from braid.launch.cluster.agent_handle import END_LIMIT_S, SILENCE_S, HostAgent, OnLost, OnMessage
+from braid.launch.cluster.agent_handle import END_LIMIT_S, SILENCE_S, AgentHandle, OnLost, OnMessage
 from braid.launch.cluster.agent_messages import AGENT_ROLE, AGENT_SCHEMA
 from braid.launch.cluster.remote_shell import Placed, Placement
 from braid.message import PipeVan
 from braid.wire import SocketConnection
 
-__all__ = ["Switchboard"]
+__all__ = ["AgentRegistry"]
 
 
-class Switchboard:
+class AgentRegistry:
     """All agents of a launcher, on one van; closing it ends them.
 
     Agents have numbers of their own on the van: several may come and say that they are the same host. One that has come by
@@ -30,13 +30,13 @@ class Switchboard:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._van = PipeVan("launcher", AGENT_SCHEMA, config=van_config(SILENCE_S), clock=clock)
-        self._agents: dict[str, HostAgent] = {}
+        self._agents: dict[str, AgentHandle] = {}
         self._numbers = itertools.count()
         self._selector: selectors.BaseSelector | None = None
 
     def start(
         self, node: int, name: str, placement: Placement, on_message: OnMessage, on_lost: OnLost
-    ) -> HostAgent:
+    ) -> AgentHandle:
         """Start an agent on a host.
 
         Args:
@@ -53,7 +53,7 @@ class Switchboard:
 
     def admit(
         self, connection: SocketConnection, on_message: OnMessage, on_lost: OnLost
-    ) -> HostAgent:
+    ) -> AgentHandle:
         """Take one that has come by itself, and knows the secret; otherwise like `start`."""
         peer, node = self._new_peer(), connection.peer.rank
         self._van.attach(peer, connection)
@@ -61,23 +61,23 @@ class Switchboard:
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on, whose keys' data is what to call."""
-        self.unwatch()
+        self.unregister()
         self._selector = selector
         selector.register(self._van, selectors.EVENT_READ, self._hear)
         for agent in self._agents.values():
             agent.watch(selector)
 
-    def unwatch(self) -> None:
+    def unregister(self) -> None:
         """Be watched no more."""
         if self._selector is not None:
             self._selector.unregister(self._van)
             self._selector = None
             for agent in self._agents.values():
-                agent.unwatch()
+                agent.unregister()
 
     def close(self) -> None:
         """Say good-bye to all; agents that are still there end their ranks, all at the same time. Idempotent."""
-        self.unwatch()
+        self.unregister()
         deadline_ns = self._clock.now_ns() + round(END_LIMIT_S * 1e9)
         with ExitStack() as stack:
             for agent in self._agents.values():
@@ -97,8 +97,8 @@ class Switchboard:
         placed: Placed | None,
         on_message: OnMessage,
         on_lost: OnLost,
-    ) -> HostAgent:
-        agent = self._agents[peer] = HostAgent(
+    ) -> AgentHandle:
+        agent = self._agents[peer] = AgentHandle(
             node,
             name,
             self._van,
@@ -119,6 +119,6 @@ class Switchboard:
             if delivery is None:
                 return
             agent = self._agents[delivery.sender]
-            agent.hear(delivery)
+            agent.receive(delivery)
             if not agent.alive and agent.came_by_itself:
                 del self._agents[delivery.sender]

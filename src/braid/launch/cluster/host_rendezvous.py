@@ -1,4 +1,4 @@
-"""Gathers the hosts of a job: starts or awaits an agent on each, and carries out what `MusterState` decides."""
+"""Gathers the hosts of a job: starts or awaits an agent on each, and carries out what `HostRendezvousState` decides."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from braid._version import __version__
 from braid.clock import Clock
 from braid.diagnose import signal_name
 from braid.errors import ConfigError
-from braid.launch.cluster.agent_handle import HostAgent
+from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import (
+    AgentHello,
     Greeting,
-    Here,
+    HostAddresses,
     Prepare,
     Prepared,
-    Ready,
-    Tried,
-    Try,
+    ProbeRequest,
+    ProbeResult,
 )
-from braid.launch.cluster.agent_registry import Switchboard
+from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.launch.cluster.host_rendezvous_state import (
     Greet,
+    HostRendezvousLimits,
+    HostRendezvousPhase,
+    HostRendezvousState,
     Instruction,
     Look,
-    MusterLimits,
-    MusterPhase,
-    MusterState,
 )
-from braid.launch.cluster.join_listener import Lobby
+from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import Hosts, Nodes, forwarded, node_secret
-from braid.launch.cluster.probe import Beacons, Prober
+from braid.launch.cluster.probe import ProbeListener, Prober
 from braid.launch.cluster.rank_assignment import Host, Place, assign
 from braid.launch.cluster.reachability import LAUNCHER
-from braid.launch.cluster.remote_backend import Mustered, RemoteCrew
+from braid.launch.cluster.remote_backend import HostsReady, RemoteBackend
 from braid.launch.cluster.remote_shell import LocalPlacement, Placement
 from braid.launch.process.hang_state import LOOKS_PER_LIMIT
 from braid.launch.process.interfaces import interfaces, machine
@@ -48,13 +48,13 @@ from braid.launch.process.processes import SignalInbox
 from braid.message import Message
 from braid.wire import SECRET_BYTES, Secret
 
-__all__ = ["Muster"]
+__all__ = ["HostRendezvous"]
 
 PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions, and within the 10 s of a report
 PATIENCE_NS = 10_000_000_000  # then the user is told who is missing, and three times as late again
 
 
-class Muster:
+class HostRendezvous:
     """Gathers hosts; a context manager that owns their agents.
 
     Args:
@@ -79,11 +79,11 @@ class Muster:
         self._clock = clock
         self._notice = notice
         self._run_id = secrets.token_hex(8)
-        self._agents: dict[int, HostAgent] = {}
+        self._agents: dict[int, AgentHandle] = {}
         self._prober: Prober | None = None
         self._prepared: dict[int, Prepared] = {}
         self._places: tuple[Place, ...] = ()
-        self._lobby: Lobby | None = None
+        self._join_listener: JoinListener | None = None
         self._told_ns = clock.now_ns() + PATIENCE_NS
         self._wait_ns = PATIENCE_NS
         self._stack = ExitStack()
@@ -101,72 +101,74 @@ class Muster:
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
-            self._beacons = Beacons(LAUNCHER, interfaces(), self._run_id, self._secret, clock)
-            stack.callback(self._beacons.close)
-            self._beacons.watch(self._selector)
-            self._state = MusterState(
+            self._probe_listener = ProbeListener(
+                LAUNCHER, interfaces(), self._run_id, self._secret, clock
+            )
+            stack.callback(self._probe_listener.close)
+            self._probe_listener.watch(self._selector)
+            self._state = HostRendezvousState(
                 names,
                 num_nodes,
-                here=Here(machine(), tuple(self._beacons.endpoints)),
+                here=HostAddresses(machine(), tuple(self._probe_listener.endpoints)),
                 version=__version__,
                 wanted=where.interfaces,
-                limits=MusterLimits(round(limit_s * 1e9)),
+                limits=HostRendezvousLimits(round(limit_s * 1e9)),
                 now_ns=clock.now_ns(),
             )
-            self._switchboard = Switchboard(clock)
-            stack.callback(self._switchboard.close)
+            self._registry = AgentRegistry(clock)
+            stack.callback(self._registry.close)
             stack.callback(self._end_probing)
-            self._switchboard.watch(self._selector)
+            self._registry.watch(self._selector)
             self._stack = stack.pop_all()
         self._by_hand = by_hand
 
-    def gather(self, lobby: Lobby | None = None) -> RemoteCrew:
+    def gather(self, join_listener: JoinListener | None = None) -> RemoteBackend:
         """Wait until all hosts are ready.
 
         Args:
-            lobby: Where launchers come in that were started by hand; not owned.
+            join_listener: Where launchers come in that were started by hand; not owned.
 
         Returns:
-            The crew; its agents are still this object's to close.
+            The backend; its agents are still this object's to close.
 
         Raises:
             ConfigError: Some host cannot take part; the message names all that cannot.
             KeyboardInterrupt: The user has given up.
         """
-        self._lobby = lobby
-        if lobby is not None:
-            lobby.watch(self._selector, self._switchboard, self._judge, self._notice)
+        self._join_listener = join_listener
+        if join_listener is not None:
+            join_listener.watch(self._selector, self._registry, self._judge, self._notice)
         try:
             self._start_agents()
-            while self._state.phase not in {MusterPhase.READY, MusterPhase.FAILED}:
+            while self._state.phase not in {HostRendezvousPhase.READY, HostRendezvousPhase.FAILED}:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
                 self._attend()
         finally:
-            if lobby is not None:
-                lobby.unwatch()
-        if self._state.phase is MusterPhase.FAILED:
+            if join_listener is not None:
+                join_listener.unregister()
+        if self._state.phase is HostRendezvousPhase.FAILED:
             problem = self._state.problem
             for agent in self._agents.values():
                 agent.end(2, f"braid: nothing was started (exit 2)\n  problem  {problem}")
             raise ConfigError(problem)
-        self._switchboard.unwatch()
-        self._beacons.close()
+        self._registry.unregister()
+        self._probe_listener.close()
         for names in self._state.shared_machines:
             listed = ", ".join(names)
             self._notice(f"{listed} are one machine: ranks with the same LOCAL_RANK share devices")
-        return RemoteCrew(
-            Mustered(
+        return RemoteBackend(
+            HostsReady(
                 self._run_id,
                 self._secret,
-                self._switchboard,
+                self._registry,
                 self._agents,
                 self._state.reach.addresses,
                 self._places,
                 max(said.port for said in self._prepared.values()),
                 self._threads(),
                 self._where.listen,
-                lobby,
+                join_listener,
             ),
             self._clock,
         )
@@ -180,7 +182,7 @@ class Muster:
         """Close all agents, which end their ranks. Idempotent."""
         self._stack.close()
 
-    def __enter__(self) -> Muster:
+    def __enter__(self) -> HostRendezvous:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -196,13 +198,13 @@ class Muster:
             self._start_agent(node, host.name, self._where.placement(host))
 
     def _start_agent(self, node: int, name: str, placement: Placement) -> None:
-        self._agents[node] = self._switchboard.start(
+        self._agents[node] = self._registry.start(
             node, name, placement, self._on_message, self._on_lost
         )
 
-    def _judge(self, knocking: HostAgent) -> str:
+    def _judge(self, agent: AgentHandle) -> str:
         """Why a launcher that has come may not take part; empty when it may, and then it is one of the agents."""
-        said, node = knocking.said, knocking.node
+        said, node = agent.said, agent.node
         assert said is not None
         assert isinstance(self._where, Nodes)
         num_nodes = self._where.meeting.num_nodes
@@ -218,10 +220,10 @@ class Muster:
             ours, theirs = " ".join(self._job.command), " ".join(said.command)
             return f"expected the same command on all nodes, found `{ours}` on node 0 and `{theirs}` on node {node}"
         names = {agent.name for agent in self._agents.values()}
-        knocking.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
-        knocking.on_message, knocking.on_lost = self._on_message, self._on_lost
-        self._agents[node] = knocking
-        self._on_message(knocking, said, ())
+        agent.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
+        agent.on_message, agent.on_lost = self._on_message, self._on_lost
+        self._agents[node] = agent
+        self._on_message(agent, said, ())
         return ""
 
     def _end_probing(self) -> None:
@@ -234,20 +236,20 @@ class Muster:
         due = [self._state.deadline_ns]
         if self._by_hand:
             due.append(self._told_ns)
-        if self._beacons.deadline_ns is not None:
-            due.append(self._beacons.deadline_ns)
+        if self._probe_listener.deadline_ns is not None:
+            due.append(self._probe_listener.deadline_ns)
         if self._prober is not None:
             due.append(self._prober.next_ns)
-        if self._lobby is not None and self._lobby.deadline_ns is not None:
-            due.append(self._lobby.deadline_ns)
+        if self._join_listener is not None and self._join_listener.deadline_ns is not None:
+            due.append(self._join_listener.deadline_ns)
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
 
     def _attend(self) -> None:
-        self._beacons.attend()
-        if self._lobby is not None:
-            self._lobby.attend()
+        self._probe_listener.poll()
+        if self._join_listener is not None:
+            self._join_listener.poll()
         if self._prober is not None:
-            attempts = self._prober.attend()
+            attempts = self._prober.poll()
             if attempts is not None:
                 self._prober = None
                 now_ns = self._clock.now_ns()
@@ -257,7 +259,9 @@ class Muster:
             self._wait_ns *= 3
             self._told_ns = now_ns + self._wait_ns
             missing = ", ".join(map(str, self._state.missing))
-            place = ", ".join(self._lobby.addresses) if self._lobby is not None else ""
+            place = (
+                ", ".join(self._join_listener.addresses) if self._join_listener is not None else ""
+            )
             self._notice(f"waiting at {place} for --node-rank {missing}")
         elif now_ns >= self._told_ns:
             self._told_ns = now_ns + self._wait_ns
@@ -271,8 +275,8 @@ class Muster:
                 msg = f"{signal_name(signum)} was received before all hosts were ready"
                 raise ConfigError(msg)
 
-    def _on_lost(self, agent: HostAgent, why: str) -> None:
-        gathering = self._state.phase is MusterPhase.GATHERING
+    def _on_lost(self, agent: AgentHandle, why: str) -> None:
+        gathering = self._state.phase is HostRendezvousPhase.GATHERING
         if self._by_hand and agent.node != 0 and gathering:  # its user may start it again
             self._notice(f"node {agent.node} ({agent.name}) {why}; waiting for it to come again")
             self._state.forget(agent.node)
@@ -282,16 +286,16 @@ class Muster:
 
     def _on_message(
         self,
-        agent: HostAgent,
+        agent: AgentHandle,
         message: Message,
         buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
     ) -> None:
         now_ns = self._clock.now_ns()
-        if isinstance(message, Ready):
+        if isinstance(message, AgentHello):
             self._obey(self._state.ready(agent.node, message, now_ns, agent.name))
-        elif isinstance(message, Here):
+        elif isinstance(message, HostAddresses):
             self._obey(self._state.here(agent.node, message, now_ns))
-        elif isinstance(message, Tried):
+        elif isinstance(message, ProbeResult):
             self._obey(self._state.tried(agent.node, message.attempts, now_ns))
         elif isinstance(message, Prepared):
             self._prepared[agent.node] = message
@@ -306,7 +310,7 @@ class Muster:
             else:
                 self._make_ready(instruction.node, instruction.address)
 
-    def _greet(self, agent: HostAgent) -> None:
+    def _greet(self, agent: AgentHandle) -> None:
         came = self._by_hand and agent.node != 0
         cwd = "" if came else str(Path.cwd())
         key = () if came else (_key(self._secret),)
@@ -314,7 +318,7 @@ class Muster:
 
     def _look(self, look: Look) -> None:
         if look.node != LAUNCHER:
-            self._agents[look.node].send(Try(look.targets, PROBE_LIMIT_S))
+            self._agents[look.node].send(ProbeRequest(look.targets, PROBE_LIMIT_S))
             return
         self._prober = Prober(
             LAUNCHER,

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from braid.launch.cluster.agent_messages import Here, Prepared, Ready
+from braid.launch.cluster.agent_messages import AgentHello, HostAddresses, Prepared
 from braid.launch.cluster.reachability import (
     LAUNCHER,
     Attempt,
@@ -30,10 +30,17 @@ from braid.launch.cluster.reachability import (
     eligible,
 )
 
-__all__ = ["Greet", "Look", "MakeReady", "MusterLimits", "MusterPhase", "MusterState"]
+__all__ = [
+    "Greet",
+    "HostRendezvousLimits",
+    "HostRendezvousPhase",
+    "HostRendezvousState",
+    "Look",
+    "MakeReady",
+]
 
 
-class MusterPhase(Enum):
+class HostRendezvousPhase(Enum):
     """How far it has come."""
 
     GATHERING = "gathering"
@@ -43,7 +50,7 @@ class MusterPhase(Enum):
     FAILED = "failed"
 
 
-class MusterLimits(NamedTuple):
+class HostRendezvousLimits(NamedTuple):
     """Durations, in nanoseconds."""
 
     gather_ns: int
@@ -74,7 +81,7 @@ class MakeReady(NamedTuple):
 Instruction: TypeAlias = Greet | Look | MakeReady
 
 
-class MusterState:
+class HostRendezvousState:
     """Decides when a job over several hosts can start.
 
     Args:
@@ -96,13 +103,13 @@ class MusterState:
         names: Mapping[int, str],
         num_nodes: int,
         *,
-        here: Here,
+        here: HostAddresses,
         version: str,
         wanted: Collection[str] = (),
-        limits: MusterLimits,
+        limits: HostRendezvousLimits,
         now_ns: int,
     ) -> None:
-        self.phase = MusterPhase.GATHERING
+        self.phase = HostRendezvousPhase.GATHERING
         self.reach = Reachability({}, {})
         self._names = {LAUNCHER: "launcher", **names}
         self._nodes = range(num_nodes)
@@ -111,8 +118,8 @@ class MusterState:
         self._limits = limits
         self.deadline_ns = now_ns + limits.gather_ns
         self._gather_s = limits.gather_ns / 1e9
-        self._ready: dict[int, Ready] = {}
-        self._here: dict[int, Here] = {LAUNCHER: here}
+        self._ready: dict[int, AgentHello] = {}
+        self._here: dict[int, HostAddresses] = {LAUNCHER: here}
         self._attempts: dict[int, tuple[Attempt, ...]] = {}
         self._prepared: dict[int, Prepared] = {}
         self._problems: dict[int, str] = {}
@@ -140,11 +147,11 @@ class MusterState:
             by_machine.setdefault(self._here[node].machine, []).append(self.name(node))
         return [names for names in by_machine.values() if len(names) > 1]
 
-    def is_taken(self, node: int) -> Ready | None:
+    def is_taken(self, node: int) -> AgentHello | None:
         """Who is `node` already; None when nobody is."""
         return self._ready.get(node)
 
-    def ready(self, node: int, said: Ready, now_ns: int, name: str = "") -> list[Instruction]:
+    def ready(self, node: int, said: AgentHello, now_ns: int, name: str = "") -> list[Instruction]:
         """An agent has come; `name` is what to call its host from now on."""
         self._ready[node] = said
         self._names[node] = name or self._names.get(node, said.hostname)
@@ -158,7 +165,7 @@ class MusterState:
         for known in (self._ready, self._here, self._problems):
             known.pop(node, None)
 
-    def here(self, node: int, said: Here, now_ns: int) -> list[Instruction]:
+    def here(self, node: int, said: HostAddresses, now_ns: int) -> list[Instruction]:
         """An agent says where it is."""
         self._here[node] = said
         if said.problem:
@@ -179,26 +186,29 @@ class MusterState:
             if self._problems:
                 self._fail()
             else:
-                self.phase = MusterPhase.READY
+                self.phase = HostRendezvousPhase.READY
         return []
 
     def lost(self, node: int, reason: str, now_ns: int) -> list[Instruction]:
         """A host cannot take part."""
         self._problems.setdefault(node, reason)
-        if self.phase is MusterPhase.GATHERING:
+        if self.phase is HostRendezvousPhase.GATHERING:
             return self._gathered(now_ns)
         self._fail()
         return []
 
     def tick(self, now_ns: int) -> list[Instruction]:
         """Time has passed."""
-        if now_ns < self.deadline_ns or self.phase in {MusterPhase.READY, MusterPhase.FAILED}:
+        if now_ns < self.deadline_ns or self.phase in {
+            HostRendezvousPhase.READY,
+            HostRendezvousPhase.FAILED,
+        }:
             return []
-        if self.phase is MusterPhase.LOOKING:  # who has not answered has reached nobody
+        if self.phase is HostRendezvousPhase.LOOKING:  # who has not answered has reached nobody
             for node in set(self._here) - set(self._attempts):
                 self._attempts[node] = ()
             return self._looked(now_ns)
-        answered = self._here if self.phase is MusterPhase.GATHERING else self._prepared
+        answered = self._here if self.phase is HostRendezvousPhase.GATHERING else self._prepared
         for node in self._nodes:
             if node not in answered:
                 came = "did not answer" if node in self._ready else "did not come"
@@ -223,7 +233,7 @@ class MusterState:
         if self._problems:
             self._fail()
             return []
-        self.phase, self.deadline_ns = MusterPhase.LOOKING, now_ns + self._limits.look_ns
+        self.phase, self.deadline_ns = HostRendezvousPhase.LOOKING, now_ns + self._limits.look_ns
         return [
             Look(node, tuple(e for e in self._endpoints if e.node != node)) for node in self._here
         ]
@@ -235,13 +245,16 @@ class MusterState:
         names = {node: self.name(node) for node in sorted(self._here)}
         self.reach = decide(names, self._endpoints, attempts)
         if self.reach.problem:
-            self.phase, self._text = MusterPhase.FAILED, self.reach.problem
+            self.phase, self._text = HostRendezvousPhase.FAILED, self.reach.problem
             return []
-        self.phase, self.deadline_ns = MusterPhase.PREPARING, now_ns + self._limits.prepare_ns
+        self.phase, self.deadline_ns = (
+            HostRendezvousPhase.PREPARING,
+            now_ns + self._limits.prepare_ns,
+        )
         return [MakeReady(node, self.reach.addresses[node]) for node in self._nodes]
 
     def _fail(self) -> None:
-        self.phase = MusterPhase.FAILED
+        self.phase = HostRendezvousPhase.FAILED
         said = [f"{self._title(node)} {why}" for node, why in sorted(self._problems.items())]
         came = [self.name(node) for node in self._nodes if node not in self._problems]
         if came:

@@ -1,4 +1,4 @@
-"""Launchers that were started by hand: node 0's opens a lobby, the others go there and become its agents."""
+"""Launchers that were started by hand: node 0's opens a join_listener, the others go there and become its agents."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 from braid.clock import Clock
 from braid.errors import ConfigError, RendezvousError
-from braid.launch.cluster.agent import Volunteer, serve
+from braid.launch.cluster.agent import JoinRequest, serve
 from braid.launch.cluster.agent_messages import AGENT_ROLE, Bye
-from braid.launch.cluster.join_listener import LOBBY_RUN, Lobby
+from braid.launch.cluster.join_listener import LOBBY_RUN, JoinListener
 from braid.launch.cluster.options import Nodes, node_secret
 from braid.launch.cluster.reachability import LAUNCHER, Endpoint, eligible
 from braid.launch.process.interfaces import interfaces, machine
@@ -28,7 +28,9 @@ INSECURE = (
 
 
 @contextmanager
-def open_lobby(nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None) -> Iterator[Lobby]:
+def open_lobby(
+    nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None
+) -> Iterator[JoinListener]:
     """Listen for the other nodes.
 
     Args:
@@ -46,11 +48,11 @@ def open_lobby(nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None) -
         addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
         if meeting is not None:
             addresses = _own_addresses(nodes)
-        lobby = Lobby(addresses, node_secret(nodes), clock)
-        stack.callback(lobby.close)
+        join_listener = JoinListener(addresses, node_secret(nodes), clock)
+        stack.callback(join_listener.close)
         if meeting is not None:
-            meeting.publish([machine(), *lobby.addresses])
-        yield lobby
+            meeting.publish([machine(), *join_listener.addresses])
+        yield join_listener
 
 
 def follow(
@@ -90,9 +92,9 @@ def follow(
             )
             raise ConfigError(msg)
     link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
-    volunteer = Volunteer(node, nodes.meeting.num_nodes, nodes.slots, job.command, secret)
+    join_request = JoinRequest(node, nodes.meeting.num_nodes, nodes.slots, job.command, secret)
     notice(f"node {node} has joined node 0, which shows the output of all ranks")
-    return serve(link, volunteer=volunteer, clock=clock, notice=notice)
+    return serve(link, join_request=join_request, clock=clock, notice=notice)
 
 
 def _dial(

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from braid.clock import Clock
-from braid.launch.cluster.agent_handle import HostAgent
-from braid.launch.cluster.agent_messages import AGENT_ROLE, Ready, Refused
-from braid.launch.cluster.agent_registry import Switchboard
+from braid.launch.cluster.agent_handle import AgentHandle
+from braid.launch.cluster.agent_messages import AGENT_ROLE, AgentHello, Refused
+from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.message import Message
 from braid.wire import Identity, Listener, Secret
 
-__all__ = ["LOBBY_RUN", "Lobby"]
+__all__ = ["LOBBY_RUN", "JoinListener"]
 
 LOBBY_RUN = "braid-nodes"  # the run's own name is told to those who are let in
 MOST_TOLD = 20  # somebody may be scanning ports
-Judge = Callable[[HostAgent], str]
+Judge = Callable[[AgentHandle], str]
 
 
-class Lobby:
+class JoinListener:
     """Listens for launchers, and asks whether each may take part.
 
     Args:
@@ -34,11 +34,11 @@ class Lobby:
 
     def __init__(self, addresses: Sequence[str], secret: Secret, clock: Clock) -> None:
         identity = Identity(LOBBY_RUN, AGENT_ROLE, -1)
-        self._pending: list[HostAgent] = []
+        self._pending: list[AgentHandle] = []
         self._told: dict[str, tuple[str, ...]] = {}
         self._num_told = 0
         self._selector: selectors.BaseSelector | None = None
-        self._switchboard: Switchboard | None = None
+        self._registry: AgentRegistry | None = None
         self._judge: Judge | None = None
         self._notice: Callable[[str], None] | None = None
         with ExitStack() as undo:
@@ -57,14 +57,14 @@ class Lobby:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due though nothing is readable."""
+        """When `poll` is due though nothing is readable."""
         due = [listener.next_deadline_ns() for listener in self._listeners]
         return min((ns for ns in due if ns is not None), default=None)
 
     def watch(
         self,
         selector: selectors.BaseSelector,
-        switchboard: Switchboard,
+        registry: AgentRegistry,
         judge: Judge,
         notice: Callable[[str], None],
     ) -> None:
@@ -72,40 +72,40 @@ class Lobby:
 
         Args:
             selector: Its keys' data is what to call.
-            switchboard: Where those who come in are heard.
+            registry: Where those who come in are heard.
             judge: Asked about each that has said who it is: why it may not take part, or empty; then it is the judge's.
             notice: Told of those who were turned away.
         """
-        self.unwatch()
-        self._selector, self._switchboard = selector, switchboard
+        self.unregister()
+        self._selector, self._registry = selector, registry
         self._judge, self._notice = judge, notice
         for listener in self._listeners:
-            selector.register(listener, selectors.EVENT_READ, self.attend)
+            selector.register(listener, selectors.EVENT_READ, self.poll)
 
-    def unwatch(self) -> None:
+    def unregister(self) -> None:
         """Be watched no more."""
         if self._selector is not None:
             for listener in self._listeners:
                 self._selector.unregister(listener)
             self._selector = None
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Let in who has proven that it knows the secret; tell of those who have not."""
         for listener in self._listeners:
             for connection in listener.accept_ready():
-                assert self._switchboard is not None
-                guest = self._switchboard.admit(connection, self._said, self._gone)
+                assert self._registry is not None
+                guest = self._registry.admit(connection, self._said, self._gone)
                 self._pending.append(guest)
             self._tell(listener)
 
     def close(self) -> None:
         """Turn everybody away. Idempotent."""
-        self.unwatch()
+        self.unregister()
         for listener in self._listeners:
             listener.close()
 
     def _tell(self, listener: Listener) -> None:
-        """Tell of strangers, as far as there are not too many."""
+        """SendToRank of strangers, as far as there are not too many."""
         refusals = listener.refusals
         if self._notice is None or self._told.get(listener.address, ()) == refusals:
             return
@@ -116,11 +116,11 @@ class Lobby:
 
     def _said(
         self,
-        agent: HostAgent,
+        agent: AgentHandle,
         message: Message,
         buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
     ) -> None:
-        if not isinstance(message, Ready) or self._judge is None or agent not in self._pending:
+        if not isinstance(message, AgentHello) or self._judge is None or agent not in self._pending:
             return
         reason = self._judge(agent)
         if not reason:
@@ -132,6 +132,6 @@ class Lobby:
                 f"turned away {agent.name} ({message.hostname}, pid {message.pid}): {reason}"
             )
 
-    def _gone(self, agent: HostAgent, why: str) -> None:  # noqa: ARG002 - it was nobody yet
+    def _gone(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - it was nobody yet
         if agent in self._pending:
             self._pending.remove(agent)

@@ -22,7 +22,7 @@ from braid.launch.process.interfaces import Interface
 from braid.wire import Address, Established, Handshake, Identity, Listener, Secret
 from braid.wire import Send as SendBytes
 
-__all__ = ["Beacons", "Prober"]
+__all__ = ["ProbeListener", "Prober"]
 
 PROBE_ROLE = "probe"
 NONCE_BYTES = 32
@@ -30,7 +30,7 @@ AGAIN_NS = 200_000_000  # a listener that is busy closes the connection and is w
 FINAL = {"no route", "timed out"}  # the system has tried for long enough
 
 
-class Beacons:
+class ProbeListener:
     """Listens on each address of this host, so that others can find out which of them lead here.
 
     Args:
@@ -63,15 +63,15 @@ class Beacons:
         """Be watched by `selector` from now on, whose keys' data is what to call."""
         self._selector = selector
         for listener in self._listeners:
-            selector.register(listener, selectors.EVENT_READ, self.attend)
+            selector.register(listener, selectors.EVENT_READ, self.poll)
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due though nothing is readable."""
+        """When `poll` is due though nothing is readable."""
         due = [listener.next_deadline_ns() for listener in self._listeners]
         return min((ns for ns in due if ns is not None), default=None)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Answer who has come."""
         for listener in self._listeners:
             for connection in listener.accept_ready():
@@ -121,11 +121,11 @@ class Prober:
 
     @property
     def next_ns(self) -> int:
-        """When `attend` is due."""
+        """When `poll` is due."""
         again = [t.again_ns for t in self._tries if t.again_ns is not None]
         return min([self.deadline_ns, *again])
 
-    def attend(self) -> list[Attempt] | None:
+    def poll(self) -> list[Attempt] | None:
         """Do what is due; all results once there are all."""
         now_ns = self._clock.now_ns()
         over = now_ns >= self.deadline_ns

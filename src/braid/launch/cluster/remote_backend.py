@@ -1,4 +1,4 @@
-"""A crew on several hosts: an agent on each, and what they say as if it had happened here."""
+"""A backend on several hosts: an agent on each, and what they say as if it had happened here."""
 
 from __future__ import annotations
 
@@ -8,65 +8,65 @@ from typing import NamedTuple
 
 from braid.clock import Clock
 from braid.diagnose import MemoryKill, RunHost
-from braid.launch.cluster.agent_handle import HostAgent
+from braid.launch.cluster.agent_handle import AgentHandle
 from braid.launch.cluster.agent_messages import (
-    Ask,
-    Changed,
+    FinalRecord,
     Finish,
     Finished,
     NotStarted,
+    OpenWaits,
     Output,
-    Remains,
-    Seen,
+    ProcessChanged,
+    RankSnapshot,
     Signalled,
+    StackRequest,
     Start,
     Started,
-    Waits,
 )
-from braid.launch.cluster.agent_registry import Switchboard
-from braid.launch.cluster.join_listener import Lobby
+from braid.launch.cluster.agent_registry import AgentRegistry
+from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.rank_assignment import Place
 from braid.launch.cluster.reachability import LAUNCHER
 from braid.launch.cluster.remote_rank import RemoteRank
-from braid.launch.supervise.backend import OnChange, OnSignal, Seat, Seating
+from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.message import Message
 from braid.wire import Address, Secret
 
-__all__ = ["Mustered", "RemoteCrew"]
+__all__ = ["HostsReady", "RemoteBackend"]
 
-SETTLE_NS = 10_000_000_000
+FINISH_NS = 10_000_000_000
 
 
-class Mustered(NamedTuple):
+class HostsReady(NamedTuple):
     """What is known once all hosts are ready.
 
     Attributes:
         run_id: Name of the run.
         secret: Its secret.
-        switchboard: Through which they are heard.
+        registry: Through which they are heard.
         agents: Of all hosts, by number.
         addresses: Where each host listens; the launcher as well.
         places: Of all ranks.
         master_port: Kept by the agent of rank 0's host.
         threads: OMP_NUM_THREADS of the ranks, and the reason.
         listen: Address that the store shall listen on instead of the launcher's in `addresses`; empty for that one.
-        lobby: Where latecomers knock; None when agents are started, not awaited.
+        join_listener: Where latecomers knock; None when agents are started, not awaited.
     """
 
     run_id: str
     secret: Secret
-    switchboard: Switchboard
-    agents: Mapping[int, HostAgent]
+    registry: AgentRegistry
+    agents: Mapping[int, AgentHandle]
     addresses: Mapping[int, str]
     places: Sequence[Place]
     master_port: int
     threads: str
     listen: str
-    lobby: Lobby | None
+    join_listener: JoinListener | None
 
 
-class RemoteCrew:
+class RemoteBackend:
     """Starts ranks through agents; the agents are its to close.
 
     Args:
@@ -76,7 +76,7 @@ class RemoteCrew:
 
     spans_hosts = True
 
-    def __init__(self, mustered: Mustered, clock: Clock) -> None:
+    def __init__(self, mustered: HostsReady, clock: Clock) -> None:
         self.run_id = mustered.run_id
         self.secret = mustered.secret
         self.threads = mustered.threads
@@ -96,7 +96,7 @@ class RemoteCrew:
         """The launcher's address in the network that all hosts share, unless another was named."""
         return str(Address(host=self._mustered.listen or self._mustered.addresses[LAUNCHER]))
 
-    def told_address(self, listening: str) -> str:
+    def address_for_rank(self, listening: str) -> str:
         """How ranks reach the store, which may listen on more addresses than lead there."""
         port = Address.parse(listening).port
         return str(Address(host=self._mustered.addresses[LAUNCHER], port=port))
@@ -113,11 +113,11 @@ class RemoteCrew:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due."""
-        lobby = self._mustered.lobby
+        """When `poll` is due."""
+        join_listener = self._mustered.join_listener
         if self._asking():
             return 0
-        return lobby.deadline_ns if lobby is not None else None
+        return join_listener.deadline_ns if join_listener is not None else None
 
     def join(
         self,
@@ -129,23 +129,23 @@ class RemoteCrew:
     ) -> None:
         """Say what happens to ranks from now on."""
         self._on_change, self._on_signal = on_change, on_signal
-        board, lobby = self._mustered.switchboard, self._mustered.lobby
+        board, join_listener = self._mustered.registry, self._mustered.join_listener
         board.watch(selector)
-        if lobby is not None:
-            lobby.watch(selector, board, self._refuse_late, notice)
+        if join_listener is not None:
+            join_listener.watch(selector, board, self._refuse_late, notice)
 
     def leave(self) -> None:
         """Say nothing any more."""
         self._on_change, self._on_signal = _unheard, _unheard
-        self._mustered.switchboard.unwatch()
-        if self._mustered.lobby is not None:
-            self._mustered.lobby.unwatch()
+        self._mustered.registry.unregister()
+        if self._mustered.join_listener is not None:
+            self._mustered.join_listener.unregister()
 
-    def place(self, rank: int) -> Seating:
+    def place(self, rank: int) -> RankPlacement:
         """Where a rank stands."""
         place = self._mustered.places[rank]
         addresses = self._mustered.addresses
-        return Seating(
+        return RankPlacement(
             local_rank=place.local_rank,
             local_world_size=place.local_world_size,
             node_rank=place.node,
@@ -155,35 +155,35 @@ class RemoteCrew:
             listen=addresses[place.node],
         )
 
-    def start(self, seat: Seat) -> Rank:
+    def start(self, spec: RankSpec) -> Rank:
         """Have a rank started."""
-        agent = self._agents[self._mustered.places[seat.told.rank].node]
-        rank = self._ranks[seat.told.rank] = RemoteRank(seat, agent)
+        agent = self._agents[self._mustered.places[spec.told.rank].node]
+        rank = self._ranks[spec.told.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
-        agent.send(Start(seat.told))
+        agent.send(Start(spec.told))
         return rank
 
     def reap(self) -> None:
         """Nothing to do: the end of an agent's stream says more than that of its carrier."""
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Do what is due."""
         for node in self._asking():
             asked = [r for r in self._by_node[node] if r.wants_stacks]
             handlers = tuple(r.rank for r in asked if r.has_said_hello and r.alive)
-            self._agents[node].send(Ask(handlers))
+            self._agents[node].send(StackRequest(handlers))
             for rank in asked:
                 rank.wants_stacks = False
-        if self._mustered.lobby is not None:
-            self._mustered.lobby.attend()
+        if self._mustered.join_listener is not None:
+            self._mustered.join_listener.poll()
 
     def memory_kill(self) -> MemoryKill | None:
         """Agents look for themselves, on their hosts."""
         return None
 
-    def settle(self) -> Iterator[int]:
+    def finish(self) -> Iterator[int]:
         """Have all agents end what ranks have left behind; wait for those that answer."""
-        deadline_ns = self._clock.now_ns() + SETTLE_NS
+        deadline_ns = self._clock.now_ns() + FINISH_NS
         for agent in self._agents.values():
             agent.send(Finish())
         while self._clock.now_ns() < deadline_ns:
@@ -192,25 +192,25 @@ class RemoteCrew:
             yield deadline_ns
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """Tell all hosts how the run ended."""
+        """SendToRank all hosts how the run ended."""
         for agent in self._agents.values():
             agent.end(exit_code, text)
 
     def _on_message(
-        self, agent: HostAgent, message: Message, buffers: Sequence[memoryview]
+        self, agent: AgentHandle, message: Message, buffers: Sequence[memoryview]
     ) -> None:
         if isinstance(message, Finished):
             self._settled.add(agent.node)
         elif isinstance(message, Signalled):
             self._on_signal(message.signum, agent.name)
-        elif isinstance(message, Waits):
+        elif isinstance(message, OpenWaits):
             for rank in self._by_node[agent.node]:
                 rank.waiting([wait for wait in message.waits if wait.rank == rank.rank])
-        elif isinstance(message, Seen):
+        elif isinstance(message, RankSnapshot):
             for view in message.views:
                 if view.rank in self._ranks:
                     self._ranks[view.rank].seen(view)
-        elif isinstance(message, Started | NotStarted | Output | Remains | Changed):
+        elif isinstance(message, Started | NotStarted | Output | FinalRecord | ProcessChanged):
             said_of = self._ranks.get(message.rank)
             here = self._by_node[agent.node]
             if said_of is not None and said_of in here and said_of.alive:
@@ -218,7 +218,7 @@ class RemoteCrew:
                 if change is not None:
                     self._on_change(said_of, change)
 
-    def _on_lost(self, agent: HostAgent, why: str) -> None:
+    def _on_lost(self, agent: AgentHandle, why: str) -> None:
         for rank in self._by_node[agent.node]:
             if rank.alive:
                 self._on_change(rank, rank.lost(f"host {agent.name} {why}"))
@@ -226,8 +226,8 @@ class RemoteCrew:
     def _asking(self) -> list[int]:
         return [n for n, ranks in self._by_node.items() if any(r.wants_stacks for r in ranks)]
 
-    def _refuse_late(self, knocking: HostAgent) -> str:
-        said = knocking.said
+    def _refuse_late(self, agent: AgentHandle) -> str:
+        said = agent.said
         node = said.node_rank if said is not None else None
         names = ", ".join(agent.name for agent in self._agents.values())
         return (

@@ -7,37 +7,44 @@ from signal import SIGKILL
 from typing import TypeAlias
 
 from braid.diagnose import ParsedError, RankEnd, RankView, clause
-from braid.launch.cluster.agent_handle import HostAgent
-from braid.launch.cluster.agent_messages import Changed, NotStarted, Output, Remains, Send, Started
+from braid.launch.cluster.agent_handle import AgentHandle
+from braid.launch.cluster.agent_messages import (
+    FinalRecord,
+    NotStarted,
+    Output,
+    ProcessChanged,
+    Send,
+    Started,
+)
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.processes import Change
-from braid.launch.process.rank_snapshot import RankLook
-from braid.launch.supervise.backend import Seat
+from braid.launch.process.rank_snapshot import RankObserver
+from braid.launch.supervise.backend import RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
 
 __all__ = ["OfRank", "RemoteRank"]
 
 CANNOT_START = 127  # the shell's exit code for a program that cannot be started
-OfRank: TypeAlias = Started | NotStarted | Output | Remains | Changed
+OfRank: TypeAlias = Started | NotStarted | Output | FinalRecord | ProcessChanged
 
 
 class RemoteRank(Rank):
     """A rank that an agent has been told to start.
 
     Args:
-        seat: Everything that is ready for it; its box becomes a copy of the one on its host.
+        spec: Everything that is ready for it; its box becomes a copy of the one on its host.
         agent: The agent of its host.
     """
 
-    def __init__(self, seat: Seat, agent: HostAgent) -> None:
+    def __init__(self, spec: RankSpec, agent: AgentHandle) -> None:
         super().__init__(
-            seat.told.rank,
-            box=seat.box,
-            output=seat.output,
-            selector=seat.selector,
-            on_message=seat.on_message,
-            clock=seat.clock,
+            spec.told.rank,
+            box=spec.box,
+            output=spec.output,
+            selector=spec.selector,
+            on_message=spec.on_message,
+            clock=spec.clock,
             host=agent.name,
         )
         self._agent = agent
@@ -46,7 +53,7 @@ class RemoteRank(Rank):
         self._waits: list[OpenWait] = []
         self._view: RankView | None = None
         self.wants_stacks = False
-        seat.box.ring.clock_offset_ns = agent.offset_ns
+        spec.box.ring.clock_offset_ns = agent.offset_ns
 
     @property
     def pid(self) -> int:
@@ -59,7 +66,7 @@ class RemoteRank(Rank):
             self._pid = message.pid
         elif isinstance(message, Output):
             self.output.feed(message.stream, bytes(buffers[0]), self._clock.now_ns())
-        elif isinstance(message, Remains):
+        elif isinstance(message, FinalRecord):
             pieces = list(zip(message.offsets, map(bytes, buffers), strict=False))
             self.box.load(pieces, bytes(buffers[-1]))
         elif isinstance(message, NotStarted):
@@ -122,7 +129,7 @@ class RemoteRank(Rank):
         ended = clause(self.end) if self.end is not None else ""
         view = self._view
         if view is None or not self.alive:
-            look = RankLook(self.rank, self.pid, self.box, self._clock)
+            look = RankObserver(self.rank, self.pid, self.box, self._clock)
             view = look.view(alive=False)
         shift_ns = self._agent.offset_ns
         spans = tuple(span._replace(t_ns=span.t_ns + shift_ns) for span in view.spans)
@@ -132,7 +139,7 @@ class RemoteRank(Rank):
         """From its record, of which there is a copy here once it has ended."""
         if self.alive:
             return None
-        look = RankLook(self.rank, self.pid, self.box, self._clock)
+        look = RankObserver(self.rank, self.pid, self.box, self._clock)
         return look.lasted_ns(wait._replace(t_ns=wait.t_ns - self._agent.offset_ns))
 
     def close(self) -> None:

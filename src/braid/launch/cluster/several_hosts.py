@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from braid.clock import Clock, MonotonicClock
-from braid.launch.cluster.host_rendezvous import Muster
+from braid.launch.cluster.host_rendezvous import HostRendezvous
 from braid.launch.cluster.join import INSECURE, follow, open_lobby
-from braid.launch.cluster.join_listener import Lobby
+from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import Hosts, Nodes
 from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome
@@ -48,8 +48,8 @@ class HostsSupervisor:
         Raises:
             ConfigError: Some host cannot take part; the message names all that cannot, and nothing is left running.
         """
-        with SignalInbox() as inbox, self._muster(job, hosts, inbox) as muster:
-            return self._carry_out(job, inbox, muster, None)
+        with SignalInbox() as inbox, self._rendezvous(job, hosts, inbox) as rendezvous:
+            return self._carry_out(job, inbox, rendezvous, None)
 
     def meet(self, job: JobSpec, nodes: Nodes) -> tuple[int, str]:
         """Run a job on nodes each of which has a launcher, started by hand: this is one of them.
@@ -76,17 +76,21 @@ class HostsSupervisor:
                 bye = follow(job, nodes, self._clock, self._console.notice, meeting)
                 return bye.exit_code, bye.text
             inbox = stack.enter_context(SignalInbox())
-            lobby = stack.enter_context(open_lobby(nodes, self._clock, meeting))
-            muster = stack.enter_context(self._muster(job, nodes, inbox))
-            outcome = self._carry_out(job, inbox, muster, lobby)
+            join_listener = stack.enter_context(open_lobby(nodes, self._clock, meeting))
+            rendezvous = stack.enter_context(self._rendezvous(job, nodes, inbox))
+            outcome = self._carry_out(job, inbox, rendezvous, join_listener)
         return outcome.exit_code, "" if outcome.ok else str(outcome)
 
-    def _muster(self, job: JobSpec, where: Hosts | Nodes, inbox: SignalInbox) -> Muster:
-        return Muster(job, where, inbox, self._clock, self._console.notice)
+    def _rendezvous(self, job: JobSpec, where: Hosts | Nodes, inbox: SignalInbox) -> HostRendezvous:
+        return HostRendezvous(job, where, inbox, self._clock, self._console.notice)
 
     def _carry_out(
-        self, job: JobSpec, inbox: SignalInbox, muster: Muster, lobby: Lobby | None
+        self,
+        job: JobSpec,
+        inbox: SignalInbox,
+        rendezvous: HostRendezvous,
+        join_listener: JoinListener | None,
     ) -> Outcome:
-        crew = muster.gather(lobby)
-        job = replace(job, num_ranks=muster.num_ranks)
-        return carry_out(job, self._console, self._clock, inbox, crew)
+        backend = rendezvous.gather(join_listener)
+        job = replace(job, num_ranks=rendezvous.num_ranks)
+        return carry_out(job, self._console, self._clock, inbox, backend)

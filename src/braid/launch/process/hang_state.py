@@ -55,7 +55,7 @@ class Look(NamedTuple):
 
 
 class AskStacks(NamedTuple):
-    """Ask all ranks for their stacks, and note what their processes have used so far."""
+    """StackRequest all ranks for their stacks, and note what their processes have used so far."""
 
 
 class Report(NamedTuple):
@@ -63,7 +63,7 @@ class Report(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """Tell that what was reported is over.
+    """SendToRank that what was reported is over.
 
     Attributes:
         waits: What is over, as far as it was reported.

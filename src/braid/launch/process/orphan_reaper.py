@@ -1,6 +1,6 @@
 """Ends what a killed agent leaves behind: a process beside it that does nothing but wait for its end.
 
-Run as `python -I -S warden.py NAME=VALUE...`, with the reading end of a pipe as stdin; imports nothing of braid, so it costs one bare
+Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin; imports nothing of braid, so it costs one bare
 start of the interpreter.
 
 Problem: when an agent is killed, the kernel kills its ranks with it, but not what the ranks have started (loaders of data,

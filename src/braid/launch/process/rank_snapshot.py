@@ -13,7 +13,7 @@ from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.process_facts import Sample, catches, process_between, sample
 from braid.launch.process.processes import send_signal
 
-__all__ = ["RankLook"]
+__all__ = ["RankObserver"]
 
 HISTORY = 4096  # records of a rank that a report looks at; some 4 ms each
 
@@ -26,7 +26,7 @@ class _Asked(NamedTuple):
     now_ns: int
 
 
-class RankLook:
+class RankObserver:
     """Looks at one rank.
 
     Args:
@@ -55,7 +55,7 @@ class RankLook:
         ]
 
     def ask(self, *, alive: bool, answers: bool) -> None:
-        """Ask it for its stack, and note what it has used so far.
+        """StackRequest it for its stack, and note what it has used so far.
 
         Args:
             alive: Whether its process has not ended.

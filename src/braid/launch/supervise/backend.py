@@ -15,13 +15,13 @@ from braid.launch.supervise.rank import Rank
 from braid.rendezvous import FromRank, JobEnvironment
 from braid.wire import Secret
 
-__all__ = ["Crew", "OnChange", "OnSignal", "Seat", "Seating"]
+__all__ = ["OnChange", "OnSignal", "RankBackend", "RankPlacement", "RankSpec"]
 
 OnChange = Callable[[Rank, Change], None]
 OnSignal = Callable[[int, str], None]  # the signal, and the host where it was sent
 
 
-class Seating(NamedTuple):
+class RankPlacement(NamedTuple):
     """Where a rank stands; fields of `JobEnvironment`."""
 
     local_rank: int
@@ -33,7 +33,7 @@ class Seating(NamedTuple):
     listen: str
 
 
-class Seat(NamedTuple):
+class RankSpec(NamedTuple):
     """Everything that the run has ready for a rank.
 
     Attributes:
@@ -53,7 +53,7 @@ class Seat(NamedTuple):
     clock: Clock
 
 
-class Crew(Protocol):
+class RankBackend(Protocol):
     """Starts ranks; made and closed by whoever runs the job."""
 
     @property
@@ -71,7 +71,7 @@ class Crew(Protocol):
         """Where the store shall listen."""
         ...
 
-    def told_address(self, listening: str) -> str:
+    def address_for_rank(self, listening: str) -> str:
         """How ranks reach the store that listens at `listening`."""
         ...
 
@@ -92,7 +92,7 @@ class Crew(Protocol):
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due; None when only its descriptors matter."""
+        """When `poll` is due; None when only its descriptors matter."""
         ...
 
     def join(
@@ -110,11 +110,11 @@ class Crew(Protocol):
         """Say nothing any more, and let go of the selector."""
         ...
 
-    def place(self, rank: int) -> Seating:
+    def place(self, rank: int) -> RankPlacement:
         """Where a rank stands."""
         ...
 
-    def start(self, seat: Seat) -> Rank:
+    def start(self, spec: RankSpec) -> Rank:
         """Start a rank, which owns its box and output from then on.
 
         Raises:
@@ -126,7 +126,7 @@ class Crew(Protocol):
         """Look what children of this process have done."""
         ...
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Do what is due."""
         ...
 
@@ -134,10 +134,10 @@ class Crew(Protocol):
         """What the kernel of this host says about a kill for memory since the last call."""
         ...
 
-    def settle(self) -> Iterator[int]:
+    def finish(self) -> Iterator[int]:
         """End what ranks have left behind; yields until when to attend to descriptors, ends when all is done."""
         ...
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """Tell all hosts how the run ended."""
+        """SendToRank all hosts how the run ended."""
         ...

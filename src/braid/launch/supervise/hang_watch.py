@@ -60,10 +60,10 @@ class HangWatch:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `attend` is due; None when reports are off."""
+        """When `poll` is due; None when reports are off."""
         return self._state.deadline_ns
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Do what is due.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A crew of one host: the launcher starts the ranks itself, and is told of their ends by the kernel."""
+"""A backend of one host: the launcher starts the ranks itself, and is told of their ends by the kernel."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from braid.launch.process.free_port import PortReservation
 from braid.launch.process.job import JobSpec, choose_threads, command_line, inherited
 from braid.launch.process.oom import MemoryWatch
 from braid.launch.process.processes import changes_of, end_descendants, subreaper
-from braid.launch.supervise.backend import OnChange, OnSignal, Seat, Seating
+from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.rank_process import RankProcess
 from braid.wire import Secret
 
-__all__ = ["LocalCrew"]
+__all__ = ["LocalBackend"]
 
 ADDRESS = "127.0.0.1"
 
 
-class LocalCrew:
+class LocalBackend:
     """Starts ranks as children of this process; a context manager.
 
     Args:
@@ -69,7 +69,7 @@ class LocalCrew:
             return f"tcp://{ADDRESS}:0"
         return f"unix:@braid-{self.run_id}"
 
-    def told_address(self, listening: str) -> str:
+    def address_for_rank(self, listening: str) -> str:
         """How ranks reach the store: where it listens."""
         return listening
 
@@ -88,29 +88,29 @@ class LocalCrew:
         """Say nothing any more."""
         self._on_change = None
 
-    def place(self, rank: int) -> Seating:
+    def place(self, rank: int) -> RankPlacement:
         """Where a rank stands."""
         size = self._job.num_ranks
-        return Seating(rank, size, 0, 1, ADDRESS, self._port, "")
+        return RankPlacement(rank, size, 0, 1, ADDRESS, self._port, "")
 
-    def start(self, seat: Seat) -> Rank:
+    def start(self, spec: RankSpec) -> Rank:
         """Start a rank."""
         told = replace(
-            seat.told,
+            spec.told,
             secret_fd=self._secret_fd,
-            events_fd=seat.box.events_fd,
-            stacks_fd=seat.box.stacks_fd,
+            events_fd=spec.box.events_fd,
+            stacks_fd=spec.box.stacks_fd,
         )
         rank = RankProcess(
             told.rank,
             self._argv,
             environ=inherited(self._job.environ, told, self._threads),
             pass_fds=[self._secret_fd],
-            box=seat.box,
-            output=seat.output,
-            selector=seat.selector,
-            on_message=seat.on_message,
-            clock=seat.clock,
+            box=spec.box,
+            output=spec.output,
+            selector=spec.selector,
+            on_message=spec.on_message,
+            clock=spec.clock,
         )
         self._ranks[told.rank] = rank
         return rank
@@ -122,14 +122,14 @@ class LocalCrew:
                 if self._on_change is not None:
                     self._on_change(rank, change)
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Nothing is ever due: signals and descriptors say everything."""
 
     def memory_kill(self) -> MemoryKill | None:
         """What the kernel says about a kill for memory since the last call."""
         return self._memory.new_kill()
 
-    def settle(self) -> Iterator[int]:
+    def finish(self) -> Iterator[int]:
         """End what ranks have left behind, at once."""
         end_descendants(
             [rank.pid for rank in self._ranks.values()],
@@ -146,7 +146,7 @@ class LocalCrew:
         """Give everything back. Idempotent."""
         self._stack.close()
 
-    def __enter__(self) -> LocalCrew:
+    def __enter__(self) -> LocalBackend:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -98,7 +98,7 @@ class Rank(ABC):
 
     @abstractmethod
     def ask(self) -> None:
-        """Ask it for its stack; `view` has it after a moment."""
+        """StackRequest it for its stack; `view` has it after a moment."""
 
     @property
     def has_answered(self) -> bool:
@@ -129,14 +129,14 @@ class Rank(ABC):
             connection.close()
             return
         self._control = connection
-        self._selector.register(connection, selectors.EVENT_READ, self.hear)
+        self._selector.register(connection, selectors.EVENT_READ, self.on_message)
         self._has_connected = True
         untold, self._untold = self._untold, []
         for message in untold:
-            self.tell(message)
-        self.hear()
+            self.send(message)
+        self.on_message()
 
-    def hear(self) -> None:
+    def on_message(self) -> None:
         """Take all messages that have arrived on its control connection."""
         try:
             while self._control is not None and (frame := self._control.try_recv()) is not None:
@@ -144,7 +144,7 @@ class Rank(ABC):
         except BraidError:  # it has gone, or talks nonsense: its process tells how it ends
             self._hang_up()
 
-    def tell(self, message: FromLauncher) -> None:
+    def send(self, message: FromLauncher) -> None:
         """Send a message, as soon as there is a connection; never waits."""
         try:
             if self.alive and self._control is not None:

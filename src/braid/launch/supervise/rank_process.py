@@ -14,7 +14,7 @@ from braid.launch.process.child import Child
 from braid.launch.process.hang_state import OpenWait
 from braid.launch.process.output import RankOutput
 from braid.launch.process.processes import Change
-from braid.launch.process.rank_snapshot import RankLook
+from braid.launch.process.rank_snapshot import RankObserver
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.supervisor_state import RankFacts
 from braid.rendezvous import FromRank
@@ -63,7 +63,7 @@ class RankProcess(Rank):
             selector=selector,
             on_output=lambda stream, chunk: output.feed(stream, chunk, clock.now_ns()),
         )
-        self._look = RankLook(rank, self._child.pid, box, clock)
+        self._look = RankObserver(rank, self._child.pid, box, clock)
 
     @property
     def pid(self) -> int:
@@ -88,7 +88,7 @@ class RankProcess(Rank):
         return self._look.waits() if self.alive else []
 
     def ask(self) -> None:
-        """Ask it for its stack."""
+        """StackRequest it for its stack."""
         self._look.ask(alive=self.alive, answers=self.has_said_hello)
 
     def view(self) -> RankView:

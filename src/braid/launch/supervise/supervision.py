@@ -1,7 +1,7 @@
 """One run in progress: what happens to its ranks becomes events of `SupervisorState`, whose instructions are carried out here.
 
 One thread, one selector. Signals, pipes, connections and deadlines are all that wakes it. Nothing in this file decides, and
-nothing in it knows on which hosts the ranks are: that is its crew's.
+nothing in it knows on which hosts the ranks are: that is its backend's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from braid.launch.process.black_box import BlackBox
 from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
-from braid.launch.supervise.backend import Crew, Seat
+from braid.launch.supervise.backend import RankBackend, RankSpec
 from braid.launch.supervise.hang_watch import HangWatch
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import make_log_dir, write_record
@@ -45,12 +45,12 @@ from braid.launch.supervise.supervisor_state import (
     Interrupted,
     Limits,
     Phase,
-    SaidFailed,
+    ReportedFailure,
     SendSignal,
+    SendToRank,
     Started,
     Stopped,
     SupervisorState,
-    Tell,
     Tick,
     Warn,
 )
@@ -68,7 +68,7 @@ TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 
 def carry_out(
-    job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, crew: Crew
+    job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, backend: RankBackend
 ) -> Outcome:
     """Run a job to its end.
 
@@ -77,18 +77,18 @@ def carry_out(
         console: Where output and notices go.
         clock: Time source.
         inbox: Signals of this process.
-        crew: Starts the ranks; the caller closes it.
+        backend: Starts the ranks; the caller closes it.
 
     Raises:
         ConfigError: A rank cannot be started; nothing is left running.
     """
-    with _Run(job, console, clock, inbox, crew) as run:
+    with _Run(job, console, clock, inbox, backend) as run:
         try:
-            run.attend()
+            run.poll()
         finally:
-            run.settle()
+            run.finish()
         outcome = run.conclude()
-    crew.dismiss(outcome.exit_code, "" if outcome.ok else str(outcome))
+    backend.dismiss(outcome.exit_code, "" if outcome.ok else str(outcome))
     return outcome
 
 
@@ -96,14 +96,14 @@ class _Run:
     """One run in progress; closing it ends all of its processes."""
 
     def __init__(
-        self, job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, crew: Crew
+        self, job: JobSpec, console: Console, clock: Clock, inbox: SignalInbox, backend: RankBackend
     ) -> None:
         self.ranks: dict[int, Rank] = {}
         self._job = job
         self._console = console
         self._clock = clock
         self._inbox = inbox
-        self._crew = crew
+        self._backend = backend
         self._start_ns = clock.now_ns()
         self._state = SupervisorState(job.num_ranks, _limits(job), self._start_ns)
         self._saved: SavedCheckpoint | None = None
@@ -111,21 +111,21 @@ class _Run:
         self._log_dir = make_log_dir(job)
         self._record = RunRecord(
             braid=__version__,
-            run_id=crew.run_id,
+            run_id=backend.run_id,
             command=job.command,
             command_kind=job.kind,
             num_ranks=job.num_ranks,
             started=datetime.now().astimezone().isoformat(timespec="seconds"),
-            threads=crew.threads,
-            hosts=crew.hosts,
+            threads=backend.threads,
+            hosts=backend.hosts,
         )
         self._keep(partial(write_record, Path(self._log_dir), self._record))
         plural = "s" if job.num_ranks > 1 else ""
-        listed = ",".join(f"{host.name}:{host.num_ranks}" for host in crew.hosts)
-        where = f" on {listed}" if crew.spans_hosts else ""
+        listed = ",".join(f"{host.name}:{host.num_ranks}" for host in backend.hosts)
+        where = f" on {listed}" if backend.spans_hosts else ""
         self._console.notice(
             f"{job.num_ranks} rank{plural}{where}, logs in {self._log_dir}, "
-            f"OMP_NUM_THREADS={crew.threads}"
+            f"OMP_NUM_THREADS={backend.threads}"
         )
         self._hangs = HangWatch(
             job.hang_report_s,
@@ -137,10 +137,10 @@ class _Run:
         with ExitStack() as stack:
             self._listener = stack.enter_context(
                 Listener(
-                    crew.store_address,
-                    crew.secret,
-                    Identity(crew.run_id, "launcher", -1),
-                    listen_anywhere=crew.spans_hosts,
+                    backend.store_address,
+                    backend.secret,
+                    Identity(backend.run_id, "launcher", -1),
+                    listen_anywhere=backend.spans_hosts,
                     limits=STORE_LIMITS,
                     clock=clock,
                 )
@@ -150,16 +150,16 @@ class _Run:
             stack.callback(self._end_ranks)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
-            crew.join(
+            backend.join(
                 self._selector,
                 on_change=self._on_change,
                 on_signal=self._on_signal,
                 notice=console.notice,
             )
-            stack.callback(crew.leave)
+            stack.callback(backend.leave)
             self._stack = stack.pop_all()
 
-    def attend(self) -> None:
+    def poll(self) -> None:
         """Start the ranks and stay until all of them have ended."""
         while self._state.phase is not Phase.DONE:
             if self._state.starting:
@@ -169,14 +169,14 @@ class _Run:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= self._clock.now_ns():
                 self._on_clients()
-            self._crew.attend()
+            self._backend.poll()
             if self._state.phase is Phase.RUNNING:
-                self._keep(self._hangs.attend)
+                self._keep(self._hangs.poll)
             self._handle(Tick())
 
-    def settle(self) -> None:
-        """Have the crew end what the ranks have left behind, on every host."""
-        overdue = self._crew.settle()
+    def finish(self) -> None:
+        """Have the backend end what the ranks have left behind, on every host."""
+        overdue = self._backend.finish()
         while (next_ns := next(overdue, None)) is not None:
             for key, _ in self._selector.select(max(0.0, (next_ns - self._clock.now_ns()) / 1e9)):
                 key.data()
@@ -224,10 +224,10 @@ class _Run:
                 box = stack.enter_context(BlackBox(rank))
                 output = RankOutput(rank, log_path, self._console, budget)
                 stack.callback(output.close, self._clock.now_ns())
-                seat = Seat(
+                spec = RankSpec(
                     self._told(rank), box, output, self._selector, self._on_message, self._clock
                 )
-                self.ranks[rank] = self._crew.start(seat)
+                self.ranks[rank] = self._backend.start(spec)
                 stack.pop_all()
         except OSError as exc:
             msg = (
@@ -242,12 +242,12 @@ class _Run:
         return JobEnvironment(
             rank=rank,
             world_size=self._job.num_ranks,
-            run_id=self._crew.run_id,
-            store_address=self._crew.told_address(self._listener.address),
+            run_id=self._backend.run_id,
+            store_address=self._backend.address_for_rank(self._listener.address),
             log_dir=self._log_dir,
             resume=self._job.resume,
             launched_by="braid",
-            **self._crew.place(rank)._asdict(),
+            **self._backend.place(rank)._asdict(),
         )
 
     # Events
@@ -258,7 +258,7 @@ class _Run:
         due = [
             self._state.deadline_ns,
             self._listener.next_deadline_ns(),
-            self._crew.deadline_ns,
+            self._backend.deadline_ns,
         ]
         if self._state.phase is Phase.RUNNING:
             due.append(self._hangs.deadline_ns)
@@ -269,7 +269,7 @@ class _Run:
         for signum in self._inbox.take():
             if signum != SIGCHLD:
                 self._on_signal(signum, "")
-        self._crew.reap()
+        self._backend.reap()
 
     def _on_signal(self, signum: int, host: str) -> None:
         """Somebody asks for the end, here or on `host`."""
@@ -286,12 +286,12 @@ class _Run:
             self._handle(Continued(process.rank))
         else:
             self._on_clients()  # it may have connected, spoken and died since the last look
-            process.hear()
+            process.on_message()
             process.drain()
             facts = self._state.ranks[process.rank]
             by_us = facts.signalled or change.memory_kill is not None
             if change[:2] == ("killed", SIGKILL) and not by_us:
-                change = change._replace(memory_kill=self._crew.memory_kill())
+                change = change._replace(memory_kill=self._backend.memory_kill())
             end = process.ended(change, facts)
             self._announce(end)
             self._handle(Exited(process.rank, clause(end), end.exit_code == 0))
@@ -324,7 +324,7 @@ class _Run:
                 error=process.error(),
             )
             self._announce(end)
-            self._handle(SaidFailed(process.rank, clause(end)))
+            self._handle(ReportedFailure(process.rank, clause(end)))
 
     def _note_saved(self, message: Saved) -> None:
         if self._saved is None or message.step >= self._saved.step:
@@ -352,9 +352,9 @@ class _Run:
                 if instruction.signum == SIGINT:
                     self.ranks[rank].output.hide_interrupts()
                 self.ranks[rank].signal(instruction.signum)
-        elif isinstance(instruction, Tell):
+        elif isinstance(instruction, SendToRank):
             for process in self.ranks.values():
-                process.tell(instruction.message)
+                process.send(instruction.message)
         elif isinstance(instruction, Warn):
             self._warn(self.ranks[instruction.rank], instruction.signum)
         else:

@@ -4,7 +4,7 @@ Problem: whoever starts N processes must answer for all of them: see a death at 
 said, leave nothing behind, and never blame a victim. Shell loops and `mp.spawn` do a part of this; torchrun polls its
 workers and restarts them before anybody has looked.
 
-Idea: a `Crew` knows where ranks are and how to start them there; a `Run` watches them, wherever that is. This file puts the two
+Idea: a `RankBackend` knows where ranks are and how to start them there; a `Run` watches them, wherever that is. This file puts the two
 together for one host, `several_hosts` for more.
 """
 
@@ -15,7 +15,7 @@ from braid.launch.process.console import QuietConsole
 from braid.launch.process.job import JobSpec, Outcome, check_command
 from braid.launch.process.output import Console
 from braid.launch.process.processes import SignalInbox
-from braid.launch.supervise.local_backend import LocalCrew
+from braid.launch.supervise.local_backend import LocalBackend
 from braid.launch.supervise.supervision import carry_out
 
 __all__ = ["Supervisor"]
@@ -55,5 +55,5 @@ class Supervisor:
             ConfigError: The job cannot be started; nothing is left running.
         """
         check_command(job)
-        with SignalInbox() as inbox, LocalCrew(job, owns_process=self._owns_process) as crew:
-            return carry_out(job, self._console, self._clock, inbox, crew)
+        with SignalInbox() as inbox, LocalBackend(job, owns_process=self._owns_process) as backend:
+            return carry_out(job, self._console, self._clock, inbox, backend)

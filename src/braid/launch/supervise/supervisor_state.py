@@ -39,12 +39,12 @@ __all__ = [
     "Limits",
     "Phase",
     "RankFacts",
-    "SaidFailed",
+    "ReportedFailure",
     "SendSignal",
+    "SendToRank",
     "Started",
     "Stopped",
     "SupervisorState",
-    "Tell",
     "Tick",
     "Warn",
 ]
@@ -88,7 +88,7 @@ class Exited(NamedTuple):
     ok: bool
 
 
-class SaidFailed(NamedTuple):
+class ReportedFailure(NamedTuple):
     """A rank says that an exception is about to end it."""
 
     rank: int
@@ -125,25 +125,25 @@ class SendSignal(NamedTuple):
     signum: int
 
 
-class Tell(NamedTuple):
+class SendToRank(NamedTuple):
     """Send `message` to every living rank that has a control connection."""
 
     message: RankLost | Stop
 
 
 class Warn(NamedTuple):
-    """Tell the user that `rank` was stopped (by `signum`), or that it goes on (`signum` 0)."""
+    """SendToRank the user that `rank` was stopped (by `signum`), or that it goes on (`signum` 0)."""
 
     rank: int
     signum: int
 
 
 class CollectStacks(NamedTuple):
-    """Ask every living rank that can for its stacks."""
+    """StackRequest every living rank that can for its stacks."""
 
 
-Event: TypeAlias = Started | Exited | SaidFailed | Stopped | Continued | Interrupted | Tick
-Instruction: TypeAlias = SendSignal | Tell | Warn | CollectStacks
+Event: TypeAlias = Started | Exited | ReportedFailure | Stopped | Continued | Interrupted | Tick
+Instruction: TypeAlias = SendSignal | SendToRank | Warn | CollectStacks
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class SupervisorState:
             self._to_start -= 1
         elif isinstance(event, Exited):
             out += self._exited(event, now_ns)
-        elif isinstance(event, SaidFailed):
+        elif isinstance(event, ReportedFailure):
             out += self._said_failed(event, now_ns)
         elif isinstance(event, Stopped):
             facts = self.ranks[event.rank]
@@ -240,7 +240,7 @@ class SupervisorState:
             self._fault(now_ns)
         return self._tell(event.rank, event.reason, left=event.ok)
 
-    def _said_failed(self, event: SaidFailed, now_ns: int) -> list[Instruction]:
+    def _said_failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
         if facts.signalled or facts.failed_ns is not None:
             return []
@@ -259,7 +259,7 @@ class SupervisorState:
             return self._terminate(now_ns) if harder else self._kill()
         self.stopped_by, self.signum, self.fault_ns = "interrupted", signum, now_ns
         self.phase, self._deadline_ns = Phase.INTERRUPTED, now_ns + self._limits.interrupt_ns
-        return [Tell(Stop(signal_name(signum))), *self._signal(self._alive(), signum)]
+        return [SendToRank(Stop(signal_name(signum))), *self._signal(self._alive(), signum)]
 
     def _due(self, now_ns: int) -> list[Instruction]:
         out: list[Instruction] = []
@@ -283,7 +283,7 @@ class SupervisorState:
         if self.phase is Phase.RUNNING:
             self.stopped_by, self.fault_ns = "timeout", now_ns
             self.phase, self._deadline_ns = Phase.STACKS, now_ns + STACKS_NS
-            return [CollectStacks(), Tell(Stop("the run's time limit"))]
+            return [CollectStacks(), SendToRank(Stop("the run's time limit"))]
         return self._kill() if self.phase is Phase.TERMINATING else self._terminate(now_ns)
 
     def _terminate(self, now_ns: int) -> list[Instruction]:
@@ -313,4 +313,4 @@ class SupervisorState:
         if self.ranks[rank].told:
             return []
         self.ranks[rank].told = True
-        return [Tell(RankLost(rank, reason, left))]
+        return [SendToRank(RankLost(rank, reason, left))]
