@@ -1,4 +1,4 @@
-"""An optimizer around another one, for what happens in between or after its steps."""
+"""An optimizer around another one, for actions between or after its steps."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from braid.errors import ConfigError
+from braid.params.optimizer_in_place import refuse_copy
 
 __all__ = ["WrappedOptimizer"]
 
 
 class _Inside:
-    """An attribute of the optimizer inside, whoever sets it."""
+    """An attribute of the inner optimizer, also when it is set on the wrapper."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -29,13 +29,14 @@ class _Inside:
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Looks like the optimizer inside to learning rate schedulers, scalers and hooks.
+    """Looks like its inner optimizer to learning rate schedulers, scalers and hooks.
 
-    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps out on the rank whose gradients overflow, unless the
-    optimizer inside is a fused one (`fused=True`), which does so itself.
+    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps out
+    on the rank whose gradients overflow, unless the inner optimizer is a fused one (`fused=True`),
+    which does so itself.
 
     Args:
-        optim: The optimizer that takes the steps.
+        optim: Inner optimizer, which takes the steps.
     """
 
     grad_scale = _Inside()  # what a GradScaler hands to fused optimizers during a step
@@ -46,50 +47,48 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch, replaced by load_state_dict
-        """Those of the optimizer inside."""
+        """Parameter groups of the inner optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # likewise
-        """That of the optimizer inside."""
+        """State of the inner optimizer."""
         return self.optim.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step."""
+        """Take a step of the inner optimizer."""
         return self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer inside."""
+        """Zero gradients as the inner optimizer does."""
         self.optim.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer inside."""
+        """Add a group to the inner optimizer."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside."""
+        """Return the state of the inner optimizer."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it."""
+        """Load the state of the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - for those that are not all own
-        """Whether a tensor of a checkpoint (`checkpoint.training_tensors`) has another value on other ranks, as far as is known."""
+        """Return whether a tensor of a checkpoint may have another value on other ranks."""
         return True
 
     def __getstate__(self) -> NoReturn:
-        """Ranks cannot be copied.
+        """Refuse copy and pickle.
 
         Raises:
-            ConfigError: Always, under `copy.deepcopy` and `pickle`.
+            ConfigError: Always.
         """
-        name = type(self).__name__
-        msg = f"expected {name} to stay where it is, found that it is copied or pickled: use state_dict(), and make another {name}"
-        raise ConfigError(msg)
+        refuse_copy(type(self).__name__)
 
     def __getattr__(self, name: str) -> Any:
-        """What is no attribute of the wrapper is one of the optimizer inside."""
+        """Return an attribute of the inner optimizer that the wrapper does not have itself."""
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)

@@ -9,7 +9,7 @@ import torch
 
 from braid.comm import Group
 from braid.fusion.batching import Batch
-from braid.params import allocator
+from braid.params import FlatBuffer, allocator
 
 __all__ = ["ALIGNMENT", "FusionBuffer"]
 
@@ -19,8 +19,7 @@ ALIGNMENT = 64  # bytes; no two tensors share a cache line
 
 class _Place(NamedTuple):
     batch: Batch
-    flat: torch.Tensor
-    views: list[torch.Tensor]
+    buffer: FlatBuffer
 
 
 class FusionBuffer:
@@ -46,17 +45,18 @@ class FusionBuffer:
         """
         known = self._known.get(id(batch))
         if known is not None and known.batch is batch:
-            return known.flat, known.views
+            return known.buffer.tensor, known.buffer.views
         first = tensors[0]
-        step = max(1, ALIGNMENT // first.element_size())
-        widths = [-(-tensor.numel() // step) * step for tensor in tensors]
-        flat = self.room(sum(widths), first)
-        parts = zip(torch.split(flat, widths), tensors, strict=True)
-        views = [part[: tensor.numel()].view(tensor.shape) for part, tensor in parts]
+        buffer = FlatBuffer(
+            [tensor.shape for tensor in tensors],
+            first.dtype,
+            lambda shape, _: self.room(shape[0], first),
+            align=max(1, ALIGNMENT // first.element_size()),
+        )
         if len(self._known) >= MAX_KNOWN:
             self._known.clear()
-        self._known[id(batch)] = _Place(batch, flat, views)
-        return flat, views
+        self._known[id(batch)] = _Place(batch, buffer)
+        return buffer.tensor, buffer.views
 
     def room(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of the dtype and on the device of `like`; another call may give the same memory."""

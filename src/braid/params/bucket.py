@@ -84,29 +84,9 @@ class Bucket:
     Attributes:
         index, layout, buffer, operation, owner: As given.
         views: Gradient memory by position.
-        is_launched: Whether the operation has been started in this backward.
+        is_launched: Whether the bucket has been launched in this backward.
+        hook: Called by a launch in place of the operation's start, if there is one.
     """
-
-    __slots__ = (
-        "_counts",
-        "_events",
-        "_expected",
-        "_firsts",
-        "_nbytes",
-        "_num_missing",
-        "_records",
-        "_residuals",
-        "_span",
-        "_title",
-        "_work",
-        "buffer",
-        "index",
-        "is_launched",
-        "layout",
-        "operation",
-        "owner",
-        "views",
-    )
 
     def __init__(
         self,
@@ -128,6 +108,7 @@ class Bucket:
         self.owner = owner
         self.views = dict(zip(layout.members, map(alone, buffer.views), strict=True))
         self.is_launched = False
+        self.hook: Callable[[Bucket], Awaited] | None = None
         self._records = {p: records[p] for p in layout.members}
         self._residuals = residuals
         self._events = events
@@ -199,7 +180,10 @@ class Bucket:
         self._span = self._events.span(self._title, seq=self.index, nbytes=self._nbytes)
         if self._residuals:
             self._apply_residuals()
-        self._work = self.operation.start(lazily=True)
+        if self.hook is None:
+            self._work = self.operation.start(lazily=True)
+        else:
+            self._work = self.hook(self)
 
     def wait(self) -> bool:
         """Wait until the operation has ended; return False if none is under way."""

@@ -16,7 +16,7 @@ from braid.errors import ConfigError
 from braid.params.bucket import Bucket, MakeOperation, all_reduce
 from braid.params.bucket_layout import BucketLayout, plan_buckets
 from braid.params.flat import FlatBuffer
-from braid.params.hook_schedule import HookOperation, HookSchedule, StateHook
+from braid.params.hook_schedule import HookSchedule, StateHook
 from braid.params.reducer_options import ReducerOptions
 from braid.params.table import ParamRecord
 
@@ -118,7 +118,7 @@ class Buckets:
         """Run a communication hook in place of each bucket's operation from now on."""
         self._schedule = HookSchedule(self._group, hook, len(self._all))
         for bucket in self._all:
-            bucket.operation = HookOperation(self._schedule, bucket, bucket.operation)
+            bucket.hook = self._schedule.launch
 
     def wait(self, on_averaged: Callable[[Bucket], object] | None = None) -> None:
         """Wait for all launched buckets, in their order.

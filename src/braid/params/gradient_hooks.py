@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -36,12 +35,11 @@ class ForwardPass:
     open: int | None
 
 
-class GradientListener(Protocol):
-    """Learns what autograd does with a module."""
+class GradientListener:
+    """Learns what autograd does with a module; each method does nothing by default."""
 
     def on_output(self, forward: ForwardPass, /) -> None:
         """Called when a backward has reached an output of a forward pass."""
-        ...
 
     def on_partial_grad(self, position: int, grad: torch.Tensor, /) -> torch.Tensor | None:
         """Called before a part of a gradient is accumulated, or returned by torch.autograd.grad.
@@ -49,11 +47,9 @@ class GradientListener(Protocol):
         Returns:
             What is used in its place; None for the part itself.
         """
-        ...
 
     def on_gradient(self, position: int, /) -> None:
         """Called when a backward has accumulated a parameter's gradient."""
-        ...
 
 
 class GradientHooks:

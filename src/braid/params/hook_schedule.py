@@ -12,13 +12,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
 from braid.comm import Group
-from braid.params.bucket import Awaited, Bucket, BucketOperation
+from braid.params.bucket import Awaited, Bucket
 from braid.params.grad_bucket import GradBucket, Hook, Steps, steps_of
 
-__all__ = ["HookOperation", "HookSchedule", "StateHook"]
+__all__ = ["HookSchedule", "StateHook"]
 
 StateHook = tuple[object, Hook]
 
@@ -41,11 +39,12 @@ class HookSchedule:
         self._steps: dict[int, Steps] = {}
         self._works: dict[int, Awaited | None] | None = None  # None until the first wait
 
-    def launch(self, bucket: Bucket) -> None:
-        """Call the hook for `bucket` when its turn has come."""
+    def launch(self, bucket: Bucket) -> Awaited:
+        """Call the hook for `bucket` when its turn has come; return what ends with it."""
         self._waiting[bucket.index] = bucket
         while self._next in self._waiting:
             self._call(self._next)
+        return _HookWork(self, bucket.index)
 
     def wait(self, index: int) -> None:
         """Take steps of all hooks in turns until that of bucket `index` has ended."""
@@ -102,30 +101,9 @@ class HookSchedule:
             raise
 
 
-class HookOperation(NamedTuple):
-    """A `BucketOperation` that runs a communication hook in place of another operation."""
-
+class _HookWork(NamedTuple):
     schedule: HookSchedule
-    bucket: Bucket
-    replaced: BucketOperation
-
-    def start(self, *, lazily: bool = False) -> Awaited:  # noqa: ARG002 - hooks decide that
-        """Call the hook when its turn has come."""
-        self.schedule.launch(self.bucket)
-        return self
+    bucket: int
 
     def wait(self) -> None:
-        """Return when the hook has ended."""
-        self.schedule.wait(self.bucket.index)
-
-    def residual(self) -> torch.Tensor | None:
-        """Return what the replaced operation has left out."""
-        return self.replaced.residual()
-
-    def reset_residual(self) -> None:
-        """Forget what the replaced operation has left out."""
-        self.replaced.reset_residual()
-
-    def retire(self) -> None:
-        """Give up the channel of the replaced operation."""
-        self.replaced.retire()
+        self.schedule.wait(self.bucket)

@@ -49,7 +49,7 @@ from braid.params.disagreements import (
     requires_grad_differs,
     weights_differ,
 )
-from braid.params.gradient_hooks import ForwardPass, GradientHooks
+from braid.params.gradient_hooks import ForwardPass, GradientHooks, GradientListener
 from braid.params.hook_schedule import StateHook
 from braid.params.local_steps import LocalSteps
 from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
@@ -62,7 +62,7 @@ from braid.params.table import ParamTable
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer:
+class GradientReducer(GradientListener):
     """Averages gradients over a group during backward.
 
     Args:

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from braid.params import (
     ReducerOptions,
 )
 from braid.params.lost_requests import reclaim_lost_requests
+from braid.params.optimizer_in_place import ChangedOptimizer, change_in_place
 
 __all__ = ["DistributedOptimizer"]
 
@@ -106,18 +107,16 @@ class DistributedOptimizer:
             table.make_equal(group, arguments_in_common(options, nonfinite))
             reclaim_lost_requests(group)
         listener = _Listener(group.ranks, handler)
-        kind = type(optimizer)
-        optimizer.__class__ = type(kind.__name__, (_Averaging, kind), {})
         # a hook, not a method `step`, which a scheduler that was made before would go round
-        before_step = optimizer.register_step_pre_hook(
-            partial(_before_step, weakref.ref(optimizer))
-        )
-        optimizer.__dict__.update(
+        before_step = partial(_before_step, weakref.ref(optimizer))
+        change_in_place(
+            optimizer,
+            _Averaging,
             _reducer=GradientReducer(group, table, options, listener, hears_outputs=False),
             _records=table.records,
             _snapshot=ParamSnapshot(record.param for record in table),
             _warned=False,
-            _step_handle=before_step,
+            _step_handle=optimizer.register_step_pre_hook(before_step),
         )
         return optimizer
 
@@ -131,7 +130,7 @@ class _Listener(ReducerListener):
         handle_nonfinite(outcome, self._ranks, self._handler)
 
 
-class _Averaging:
+class _Averaging(ChangedOptimizer):
     """Methods that are added to the class of an optimizer."""
 
     _reducer: GradientReducer
@@ -145,19 +144,6 @@ class _Averaging:
         self._refresh()
         super().zero_grad(set_to_none)  # type: ignore[misc]  # of the optimizer
         self._reducer.restart()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters that come later, which would not be averaged.
-
-        Raises:
-            ConfigError: Always.
-        """
-        del param_group
-        msg = (
-            "parameter groups cannot be added after DistributedOptimizer(): they would not be "
-            "averaged. Add them before, frozen if need be"
-        )
-        raise ConfigError(msg)
 
     def synchronize(self) -> None:
         """Average gradients that wait; tell other ranks if an exception ended the last backward."""
@@ -195,17 +181,6 @@ class _Averaging:
         """Stop averaging."""
         self._step_handle.remove()
         self._reducer.close()
-
-    def __getstate__(self) -> NoReturn:
-        """Refuse copy and pickle, which would share hooks of this optimizer's parameters.
-
-        Raises:
-            ConfigError: Always.
-        """
-        msg = (
-            "a DistributedOptimizer cannot be copied or pickled: use state_dict(), and make another"
-        )
-        raise ConfigError(msg)
 
 
 def _before_step(

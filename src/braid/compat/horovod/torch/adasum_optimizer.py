@@ -1,6 +1,7 @@
-"""Adasum over what optimizers change: each rank takes its own step, and the differences are combined.
+"""Adasum over the changes of optimizers: each rank takes its own step, the changes are combined.
 
-Optimizers with momentum or with a norm of their own change parameters by something that is not their gradient; what has to be combined is that change.
+Optimizers with momentum or with a norm of their own change parameters by something that is not
+their gradient; what has to be combined is that change.
 
     before = p;  step();  change = p - before;  p = before + Adasum(changes of all ranks)
 
@@ -26,12 +27,12 @@ __all__ = ["AdasumSteps"]
 
 
 class AdasumSteps:
-    """Steps of one optimizer.
+    """Takes the steps of one optimizer.
 
     Args:
-        names: Of the optimizer's parameters.
+        names: Names of the optimizer's parameters.
         compression: What changes travel as.
-        passes: Backwards before each step; of no consequence, since gradients stay local.
+        passes: Backwards before each step; without effect, since gradients stay local.
         process_set: Ranks that take part.
     """
 
@@ -43,28 +44,28 @@ class AdasumSteps:
         process_set: ProcessSet,
     ) -> None:
         if passes < 1:
-            msg = f"expected backward_passes_per_step of at least 1, found {passes}"
+            msg = f"backward_passes_per_step must be at least 1, got {passes}"
             raise ConfigError(msg)
         self._names = names
         self._compression = compression
         self._set = process_set
 
-    def take(self, step: Callable[[], Any]) -> None:
-        """Take one, on all ranks together."""
+    def run(self, step: Callable[[], Any]) -> None:
+        """Take a step on all ranks together."""
         if not self._set.included():
             step()
             return
-        trained = [param for param in self._names if param.requires_grad]
+        required = [param for param in self._names if param.requires_grad]
         with torch.no_grad():
-            before = [param.detach().clone() for param in trained]
+            before = [param.detach().clone() for param in required]
         step()
         with torch.no_grad():
             pending = []
-            for param, old in zip(trained, before, strict=True):
+            for param, old in zip(required, before, strict=True):
                 small, ctx = self._compression.compress(param.detach() - old)
                 name = f"change.{self._names[param]}"
                 handle = allreduce_async_(small, None, name, Adasum, process_set=self._set)
                 pending.append((handle, ctx))
-            for param, old, (handle, ctx) in zip(trained, before, pending, strict=True):
+            for param, old, (handle, ctx) in zip(required, before, pending, strict=True):
                 change = self._compression.decompress(synchronize(handle), ctx)
                 param.copy_(old.add_(change))

@@ -1,0 +1,285 @@
+"""Gradients of an optimizer, reduced by name through the engine while backward goes on.
+
+    backward    hook of p: submit "gradient.p"          (any order, any thread)
+    finish      submit what no hook has submitted, wait for all
+
+The parts of `braid.params` serve here as far as they fit an engine that agrees on names instead of
+buckets: `GradientHooks`, and gradients that live in memory that all ranks read (`shared_grads`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from braid.compat.horovod.failure import translated
+from braid.compat.horovod.process_sets import ProcessSet
+from braid.compat.horovod.session import session
+from braid.compat.horovod.torch.compression import Compressor, NoneCompressor
+from braid.compat.horovod.torch.handles import Pending, synchronize
+from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
+from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
+from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
+from braid.errors import ConfigError
+from braid.fusion import Fusion, Request
+from braid.fusion.streams import follow, mark
+from braid.params import GradientHooks, ParamTable
+from braid.params.gradient_hooks import GradientListener
+
+__all__ = ["TOO_EARLY", "GradientReduction"]
+
+COLLECTED_BYTES = 1 << 20  # of gradients that are submitted at once
+TOO_EARLY = (
+    "zero_grad() was called between backward and step, while gradients are under way: call it "
+    "before backward, or after step() or synchronize()"
+)
+Points = dict[nn.Parameter, torch.cuda.Event | None]  # see `mark`
+
+
+class GradientReduction(GradientListener):
+    """Reduces the gradients of one optimizer.
+
+    Args:
+        names: Names of the parameters.
+        compression: What gradients travel as.
+        op: Average or Sum.
+        predivide: Part of the division of an average that happens before the sum.
+        groups: Parameters whose gradients are reduced together.
+        sparse_as_dense: Make sparse gradients dense.
+        process_set: Ranks that take part.
+
+    Attributes:
+        under_way: What has been submitted, by parameter: handle, index in it, context of the
+            compression.
+        is_synchronized: Whether gradients have been waited for since the last step.
+        synchronizes: False inside of `skip_synchronize()`.
+    """
+
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        *,
+        compression: type[Compressor],
+        op: ReduceOp,
+        predivide: float,
+        groups: Sequence[Sequence[nn.Parameter]],
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self._names = names
+        self._compression = compression
+        self._op = op
+        self._factors = (1.0 / predivide, predivide)
+        self._sparse_as_dense = sparse_as_dense
+        self._set = process_set
+        self._groups = {param: tuple(group) for group in groups for param in group}
+        self._passes = 1
+        self._left: dict[nn.Parameter, int] = {}
+        self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # of parameters with sparse gradients
+        self._ready: Points = {}  # of groups that are not complete
+        self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
+        self.is_synchronized = False
+        self.synchronizes = True
+        self._shared: SharedGrads | None = None
+        self._requests: dict[nn.Parameter, tuple[object, Request]] = {}
+        self._lock = threading.RLock()  # a compression may wait for operations of its own
+        self._collected: Points = {}
+        self._nbytes = 0
+        self._records = ParamTable.named((name, param) for param, name in names.items()).records
+        self._hooks = GradientHooks(self._records, self)
+        if process_set.included():
+            self._use_engine(process_set.member.engine)
+            self._hooks.attach(p for p, r in enumerate(self._records) if r.param.requires_grad)
+
+    def _required(self) -> list[nn.Parameter]:
+        return [param for param in self._names if param.requires_grad]
+
+    def _use_engine(self, engine: Fusion) -> None:
+        """Allocate gradients for this engine: hvd.init() after hvd.shutdown() makes another one."""
+        if self._compression is NoneCompressor and (
+            self._shared is None or self._shared.engine is not engine
+        ):
+            self._shared = SharedGrads(engine, self._required())
+
+    def set_passes(self, passes: int) -> None:
+        """Reduce in every so many backwards."""
+        if passes < 1:
+            msg = f"backward_passes_per_step must be at least 1, got {passes}"
+            raise ConfigError(msg)
+        self._passes = passes
+        self._left = dict.fromkeys(self._names, passes)
+
+    def on_gradient(self, position: int, /) -> None:
+        """Count a gradient that a backward has accumulated, in any of autograd's threads."""
+        param = self._records[position].param
+        with self._lock:
+            if self._left[param] <= 0:
+                msg = (
+                    f"{self._names[param]!r} got a gradient in more than {self._passes} backward "
+                    "before step(): raise backward_passes_per_step, or call step() or "
+                    "synchronize() between"
+                )
+                raise AssertionError(msg)
+            self._left[param] -= 1
+            if self._left[param] == 0:
+                self._mark_ready(param)
+
+    def _mark_ready(self, param: nn.Parameter) -> None:
+        group = self._groups.get(param)
+        if group is None:
+            self._submit(param)
+            return
+        self._ready[param] = mark(param.grad)
+        required = [member for member in group if member.requires_grad]  # others are frozen now
+        if all(member in self._ready for member in required):
+            ready = {member: self._ready.pop(member, None) for member in group}
+            for member in required:
+                self._gradient(member)
+            points = {member: ready[member] for member in required}
+            self._send(points, f"gradients.{self._names[group[0]]}")
+
+    def _submit(self, param: nn.Parameter) -> None:
+        grad = self._gradient(param)
+        if grad.is_sparse:
+            name = f"gradient.{self._names[param]}"
+            handle = sparse_allreduce_async(grad, name, self._op, self._set)
+            self.under_way[param] = handle, -1, None
+            return
+        if not self._collected:
+            session().collected.add(self.flush)
+        self._collected[param] = mark(grad)
+        self._nbytes += grad.nbytes
+        if self._nbytes >= COLLECTED_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Submit collected gradients: once for many small ones wakes the engine's thread once."""
+        with self._lock:
+            points, self._collected, self._nbytes = self._collected, {}, 0
+            if points:
+                session().collected.discard(self.flush)
+                self._send(points)
+
+    @torch.no_grad()
+    def _send(self, points: Points, group: str = "") -> None:
+        """Submit gradients, each of which is there behind its point.
+
+        Hooks of one backward may run on several streams.
+        """
+        follow(points.values(), [param.grad for param in points])
+        engine = self._set.member.engine
+        self._use_engine(engine)
+        packed = [self._packed(param) for param in points]
+        tensors = [shared.tensor for shared, _ in packed]
+        group_size = len(packed) if group else 0
+        requests = [
+            self._request(param, shared, group, group_size)
+            for param, (shared, _) in zip(points, packed, strict=True)
+        ]
+        with translated():
+            handles = engine.submit_all(list(zip(requests, tensors, tensors, strict=True)))
+        pending = Pending(handles, lambda _: tensors, tensors)
+        for index, (param, (_, ctx)) in enumerate(zip(points, packed, strict=True)):
+            self.under_way[param] = pending, index, ctx
+
+    def _request(
+        self, param: nn.Parameter, shared: SharedGrad, group: str, group_size: int
+    ) -> Request:
+        """Return what ranks hear of a gradient: the same in every step, while it is the same."""
+        x = shared.tensor
+        key = x.shape, x.dtype, x.device, shared.place, shared.strides, group_size
+        known = self._requests.get(param)
+        if known is None or known[0] != key:
+            new = request(
+                f"gradient.{self._names[param]}",
+                "all_reduce",
+                x,
+                op=engine_op(self._op, x),
+                prescale=self._factors[0],
+                postscale=self._factors[1],
+                place=shared.place,
+                strides=shared.strides,
+                group=group,
+                group_size=group_size,
+            )
+            known = self._requests[param] = key, new
+        return known[1]
+
+    def _packed(self, param: nn.Parameter) -> tuple[SharedGrad, Any]:
+        """Return what travels, and what its decompression needs."""
+        if self._shared is not None:
+            return self._shared.move_in(param), None
+        assert param.grad is not None  # as above
+        tensor, ctx = self._compression.compress(param.grad)
+        return SharedGrad(tensor), ctx
+
+    def _gradient(self, param: nn.Parameter) -> torch.Tensor:
+        grad = param.grad
+        if grad is None:  # others may have one
+            nothing = self._nothing.get(param)
+            grad = param.grad = torch.zeros_like(param if nothing is None else nothing)
+        elif grad.is_sparse and param not in self._nothing:
+            self._nothing[param] = torch.zeros_like(grad)
+        if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
+            grad = param.grad = grad.to_dense()
+        return grad
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether gradients are under way, or about to be."""
+        return bool(self.under_way or self._collected or self._ready)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for all gradients; `.grad` then holds the results."""
+        if not self._set.included():
+            return
+        try:
+            with self._lock:
+                # a model's zero_grad() asks nobody
+                pending = (*self.under_way, *self._collected, *self._ready)
+                if any(param.grad is None for param in pending):
+                    raise AssertionError(TOO_EARLY)
+                for param in self._required():
+                    if param not in self.under_way and param not in self._collected:
+                        self._mark_ready(param)
+                self.flush()
+            self._wait()
+        finally:
+            self.under_way.clear()
+            self._collected.clear()
+            self._ready.clear()
+            self._left = dict.fromkeys(self._names, self._passes)
+        self.is_synchronized = True
+
+    def _wait(self) -> None:
+        results: dict[int, Any] = {}
+        for param, (handle, index, ctx) in self.under_way.items():
+            if id(handle) not in results:
+                results[id(handle)] = synchronize(handle)
+            result = results[id(handle)]
+            result = result if index < 0 else result[index]
+            grad = param.grad
+            if result is grad:
+                continue
+            result = self._compression.decompress(result, ctx)
+            if grad is None or grad.is_sparse or result.is_sparse:
+                param.grad = result
+            elif result.data_ptr() != grad.data_ptr():
+                grad.copy_(result)
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure behind which gradients are those of all ranks."""
+        if not self.synchronizes:
+            return closure
+
+        def reduced() -> Any:
+            loss = closure()
+            self.finish()
+            return loss
+
+        return reduced

@@ -1,0 +1,91 @@
+"""Memory of gradients while they are reduced: side by side, readable by all ranks.
+
+A gradient is moved there when it comes, and the place becomes the parameter's `.grad`. From then on
+there is one copy of it, and the engine reduces neighbours in one message without copying them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from braid.fusion import Fusion
+from braid.fusion.fusion_buffer import ALIGNMENT
+from braid.params.flat import FlatBuffer
+from braid.params.grad_view import move_grad
+
+__all__ = ["SharedGrad", "SharedGrads"]
+
+
+class SharedGrad(NamedTuple):
+    """Memory of one gradient.
+
+    Attributes:
+        tensor: Memory in the shape of the parameter, and with its strides.
+        place: Index of its first element, see `Request.place`; -1 outside of the shared memory.
+        strides: Strides, see `Request.strides`.
+    """
+
+    tensor: torch.Tensor
+    place: int = -1
+    strides: tuple[int, ...] = ()
+
+
+class SharedGrads:
+    """Memory of all gradients of an optimizer.
+
+    Args:
+        engine: Engine that reduces them.
+        params: Parameters in the order of registration; backward goes the other way, so does the
+            memory.
+
+    Attributes:
+        engine: As given.
+    """
+
+    def __init__(self, engine: Fusion, params: Iterable[nn.Parameter]) -> None:
+        self.engine = engine
+        together: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for param in params:
+            together.setdefault((param.dtype, param.device), []).append(param)
+        self._places: dict[nn.Parameter, SharedGrad] = {}
+        self._given: dict[nn.Parameter, weakref.ref[torch.Tensor]] = {}
+        for (dtype, _), members in together.items():
+            members.reverse()
+            align = max(1, ALIGNMENT // members[0].element_size())
+            buffer = FlatBuffer.for_params(members, engine.group, dtype, align=align)
+            first = engine.reserve(buffer.tensor.numel())
+            for param, view, start in zip(members, buffer.views, buffer.starts, strict=True):
+                strides = () if view.is_contiguous() else view.stride()
+                self._places[param] = SharedGrad(view, first + start, strides)
+
+    def move_in(self, param: nn.Parameter) -> SharedGrad:
+        """Move a gradient into the shared memory and return where it lies then.
+
+        It stays outside if it does not fit any more, or if the program still holds that of a former
+        step.
+        """
+        place, grad = self._places.get(param), param.grad
+        assert grad is not None  # the caller has seen to it
+        if grad.requires_grad:
+            grad = param.grad = grad.detach()
+        if place is None or not _fits(grad, place.tensor):
+            return SharedGrad(grad)
+        given = self._given.get(param)
+        former = None if given is None else given()
+        if (former is not None and former is not grad) or not move_grad(param, place.tensor):
+            return SharedGrad(grad)
+        assert param.grad is not None  # it has been moved
+        self._given[param] = weakref.ref(param.grad)
+        return place
+
+    def __repr__(self) -> str:
+        return f"SharedGrads({len(self._places)} gradients)"
+
+
+def _fits(grad: torch.Tensor, place: torch.Tensor) -> bool:
+    return (grad.dtype, grad.device, grad.shape) == (place.dtype, place.device, place.shape)
