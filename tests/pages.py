@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from braid.comm.algorithms.programs import names_for
 from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Selection
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.cost import Comparison, compare
 from braid.schedule import simulate
 from braid.schedule.collective import ALGORITHMS, algorithm, collective_costs, program
@@ -266,8 +266,8 @@ def _on_tensors(name: str) -> list[str]:
 def chosen() -> str:
     """The page about what groups choose by themselves."""
     near = Selection(DEFAULT_COSTS, NUM_RANKS, may_pull=True)
-    hosting = Hosting.of([0, 0, 1, 1])
-    far = Selection(DEFAULT_FAR_COSTS, NUM_RANKS, may_pull=False, hosting=hosting)
+    nodes = NodeMap.of([0, 0, 1, 1])
+    far = Selection(DEFAULT_FAR_COSTS, NUM_RANKS, may_pull=False, nodes=nodes)
     lines = [
         "# Which algorithm when",
         "",

@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from braid import torch_backend
 from braid.comm import Group
-from braid.comm.engines.c10d import DelegateEngine, make_nccl
+from braid.comm.engines.c10d import C10dEngine, make_nccl
 from braid.errors import StaleError
 from braid.rendezvous import JobEnvironment
 from braid.rendezvous.membership import Membership, join
@@ -54,7 +54,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         _tune(group, member.transport.hosts, timeout_s)
         if _have_own_gpus(group, member.transport.hosts):
             group.attach(
-                DelegateEngine(
+                C10dEngine(
                     member.context,
                     group.ranks,
                     make_nccl,
@@ -92,7 +92,7 @@ def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
 
 def shutdown() -> None:
     """Leave the job and give everything back; `init` may be called again. Also happens at exit."""
-    group, member = _DEFAULT.group and _DEFAULT.group.latest, _DEFAULT.membership
+    group, member = _DEFAULT.group and _DEFAULT.group.current, _DEFAULT.membership
     _DEFAULT.group = _DEFAULT.membership = None
     if group is None or member is None:
         return
@@ -113,7 +113,7 @@ def world() -> Group:
     if _DEFAULT.group is None:
         msg = "expected braid.init() to have been called, found no default group: call it once at the start"
         raise StaleError(msg)
-    return _DEFAULT.group.latest
+    return _DEFAULT.group.current
 
 
 def membership() -> Membership:

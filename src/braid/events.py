@@ -39,6 +39,7 @@ OPEN = (1 << 64) - 1  # the duration of a span that has not ended
 MAGIC = int.from_bytes(b"BRAIDEV1", "little")
 HEADER_BYTES = 4096
 RECORD = struct.Struct("=8Q")
+RECORD_WORDS = 8
 NAME_HEAD = struct.Struct("=QH")
 MAX_KNOWN = 16384  # texts that a writer remembers, whether the table had room for them or not
 NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
@@ -274,25 +275,34 @@ class _Inner(dict[str, bool]):
         return inner
 
 
-class Span:
-    """A span in progress; ends when the `with` block is left, or by `end()`."""
+class Span(NamedTuple):
+    """A span in progress; ends when the `with` block is left, or by `end()`.
 
-    __slots__ = ("_index", "_recorder", "t_ns")
+    Attributes:
+        recorder: Recorder that wrote its beginning.
+        number: Number of its record.
+        t_ns: Time of its beginning.
+    """
 
-    def __init__(self, recorder: Recorder, index: int, t_ns: int) -> None:
-        self._recorder = recorder
-        self._index = index
-        self.t_ns = t_ns
+    recorder: Recorder
+    number: int
+    t_ns: int
 
     def end(self) -> int:
         """Fill in the duration and return it, in nanoseconds."""
-        return self._recorder._end(self._index, self.t_ns)  # noqa: SLF001 - its continuation
+        recorder, t_ns = self.recorder, self.t_ns
+        dur_ns = recorder.now_ns() - t_ns
+        word = self.number % recorder.capacity * RECORD_WORDS
+        words = recorder.words
+        if words[word] == t_ns:  # else the ring has come round; the beginning is gone as well
+            words[word + 1] = dur_ns
+        return dur_ns
 
     def __enter__(self) -> Span:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._recorder._end(self._index, self.t_ns)  # noqa: SLF001 - its continuation
+        self.end()
 
 
 class Recorder:
@@ -313,12 +323,12 @@ class Recorder:
             ring = EventRing(bytearray(EventRing.nbytes_for(4096)), 4096)
         self.ring = ring
         self.listener: Callable[[str, int], None] | None = None
-        self._now_ns = (clock or MonotonicClock()).now_ns
+        self.now_ns = (clock or MonotonicClock()).now_ns
         self._kinds: dict[str, int] = {}
         self._indices = itertools.count(ring.written)
-        self._words = ring.records.cast("Q")
+        self.words = ring.records.cast("Q")
         self._header = ring.header
-        self._capacity = ring.capacity
+        self.capacity = ring.capacity
         self._inner = _Inner()
         # a code object is kept as long as its id is
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
@@ -336,14 +346,14 @@ class Recorder:
         """Begin a span named `kind`; end it by leaving a `with` block or by `Span.end()`."""
         if self.listener is not None:
             self.listener(kind, seq)
-        t_ns = self._now_ns()
+        t_ns = self.now_ns()
         return Span(self, self._write(t_ns, OPEN, kind, group, channel, seq, nbytes, site), t_ns)
 
     def instant(self, kind: str, *, seq: int = 0, nbytes: int = 0, site: int = 0) -> None:
         """Record that something happened now."""
         if self.listener is not None:
             self.listener(kind, seq)
-        self._write(self._now_ns(), 0, kind, 0, 0, seq, nbytes, site)
+        self._write(self.now_ns(), 0, kind, 0, 0, seq, nbytes, site)
 
     def complete(
         self,
@@ -404,7 +414,7 @@ class Recorder:
             digest = self.intern(kind)
         RECORD.pack_into(
             self.ring.records,
-            index % self._capacity * RECORD.size,
+            index % self.capacity * RECORD.size,
             t_ns,
             dur_ns,
             digest,
@@ -416,10 +426,3 @@ class Recorder:
         )
         self._header[_HEAD] = index + 1
         return index
-
-    def _end(self, index: int, t_ns: int) -> int:
-        dur_ns = self._now_ns() - t_ns
-        word = index % self._capacity * 8
-        if self._words[word] == t_ns:  # else the ring has come round; the begin is gone as well
-            self._words[word + 1] = dur_ns
-        return dur_ns

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from braid.comm import StepsBy
 from braid.errors import ConfigError
 from braid.events import Recorder
 from braid.params import Bucket, FlatBuffer, ParamTable
@@ -85,7 +86,7 @@ class Operation:
         self.tensor = tensor
         self.num_started = 0
 
-    def start(self, *, lazily=False):  # noqa: ARG002 - of the protocol
+    def start(self, *, steps_by=StepsBy.CALLER):  # noqa: ARG002 - of the protocol
         self.num_started += 1
         return self
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 import braid_torch_backend
+from braid.comm.engines.background_poller import BackgroundPoller
 from braid.errors import CommError, ConfigError
-from braid.torch_backend.attendant import Attendant
 from braid.torch_backend.futures import WorkFuture
 from braid.torch_backend.reduce_ops import Reduction, reduction
 from braid.torch_backend.shapes import cut, divided, rows
@@ -76,31 +76,35 @@ class Countdown:
         return None
 
 
-def test_attendant_takes_steps_and_settles_futures() -> None:
-    attendant = Attendant("braid-torch_backend-test")
+def test_background_poller_takes_steps_and_settles_futures() -> None:
+    poller = BackgroundPoller("braid-torch_backend-test")
     settled = threading.Event()
     future = WorkFuture(lambda: None, 7)
     future.add_done_callback(lambda _f: settled.set())
-    attendant.settle(Countdown(3), future)
+    poller.when_done(Countdown(3), future.settle)
     assert settled.wait(10)
-    attendant.close()
+    poller.close()
     assert future.value() == 7
 
 
-def test_attendant_comes_again_for_what_it_can_leave_for_longer() -> None:
-    attendant, work = Attendant("braid-torch_backend-test"), Countdown(1)
-    attendant.attend(work, patient=True)
+def test_background_poller_comes_again_for_what_it_can_leave_for_longer() -> None:
+    poller, work = BackgroundPoller("braid-torch_backend-test"), Countdown(1)
+    poller.poll(work, rarely=True)
     assert work.asked.wait(10)
-    attendant.close()
+    poller.close()
 
 
-def test_attendant_does_not_ask_what_it_has_released() -> None:
-    attendant, released, other = Attendant("braid-torch_backend-test"), Countdown(1), Countdown(1)
-    attendant.attend(released, patient=True)
-    attendant.release(released)
-    attendant.attend(other, patient=True)
+def test_background_poller_does_not_ask_what_it_has_released() -> None:
+    poller, released, other = (
+        BackgroundPoller("braid-torch_backend-test"),
+        Countdown(1),
+        Countdown(1),
+    )
+    poller.poll(released, rarely=True)
+    poller.release(released)
+    poller.poll(other, rarely=True)
     assert other.asked.wait(10)
-    attendant.close()
+    poller.close()
     assert not released.asked.is_set()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from braid.comm.algorithms import broadcast_gather as move
 from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
-from braid.comm.channel.control_pages import Port
+from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.staging import CHUNK_BYTES
 from braid.testing.explorer import Acquire, Post, record
 from braid.testing.virtual_time import run_on_virtual_clock
@@ -17,7 +17,7 @@ CHUNK = CHUNK_BYTES // 4  # in floats
 
 
 def _record(size: int, make):
-    def steps(port: Port):
+    def steps(port: ControlPages):
         channel = port.channel(0)
         channel.digest = 1
         return make(port, channel)
@@ -55,7 +55,7 @@ def test_two_phase_all_reduce_takes_two_steps_a_chunk(size):
 def test_registered_all_reduce_takes_two_steps_and_sums_one_slice_of_everybody(size):
     numel = 12 * CHUNK
 
-    def make(port: Port, ch):
+    def make(port: ControlPages, ch):
         x = port.transport.arena.empty((numel,)).fill_(1.0)
         return all_reduce(ch, x, "sum")
 

@@ -12,16 +12,16 @@ from braid.comm.algorithms import hierarchical, reduce_scatter, relays
 from braid.comm.algorithms import send as message
 from braid.comm.algorithms.all_reduce import all_reduce, direct, two_phase
 from braid.comm.algorithms.receive import Mailbox
-from braid.comm.channel.control_pages import Port
+from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_of
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.testing.explorer import explore, record
 
 LARGE = 300_000  # floats: three chunks of the staging slots
 WAYS = ("staged", "registered", "pulled")
 
 
-def _ones(port: Port, numel: int, way: str) -> torch.Tensor:
+def _ones(port: ControlPages, numel: int, way: str) -> torch.Tensor:
     """Ordinary memory, memory of the arena, or such that can only be offered by its address, but is watched."""
     if way == "staged":
         return torch.ones(numel)
@@ -30,7 +30,7 @@ def _ones(port: Port, numel: int, way: str) -> torch.Tensor:
     return port.transport.arena.empty((numel + 1,)).fill_(1.0)[1:]
 
 
-def _steps(name: str, port: Port, x: torch.Tensor, private: bool):
+def _steps(name: str, port: ControlPages, x: torch.Tensor, private: bool):
     """The generator of one collective on `x`, with fitting results."""
     ch, n, me, root = port.channel(0), port.size, port.rank, port.size - 1
     width = x.numel() // n
@@ -60,7 +60,7 @@ def _steps(name: str, port: Port, x: torch.Tensor, private: bool):
     }[name]()
 
 
-def _collective(name: str, port: Port, way: str):
+def _collective(name: str, port: ControlPages, way: str):
     port.channel(0).digest = 1
     n = port.size
     small, large = _ones(port, 8 * n, way), _ones(port, LARGE // n * n, way)
@@ -99,7 +99,7 @@ def test_whoever_sums_which_block_nothing_deadlocks_or_races(size, seed):
     some = random.Random(seed).choices(range(size), k=8)
     deal = {0: [0] * 8, 1: [size - 1] * 8}.get(seed, some)
 
-    def several(port: Port):
+    def several(port: ControlPages):
         for _ in range(2):
             yield from _collective("all_reduce", port, "registered")
 
@@ -117,7 +117,7 @@ def test_a_block_that_two_members_sum_is_found():
 
         __hash__ = None
 
-    def careless(port: Port):
+    def careless(port: ControlPages):
         return _collective("all_reduce", port, "registered")
 
     assert explore(record(2, careless, deal=Everyones())).races
@@ -126,7 +126,7 @@ def test_a_block_that_two_members_sum_is_found():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_that_follow_each_other_do_not_race(size, way):
-    def everything(port: Port):
+    def everything(port: ControlPages):
         for _ in range(2):
             for name in NAMES:
                 yield from _collective(name, port, way)
@@ -139,7 +139,7 @@ def _recv(mailbox: Mailbox, out: torch.Tensor, source: int, tag: int):
     return mailbox.steps(mailbox.post(out.view(torch.uint8), tag, source, digest=1))
 
 
-def _send(port: Port, x: torch.Tensor, to: int, tag: int, way: str):
+def _send(port: ControlPages, x: torch.Tensor, to: int, tag: int, way: str):
     data = port.channel(port.sending_index(to))
     data.digest = 1
     acks = port.channel(port.acknowledging_index(port.rank))
@@ -149,7 +149,7 @@ def _send(port: Port, x: torch.Tensor, to: int, tag: int, way: str):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_messages_do_not_race(size, way):
-    def ring(port: Port):
+    def ring(port: ControlPages):
         n, me = port.size, port.rank
         after, before = (me + 1) % n, (me - 1) % n
         mailbox = Mailbox(port)
@@ -171,7 +171,7 @@ def test_messages_do_not_race(size, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_messages_with_other_tags_do_not_race(way):
-    def crossed(port: Port):
+    def crossed(port: ControlPages):
         sizes = (8, LARGE, 8)
         if port.rank == 0:
             for tag, numel in enumerate(sizes):
@@ -190,23 +190,23 @@ def test_messages_with_other_tags_do_not_race(way):
 
 
 def test_a_slot_that_is_reused_too_early_is_found():
-    def hasty(port: Port):
+    def hasty(port: ControlPages):
         ch = port.channel(0)
         ch.digest = 1
         for _ in range(3):
             ch.own.stage(torch.ones(8))
-            ch.post()  # and does not wait until the others have read
+            ch.publish()  # and does not wait until the others have read
             for peer in ch.others:
                 yield from ch.await_step(peer, ch.value - 1)
 
         yield from move.barrier(ch)
 
-    def reading(port: Port):
+    def reading(port: ControlPages):
         ch = port.channel(0)
         ch.digest = 1
         for _ in range(3):
             ch.own.stage(torch.ones(8))
-            value = ch.post()
+            value = ch.publish()
             for peer in ch.others:
                 yield from ch.await_step(peer, value)
                 ch.peek(peer, 8, torch.float32).clone()
@@ -218,12 +218,12 @@ def test_a_slot_that_is_reused_too_early_is_found():
 
 
 def test_a_result_that_is_used_before_the_others_have_written_it_is_found():
-    def careless(port: Port):
+    def careless(port: ControlPages):
         ch = port.channel(0)
         ch.digest = 1
         x = port.transport.arena.empty((1000,)).fill_(1.0)
-        ch.own.offer(x)
-        yield from ch.exchange()
+        ch.own.expose(x)
+        yield from ch.publish_and_wait()
         ch.peek(1 - ch.rank, 1000, torch.float32).add_(1.0)
         x.sum()  # no step tells that the other has finished writing
         yield from move.barrier(ch)
@@ -232,12 +232,12 @@ def test_a_result_that_is_used_before_the_others_have_written_it_is_found():
 
 
 def test_private_memory_that_is_changed_while_it_is_read_is_found():
-    def careless(port: Port):
+    def careless(port: ControlPages):
         ch = port.channel(0)
         ch.digest = 1
         x = _ones(port, 1000, "pulled")
-        ch.own.offer(x, private=True)
-        yield from ch.exchange()
+        ch.own.expose(x, private=True)
+        yield from ch.publish_and_wait()
         remote_of(ch, 1 - ch.rank, 1000, torch.float32).read(0, torch.empty(1000))
         x.fill_(2.0)  # no step tells that the other has read it
         yield from move.barrier(ch)
@@ -246,10 +246,10 @@ def test_private_memory_that_is_changed_while_it_is_read_is_found():
 
 
 def test_ranks_that_wait_for_each_other_are_found():
-    def crossed(port: Port):
+    def crossed(port: ControlPages):
         ch = port.channel(0)
         yield from ch.await_step(1 - port.rank, 1)
-        ch.post()
+        ch.publish()
 
     with pytest.raises(AssertionError, match="waiting for each other"):
         record(2, crossed)
@@ -285,12 +285,12 @@ def test_hosts_never_wait_for_each_other_nor_write_what_is_still_read(
     ):
         monkeypatch.setattr(hierarchical, name, value)
 
-    def steps(port: Port):
+    def steps(port: ControlPages):
         port.channel(0).digest = 1
         for count in (numel, numel // 3):  # the next one uses the same window
             x = torch.arange(float(count)) + port.rank
             yield from hierarchical.hierarchical(
-                port.channel(0), x, "sum", None, hosting=Hosting.of(hosts)
+                port.channel(0), x, "sum", None, nodes=NodeMap.of(hosts)
             )
             n = port.size
             assert torch.equal(x, n * torch.arange(float(count)) + n * (n - 1) / 2)
@@ -304,32 +304,32 @@ def test_fewer_slots_than_turns_need_are_a_race(monkeypatch):
     for name, value in (("LEAST_BYTES", 40), ("MOST_BYTES", 40), ("NUM_SPARE", 1), ("DEPTH", 1)):
         monkeypatch.setattr(hierarchical, name, value)
 
-    def steps(port: Port):
+    def steps(port: ControlPages):
         port.channel(0).digest = 1
         x = torch.ones(200)
         yield from hierarchical.hierarchical(
-            port.channel(0), x, "sum", None, hosting=Hosting.of((0, 1))
+            port.channel(0), x, "sum", None, nodes=NodeMap.of((0, 1))
         )
 
     assert explore(record(2, steps)).races
 
 
-def _relayed(port: Port, kind: str, hosting: Hosting, per: int):
+def _relayed(port: ControlPages, kind: str, nodes: NodeMap, per: int):
     ch, me, n = port.channel(0), port.rank, port.size
     ch.digest = 1
     for root in (0, n - 1):
         if kind == "broadcast":
             x = torch.full((per,), float(me))
-            yield from relays.broadcast(ch, x, root, hosting)
+            yield from relays.broadcast(ch, x, root, nodes)
             assert x.tolist() == [float(root)] * per
         elif kind == "all_gather":
             outs = [torch.empty(per - r % 2) for r in range(n)]
-            yield from relays.all_gather(ch, outs, torch.full((per - me % 2,), float(me)), hosting)
+            yield from relays.all_gather(ch, outs, torch.full((per - me % 2,), float(me)), nodes)
             assert [set(out.tolist()) for out in outs] == [{float(r)} for r in range(n)]
         else:
             out, offsets = torch.empty(per), [per * r for r in range(n + 1)]
             x = torch.full((per * n,), float(me))
-            yield from relays.reduce_scatter(ch, out, x, offsets, "sum", None, hosting=hosting)
+            yield from relays.reduce_scatter(ch, out, x, offsets, "sum", None, nodes=nodes)
             assert out.tolist() == [n * (n - 1) / 2] * per
 
 
@@ -342,5 +342,5 @@ def test_relays_never_wait_for_each_other_nor_write_what_is_still_read(
 ):
     for name, value in (("CHUNK_BYTES", nbytes), ("DEPTH", 1), ("NUM_SLOTS", 5)):
         monkeypatch.setattr(relays, name, value)
-    found = explore(record(len(hosts), lambda port: _relayed(port, kind, Hosting.of(hosts), 30)))
+    found = explore(record(len(hosts), lambda port: _relayed(port, kind, NodeMap.of(hosts), 30)))
     assert (found.deadlocks, found.races) == ([], [])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from braid.comm import Group, Work
+from braid.comm import Group, StepsBy, Work
 from braid.testing.worlds import run_threads
 
 N = 3
@@ -66,7 +66,9 @@ def _started(
     if way == "background":
         work, claim = operation(group, size, group, async_op=True)
         return [work], claim
-    with group.coalesce(lazily=way == "lazy block") as batch:
+    with group.coalesce(
+        steps_by=StepsBy.WAITER if way == "lazy block" else StepsBy.CALLER
+    ) as batch:
         _, claim = operation(group, size, batch)
     return [batch.work], claim
 
@@ -128,7 +130,7 @@ def _asks_one_only(group: Group) -> float:
     other = group.split(0)
     x, y = torch.ones(SIZES[-1]), torch.ones(1)
     if group.rank == 0:
-        with group.coalesce(lazily=True) as batch:
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
             batch.all_reduce(x)
         work = other.all_reduce(y, async_op=True)
         while not work.done():

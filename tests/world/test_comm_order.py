@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.errors import MismatchError
 from braid.testing.worlds import run_threads
 
@@ -224,7 +224,7 @@ def _behind_a_block(group: Group, over: threading.Event) -> float:
     """Rank 0 leaves an operation in the background, behind a lazy block, and waits for nothing of the group."""
     x, y = torch.ones(LARGE), torch.ones(LARGE)
     if group.rank == 0:
-        with group.coalesce(lazily=True) as batch:
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
             batch.all_reduce(x)
         group.all_reduce(y, async_op=True)
         came = over.wait(20)

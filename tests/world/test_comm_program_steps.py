@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.comm.algorithms.programs import Programs, program_steps
-from braid.comm.channel.control_pages import Port
+from braid.comm.channel.control_pages import ControlPages
 from braid.errors import ConfigError
 from braid.schedule import Program
 from braid.schedule.collective import ALGORITHMS, algorithm, program
@@ -57,7 +57,7 @@ def _promised(
     return 0, torch.cat([x[width * q : width * (q + 1)] for q, x in enumerate(everybody)])
 
 
-def _checked(port: Port, name: str, operation: str, numels: tuple[int, ...], row: int):
+def _checked(port: ControlPages, name: str, operation: str, numels: tuple[int, ...], row: int):
     """Carry out one algorithm on buffers of these lengths, or of so many elements a part."""
     ch, programs = port.channel(0), _Hosts(port.rank, port.size, row)
     ch.digest = 1
@@ -101,7 +101,7 @@ def test_no_interleaving_of_a_program_deadlocks_or_races(name, operation):
 def test_reductions_and_dtypes_are_those_of_the_group(op, dtype, expected):
     found: dict[int, list[float]] = {}
 
-    def steps(port: Port):
+    def steps(port: ControlPages):
         ch, x = port.channel(0), torch.full((5,), port.rank, dtype=dtype)
         ch.digest = 1
         yield from program_steps(ch, Programs(port.rank, 3), "ring", "all_reduce", x, op=op)
@@ -113,7 +113,7 @@ def test_reductions_and_dtypes_are_those_of_the_group(op, dtype, expected):
 
 @pytest.mark.parametrize("operation", ["all_gather", "all_to_all"])
 def test_parts_must_be_of_one_size(operation):
-    def steps(port: Port):
+    def steps(port: ControlPages):
         name = "ring" if operation == "all_gather" else "pairwise"
         return program_steps(
             port.channel(0), Programs(port.rank, 3), name, operation, torch.ones(10)

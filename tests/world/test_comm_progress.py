@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.comm.algorithms import all_reduce
 from braid.errors import CommError, StaleError
 from braid.testing.worlds import run_threads
@@ -93,7 +93,7 @@ def _callback_waits(group: Group, ready: threading.Event) -> str:
 def test_a_callback_that_waits_in_the_progress_thread_is_refused_with_a_reason():
     text, _ = run_threads(2, _callback_waits, threading.Event())
     assert (
-        "expected all_reduce(float32[1], sum) to be waited for in a thread of the program" in text
+        "a callback waits for all_reduce(float32[1], sum) in the thread that carries it out" in text
     )
 
 
@@ -187,7 +187,7 @@ def _summed_by_others(group: Group, together: threading.Barrier) -> list[list[fl
     found = []
     for _ in range(2):
         x.fill_(float(group.rank + 1))
-        work = request.start(lazily=True)
+        work = request.start(steps_by=StepsBy.WAITER)
         together.wait(10)
         if group.rank < group.size - 1:
             assert not work.done()  # it is, but for the last rank's word that it knows
@@ -207,7 +207,7 @@ def test_whoever_is_early_sums_what_a_late_rank_has_only_offered(size):
 
 def _counts(group: Group) -> list[int]:
     group.barrier()  # the line is there
-    address = group.engine.port.channel(0).claims._address
+    address = group.engine.pages.channel(0).work_counter._address
     group.barrier()
     return [fetch_add(address, 1) for _ in range(1 << 16)]
 
@@ -225,7 +225,7 @@ def _comes_when_another_has_given_up(
     part = group.split(0)
     x = part.empty((NUMEL,)).fill_(1.0)
     if group.rank == 0:
-        part.persistent("all_reduce", x).start(lazily=True)
+        part.persistent("all_reduce", x).start(steps_by=StepsBy.WAITER)
         if way == "aborts":
             part.abort("tired")
         else:
@@ -291,7 +291,7 @@ def _blocks_in_a_callback(group: Group, way: str) -> str:
         called.set()
 
     if way == "behind a block":
-        with group.coalesce(lazily=True) as batch:
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
             batch.all_reduce(x)
         first = batch.work
     else:
@@ -308,12 +308,12 @@ def _blocks_in_a_callback(group: Group, way: str) -> str:
 @pytest.mark.parametrize("way", ["behind a block", "alone"])
 def test_a_callback_must_not_wait_in_the_thread_that_takes_the_steps(way):
     text, _ = run_threads(2, _blocks_in_a_callback, way)
-    assert text.startswith("expected barrier() to be waited for in a thread of the program")
+    assert text.startswith("a callback waits for barrier() in the thread that carries it out")
 
 
 def _kept_by_its_callback(group: Group) -> bool:
     x = torch.ones(2)
-    with group.coalesce(lazily=True) as batch:
+    with group.coalesce(steps_by=StepsBy.WAITER) as batch:
         batch.all_reduce(x)
     work, ended = batch.work, threading.Event()
     work.add_done_callback(lambda _work: ended.set())

@@ -98,7 +98,7 @@ def test_all_reduces_of_a_block_keep_the_algorithm_that_they_name(world):
 )
 def test_a_factor_is_refused_where_it_could_not_be_applied(world, kind, x):
     def start(group: Group) -> None:
-        with pytest.raises(ConfigError, match="expected scale for all_reduce or reduce_scatter"):
+        with pytest.raises(ConfigError, match="works for all_reduce or reduce_scatter"):
             group.persistent(kind, x.clone()).start(scale=0.5)
 
     world(1, start)

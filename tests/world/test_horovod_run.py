@@ -1,4 +1,4 @@
-"""Claims of braid.compat.horovod's launcher and of its alias, with real processes."""
+"""WorkCounter of braid.compat.horovod's launcher and of its alias, with real processes."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ def test_ranks_of_a_job_have_one_name_and_another_job_with_their_secret_has_anot
         jobs.append(identity.run_id)
         return Listener(address, secret, identity, **options)
 
-    monkeypatch.setattr(import_module("braid.transport.connect"), "Listener", listen)
+    monkeypatch.setattr(import_module("braid.transport.peer_connections"), "Listener", listen)
     for _ in range(2):
         for transport in _join_all([{"host": h, "secret": Secret(bytes(32))} for h in "ab"]):
             transport.close()

@@ -1,4 +1,4 @@
-"""Claims of the launcher, with real processes: deaths are seen and told, nothing is left behind."""
+"""WorkCounter of the launcher, with real processes: deaths are seen and told, nothing is left behind."""
 
 from __future__ import annotations
 

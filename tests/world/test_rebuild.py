@@ -81,7 +81,7 @@ def _loses(group: Group, victims: tuple[int, ...], numel: int) -> tuple:
     _works(new)
     after = sub.rebuild()
     _works(after)
-    return new.ranks, new.epoch >= 1, group.latest is new, after.ranks, new.rank
+    return new.ranks, new.epoch >= 1, group.current is new, after.ranks, new.rank
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.data_parallel.finite_check import FiniteCheck
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, ParamTable, allocator
@@ -151,7 +151,7 @@ def mean(flat: FlatParams, group: Group, check: FiniteCheck, step: int) -> None:
     Cost: 2 (n-1)/n l bytes a rank.
     """
     flats = flat.read()
-    with group.coalesce(lazily=True) as batch:
+    with group.coalesce(steps_by=StepsBy.WAITER) as batch:
         for tensor in flats:
             batch.all_reduce(tensor, "avg")
     batch.work.wait()

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.errors import ConfigError
 from braid.events import Recorder, Span
 from braid.params.bucket_layout import BucketLayout
@@ -41,7 +41,7 @@ class Awaited(Protocol):
 class BucketOperation(Protocol):
     """What the launch of a bucket starts; registered once and started in every step."""
 
-    def start(self, *, lazily: bool = False) -> Awaited:
+    def start(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Awaited:
         """Start the operation on the bucket's memory."""
         ...
 
@@ -181,7 +181,7 @@ class Bucket:
         if self._residuals:
             self._apply_residuals()
         if self.hook is None:
-            self._work = self.operation.start(lazily=True)
+            self._work = self.operation.start(steps_by=StepsBy.WAITER)
         else:
             self._work = self.hook(self)
 

@@ -1,11 +1,11 @@
-"""The group of all ranks over a backend of torch, for tests and benchmarks of `DelegateEngine`."""
+"""The group of all ranks over a backend of torch, for tests and benchmarks of `C10dEngine`."""
 
 from __future__ import annotations
 
 import threading
 
 from braid.comm import Group
-from braid.comm.engines.c10d import DelegateEngine, MakeProcessGroup, make_gloo, make_nccl
+from braid.comm.engines.c10d import C10dEngine, MakeProcessGroup, make_gloo, make_nccl
 from braid.events import NameTable
 from braid.transport import RankContext
 
@@ -25,7 +25,7 @@ def delegated_world(
     kind = "cuda" if make is make_nccl else "cpu"
     ranks = tuple(range(context.world_size))
     types = frozenset({kind})
-    engine = DelegateEngine(context, ranks, make, device_types=types, checked=checked)
+    engine = C10dEngine(context, ranks, make, device_types=types, checked=checked)
     # a table that nobody else reads: what ranks ask for travels through the store here
     names = NameTable(memoryview(bytearray(256 << 10)), threading.Lock())
     return Group(context, engine, ranks, names)

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from braid.comm.channel.channel import Aim, Channel
-from braid.comm.channel.control_pages import Port
-from braid.comm.channel.work_counter import Claims
+from braid.comm.channel.channel import Audience, Channel
+from braid.comm.channel.control_pages import ControlPages
+from braid.comm.channel.work_counter import WorkCounter
 from braid.transport import Arena, Fabric, MemoryTransport, Steps, Wait, WaitAny
 
 __all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "record"]
@@ -103,7 +103,10 @@ class Exploration(NamedTuple):
 
 
 def record(
-    size: int, make_steps: Callable[[Port], Steps], *, deal: Callable[[int], int] | None = None
+    size: int,
+    make_steps: Callable[[ControlPages], Steps],
+    *,
+    deal: Callable[[int], int] | None = None,
 ) -> list[list[Action]]:
     """Run a collective on `size` ranks in this thread and write down what each rank does.
 
@@ -119,11 +122,11 @@ def record(
         AssertionError: The ranks wait for each other already in this run.
     """
     with Fabric(size) as fabric:
-        pages = [Port.first_page(t).word for t in fabric.transports]
+        pages = [ControlPages.first_page(t).word for t in fabric.transports]
         ranks = tuple(range(size))
         actions: list[list[Action]] = [[] for _ in ranks]
         ports = [
-            _RecordingPort(t, ranks, r, pages, actions[r], deal or (lambda block: block % size))
+            _RecordingPages(t, ranks, r, pages, actions[r], deal or (lambda block: block % size))
             for r, t in enumerate(fabric.transports)
         ]
         steps = [make_steps(port) for port in ports]
@@ -196,7 +199,7 @@ def _races(
 
 
 def _run_in_turns(
-    ports: Sequence[_RecordingPort], steps: Sequence[Steps], actions: Sequence[list[Action]]
+    ports: Sequence[_RecordingPages], steps: Sequence[Steps], actions: Sequence[list[Action]]
 ) -> None:
     """Advance each rank as far as it gets, again and again, in one thread."""
     pending: list[Wait | WaitAny | None] = [None] * len(ports)
@@ -219,17 +222,17 @@ def _run_in_turns(
             raise AssertionError(msg)
 
 
-class _DealtClaims(Claims):
+class _DealtBlocks(WorkCounter):
     """Blocks that go to whom they are dealt, whoever comes first."""
 
     __slots__ = ("_deal", "_rank")
 
-    def __init__(self, port: _RecordingPort) -> None:
-        super().__init__(0, port.size)
-        self._deal = port.deal
-        self._rank = port.rank
+    def __init__(self, pages: _RecordingPages) -> None:
+        super().__init__(0, pages.size)
+        self._deal = pages.deal
+        self._rank = pages.rank
 
-    def take(self, count: int) -> Iterator[int]:
+    def blocks(self, count: int) -> Iterator[int]:
         return (number for number in range(count) if self._deal(number) == self._rank)
 
 
@@ -238,21 +241,21 @@ class _RecordingChannel(Channel):
 
     __slots__ = ("actions",)
 
-    def __init__(self, port: Port, index: int) -> None:
-        super().__init__(port, index)
-        assert isinstance(port, _RecordingPort)
-        self.actions = port.actions
-        self._claims = _DealtClaims(port)
+    def __init__(self, pages: ControlPages, index: int) -> None:
+        super().__init__(pages, index)
+        assert isinstance(pages, _RecordingPages)
+        self.actions = pages.actions
+        self._work_counter = _DealtBlocks(pages)
 
-    def post(self, aim: Aim | None = None, *, waking: bool = True) -> int:
-        value = super().post(aim, waking=waking)
+    def publish(self, audience: Audience | None = None, *, waking: bool = True) -> int:
+        value = super().publish(audience, waking=waking)
         self.actions.append(Post(self.index, value))
         return value
 
-    def exchange(
+    def publish_and_wait(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
     ) -> Steps:
-        yield from super().exchange(meanwhile, pausing=pausing)
+        yield from super().publish_and_wait(meanwhile, pausing=pausing)
         self.actions.extend(Acquire(peer, self.index, self.value) for peer in self.others)
 
     def await_step(self, peer: int, value: int) -> Steps:
@@ -266,7 +269,7 @@ class _RecordingChannel(Channel):
         return come
 
 
-class _RecordingPort(Port):
+class _RecordingPages(ControlPages):
     channel_type = _RecordingChannel
 
     def __init__(  # what a port is made of, the list to write to, and who does what

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from braid.comm import Group
-from braid.comm.api.batch import Works
+from braid.comm import Group, StepsBy, Work
+from braid.comm.engines.work import Works
 from braid.errors import StaleError
 from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.buckets import Buckets
@@ -64,6 +64,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     ) -> None:
         super().__init__(group.rank, group.size)
         self._group: Any = group  # its overloads want literals; here async_op is a variable
+        self._now: Any = group.starting()
+        self._later: Any = group.starting(steps_by=StepsBy.WAITER)
         self._home = home
         self._buckets = Buckets(group)
         self._foreign = foreign
@@ -144,23 +146,31 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             return FinishedWork(outputs)
         if not several and self._home.spare_cores and _nbytes(outputs) >= LARGE_BYTES:
             return self._started(call(self._group, True), outputs)
-        lazily = opts.asyncOp and self._is_waited_for_soon()
-        with self._group.coalesce(lazily=lazily) as batch:
+        waited_soon = opts.asyncOp and self._is_waited_for_soon()
+        if not several:
+            starter = self._later if waited_soon else self._now
+            return self._passing(call(starter, False), outputs, waited_soon=waited_soon)
+        steps_by = StepsBy.WAITER if waited_soon else StepsBy.CALLER
+        with self._group.coalesce(steps_by=steps_by) as batch:
             call(batch, False)
         if opts.asyncOp:
-            return self._passing(batch.work, outputs)
+            return self._passing(batch.work, outputs, waited_soon=waited_soon)
         batch.work.wait()
         return FinishedWork(outputs)
 
     def _passing(
-        self, work: Works, outputs: list[Any], source: Callable[[], int] | None = None
+        self,
+        work: Work | Works,
+        outputs: list[Any],
+        source: Callable[[], int] | None = None,
+        *,
+        waited_soon: bool,
     ) -> PendingWork:
         """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
-        patient = self._is_waited_for_soon()
-        if patient or not work.done():
-            self._home.attendant.attend(work, patient=patient)
-            if patient:
-                work.add_done_callback(self._home.attendant.release)
+        if waited_soon or not work.done():
+            self._home.poller.poll(work, rarely=waited_soon)
+            if waited_soon:
+                work.add_done_callback(self._home.poller.release)
         return self._started(work, outputs, source)
 
     def _is_waited_for_soon(self) -> bool:
@@ -179,7 +189,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         if inside_backward():
             self._home.backward.settle(future)
         else:
-            self._home.attendant.settle(work, future)
+            self._home.poller.when_done(work, future.settle)
 
     def _deadline(self, opts: Any) -> float | None:
         timeout = opts.timeout
@@ -217,6 +227,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         if self.ended:
             return
         group, self._group = self._group, _Ended(text)
+        self._now = self._later = self._group
         for (
             split
         ) in self._splits:  # which torch may not know of, and which would keep the home open

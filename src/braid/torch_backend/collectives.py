@@ -31,17 +31,22 @@ from braid.torch_backend.work import FinishedWork, seconds
 
 __all__ = ["Collectives"]
 
+_AllreduceOptions: Any = c10d.AllreduceOptions
+
 
 class Collectives(BaseProcessGroup):
     """The collectives of a process group."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduce one tensor in place."""
-        tensors, opts = tensors_of(tensors), _options(c10d.AllreduceOptions, opts)
-        if len(tensors) != 1:
-            return self.allreduce_coalesced(tensors, opts)
+        if type(opts) is not _AllreduceOptions:
+            opts = _options(_AllreduceOptions, opts)
+        if type(tensors) is not list or len(tensors) != 1:
+            tensors = tensors_of(tensors)
+            if len(tensors) != 1:
+                return self.allreduce_coalesced(tensors, opts)
         x = tensors[0]
-        if not in_shared_memory(x):
+        if not (x.is_cpu and x.layout is torch.strided):
             return self._elsewhere(x).allreduce(tensors, opts)
         op, factor = reduction(opts.reduceOp)
         if factor is not None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from braid.comm.engines.work import Works
 from braid.errors import ConfigError
 from braid.torch_backend.base import c10d
 from braid.torch_backend.collectives import Collectives
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
 from braid.torch_backend.shared_world import Homes, Meeting
-from braid.torch_backend.work import FinishedWork, PendingWork, seconds, together
+from braid.torch_backend.work import FinishedWork, PendingWork, seconds
 
 __all__ = ["BraidProcessGroup"]
 
@@ -51,18 +52,16 @@ class BraidProcessGroup(Collectives):
         if self._home.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
             work = self._group.send(x, dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
             return self._started(work, [x], lambda: dst)
-        with self._group.coalesce() as batch:
-            batch.send(x, dst, tag=tag, timeout_s=self._timeout_s)
-        return self._passing(batch.work, [x], lambda: dst)
+        work = self._now.send(x, dst, tag=tag, timeout_s=self._timeout_s)
+        return self._passing(work, [x], lambda: dst, waited_soon=self._is_waited_for_soon())
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Start receiving a tensor."""
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).recv([x], src, tag)
-        with self._group.coalesce() as batch:
-            batch.recv(x, src, tag=tag, timeout_s=self._timeout_s)
-        return self._passing(batch.work, [x], lambda: src)
+        work = self._now.recv(x, src, tag=tag, timeout_s=self._timeout_s)
+        return self._passing(work, [x], lambda: src, waited_soon=self._is_waited_for_soon())
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Start receiving from whoever sends first."""
@@ -86,7 +85,7 @@ class BraidProcessGroup(Collectives):
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])
-        return PendingWork(together(parts), [], self._settle_later)
+        return PendingWork(Works(parts, []), [], self._settle_later)
 
     # Groups of some members.
 

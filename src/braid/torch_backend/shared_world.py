@@ -30,6 +30,7 @@ import torch
 
 from braid.clock import MonotonicClock
 from braid.comm import Group
+from braid.comm.engines.background_poller import BackgroundPoller
 from braid.errors import ConfigError, RendezvousError
 from braid.events import EventRing, Recorder
 from braid.rendezvous import JobEnvironment, wants_portable
@@ -37,7 +38,6 @@ from braid.rendezvous.membership import join
 from braid.rendezvous.network import network_of_program
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
-from braid.torch_backend.attendant import Attendant
 from braid.torch_backend.backward import Backward
 from braid.transport import Health, MemoryTransport, RankContext, connect
 
@@ -78,7 +78,7 @@ class Home:
     Attributes:
         ranks: Their global ranks, as torch counts them.
         world: The group of all of them.
-        attendant: Takes the steps of what nobody waits for.
+        poller: Takes the steps of what nobody waits for.
         backward: Futures that are asked for inside backward.
         spare_cores: Whether every rank can have a core for communication beside those that it computes on.
 
@@ -95,7 +95,7 @@ class Home:
         self.ranks = ranks
         self.world = world
         rank = world.context.rank
-        self.attendant = Attendant(f"braid-torch_backend-{rank}")
+        self.poller = BackgroundPoller(f"braid-torch_backend-{rank}")
         self.backward = Backward()
         self.spare_cores = _has_spare_cores(len(ranks))
         self._owner = owner
@@ -138,7 +138,7 @@ class Home:
         owner, self._owner = self._owner, None
         if os.getpid() != self._pid:
             return
-        self.attendant.close()
+        self.poller.close()
         failure = _failure()
         for group in self._groups:
             if failure:

@@ -10,33 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
+from braid.comm.engines.work import Work, Works
 from braid.torch_backend.futures import WorkFuture
 
-__all__ = ["FinishedWork", "PendingWork", "Started", "seconds", "together"]
+__all__ = ["FinishedWork", "PendingWork", "Started", "seconds"]
 
 _SUCCESS = 0  # c10d::WorkResult::SUCCESS
 _COMM_ERROR = 2  # c10d::WorkResult::COMM_ERROR
 
 
-class Started(Protocol):
-    """What a `PendingWork` stands for: a Work of a group, or several of them."""
-
-    def wait(self, timeout_s: float | None = None) -> object:
-        """Return when it has ended; raises what stopped it."""
-        ...
-
-    def done(self) -> bool:
-        """Whether it has ended, well or badly."""
-        ...
-
-    def exception(self) -> BaseException | None:
-        """What stopped it."""
-        ...
+Started = Work | Works  # what a `PendingWork` stands for
 
 
 def seconds(timeout: timedelta | None) -> float | None:
@@ -182,25 +170,3 @@ class PendingWork(TorchWork):
             return _SUCCESS if started.exception() is None else _COMM_ERROR
 
         return self.get_future().then(outcome)
-
-
-class _All:
-    """Several started things as one."""
-
-    def __init__(self, parts: list[Started]) -> None:
-        self._parts = parts
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        for part in self._parts:
-            part.wait(timeout_s)
-
-    def done(self) -> bool:
-        return all(tuple(part.done() for part in self._parts))  # each may take steps when asked
-
-    def exception(self) -> BaseException | None:
-        return next((e for e in (part.exception() for part in self._parts) if e is not None), None)
-
-
-def together(parts: list[Started]) -> Started:
-    """Several started things as one; waiting goes through them in order."""
-    return parts[0] if len(parts) == 1 else _All(parts)

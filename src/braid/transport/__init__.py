@@ -6,11 +6,11 @@ Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors tha
 
 from braid.transport.arena import Arena, Block
 from braid.transport.base import MemoryTransport
-from braid.transport.connect import Network
 from braid.transport.context import RankContext
 from braid.transport.health import Health, Loss, Witness
 from braid.transport.inproc import Fabric
 from braid.transport.join import connect
+from braid.transport.peer_connections import Network
 from braid.transport.wait import Steps, Wait, WaitAny, Waiter
 
 __all__ = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -27,12 +28,24 @@ Audience: TypeAlias = Any  # each transport's own
 ROOT_LINE = 0  # the place of the first line of the root; extents begin with 1
 LINGER_S = 5.0  # how long a rank that ends waits for peers that are still at work
 
+# to be told of a fork, which is cheaper than asking for the process id at every call
+_TRANSPORTS: weakref.WeakSet[MemoryTransport] = weakref.WeakSet()
+
+
+def _note_fork() -> None:
+    for transport in _TRANSPORTS:
+        transport.forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
 
 class MemoryTransport:
     """This rank's end of the shared memory of a job.
 
     Attributes:
         hosts: Number of each rank's host; ranks with the same one share memory.
+        forked: Whether this process is a forked child of the one that made the transport.
 
     Args:
         rank: Global rank.
@@ -78,7 +91,8 @@ class MemoryTransport:
         self._root = root
         self._peers = peers
         self._fence = threading.Lock()
-        self._pid = os.getpid()
+        self.forked = False  # whether this is a child of the process that made it
+        _TRANSPORTS.add(self)
         self._on_close = on_close
         health.on_loss(bells.ring_own)
         health.ask_left(self._has_left)
@@ -139,11 +153,6 @@ class MemoryTransport:
         Only where `may_pull`. Cost: one copy by the kernel.
         """
         self._peers.pull(rank, address, out)
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is a child of the process that made the transport."""
-        return os.getpid() != self._pid
 
     def fds(self) -> list[int]:
         """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""

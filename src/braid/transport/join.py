@@ -15,13 +15,13 @@ from braid.clock import Clock
 from braid.store import Store
 from braid.transport.atomic import is_atomic_between_processes
 from braid.transport.base import MemoryTransport
-from braid.transport.connect import Network, call_all
 from braid.transport.health import Health
 from braid.transport.hosts import HostsTransport, Near
 from braid.transport.links import Link, Links
 from braid.transport.meeting import Meeting, host_name
 from braid.transport.memory import ROOT_BYTES, MemoryFile, Root, has_ordered_stores
 from braid.transport.mirror import MirroredMemory
+from braid.transport.peer_connections import Network, call_all
 from braid.transport.shm import SHARED_MEMORY, Shared, share
 from braid.transport.wait import Doorbells
 from braid.wire import Secret

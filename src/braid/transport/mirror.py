@@ -56,7 +56,8 @@ class Writes(NamedTuple):
 def pack_writes(writes: Writes) -> bytes:
     """The meta of a frame."""
     parts = [_COUNT.pack(len(writes.large))]
-    parts += [_PLACE.pack(*place) for place in writes.large]
+    for extent, offset in writes.large:
+        parts.append(_PLACE.pack(extent, offset))
     for extent, offset, data in writes.small:
         parts += (_SMALL.pack(extent, offset, len(data)), data)
     return b"".join(parts)

@@ -104,21 +104,25 @@ def encode(
     Raises:
         ConfigError: The receiver would refuse the frame, or a buffer is not contiguous.
     """
+    sizes, views = [], []
     try:
-        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            sizes.append(len(view))
+            if sizes[-1]:
+                views.append(view)
     except TypeError as exc:
         msg = (
             f"expected contiguous buffers to send, found one that is not ({exc}): "
             "send a contiguous copy of it"
         )
         raise ConfigError(msg) from exc
-    sizes = [len(view) for view in views]
     violation = limits.violation(len(meta), len(sizes), sum(sizes))
     if violation:
         msg = f"a frame to send is too large: {violation}; send it in pieces or raise FrameLimits"
         raise ConfigError(msg)
     head = _HEADER.pack(_MARK, len(sizes), len(meta)) + struct.pack(f"<{len(sizes)}Q", *sizes)
-    return [memoryview(head + meta), *(view for view in views if len(view))]
+    return [memoryview(head + meta), *views]
 
 
 class FrameDecoder:

@@ -34,7 +34,7 @@ import torch
 
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.peer_tensor import all_registered, offers, remote_of
-from braid.comm.channel.staging import CHUNK_BYTES, pieces
+from braid.comm.channel.staging import pieces
 from braid.comm.tensors.reduction import combine
 from braid.errors import ConfigError
 from braid.transport import Steps
@@ -49,7 +49,6 @@ __all__ = [
     "two_phase",
 ]
 
-SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
 BLOCK_BYTES = 256 << 10  # of a sum that is stored while it is in the second-level cache
 LARGE_BYTES = (
     32 << 10
@@ -75,33 +74,46 @@ def all_reduce(
         algorithm: Name in `ALGORITHMS`.
         forced: Use `algorithm` even if all tensors turn out to be registered.
     """
-    private = algorithm == "pulled"
     if offers_first(ch, x, algorithm, forced=forced):
-        ch.own.offer(x, private=private)
-        yield from ch.exchange(pausing=True)
-        if not x.numel():  # it lies nowhere
-            return
-        if algorithm == "registered":
-            _require_offers(ch)
-        if not (forced and private) and all_registered(ch):
-            algorithm = "registered"
+        return _offered(ch, x, op, scale, algorithm=algorithm, forced=forced)
+    return ALGORITHMS[algorithm](ch, x, op, scale)
+
+
+def _offered(
+    ch: Channel,
+    x: torch.Tensor,
+    op: str,
+    scale: float | None,
+    *,
+    algorithm: str,
+    forced: bool,
+) -> Steps:
+    """Tell where the tensors lie, then reduce in place if all of them can be read."""
+    private = algorithm == "pulled"
+    ch.own.expose(x, private=private)
+    yield from ch.publish_and_wait(pausing=True)
+    if not x.numel():  # it lies nowhere
+        return
+    if algorithm == "registered":
+        _require_offers(ch)
+    if not (forced and private) and all_registered(ch):
+        algorithm = "registered"
     yield from ALGORITHMS[algorithm](ch, x, op, scale)
 
 
 def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
     """Whether the first step only says where the tensor lies, so that it can be taken at any time."""
-    large = ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
-    return algorithm in {"pulled", "registered"} or (large and not forced)
+    if algorithm in {"pulled", "registered"}:
+        return True
+    return not forced and ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
 
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Copy in, wait, add everybody's slot in the order of ranks; one synchronisation per chunk."""
-    for part in pieces(x, _chunk_bytes(ch)):
-        ch.own.stage(part)
-        own = ch.own.room(part.numel(), part.dtype)
-        yield from ch.exchange()
-        numel, dtype = part.numel(), part.dtype
-        sources = [own if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
+    for part in pieces(x, ch.chunk_bytes):
+        own = ch.own.stage(part)
+        yield from ch.publish_and_wait()
+        sources = ch.tensors(own)
         if ch.rank < 2:
             sources[ch.rank] = part  # hot in the cache, and `combine` may write to it
         combine(sources, part, op, scale)
@@ -109,20 +121,18 @@ def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
 
 def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Each rank sums its slice of everybody's slot, then fetches the other slices; two steps per chunk."""
-    for part in pieces(x, _chunk_bytes(ch) * ch.size // 2):
+    for part in pieces(x, ch.chunk_bytes * ch.size // 2):
         numel, dtype = part.numel(), part.dtype
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
         low, high = bounds[ch.rank], bounds[ch.rank + 1]
         ch.own.stage(part)
-        ch.own.divide(bounds, dtype)
-        yield from ch.exchange()
-        sources = [
-            (part if r == ch.rank else ch.peek(r, numel, dtype))[low:high] for r in range(ch.size)
-        ]
-        result = ch.own.room(high - low, dtype)
+        ch.own.send_ranges(bounds, dtype)
+        yield from ch.publish_and_wait()
+        sources = [tensor[low:high] for tensor in ch.tensors(part)]
+        result = ch.own.slot(high - low, dtype)
         combine(sources, result, op, scale)
         part[low:high].copy_(result)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         for peer in ch.successors:
             start, end = bounds[peer], bounds[peer + 1]
             part[start:end].copy_(ch.peek(peer, end - start, dtype))
@@ -131,18 +141,18 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
 def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
     """Sum in the tensors themselves; the offers have just been exchanged, and all members made one."""
     numel, dtype = x.numel(), x.dtype
-    tensors = [x if r == ch.rank else ch.peek(r, numel, dtype) for r in range(ch.size)]
+    tensors = ch.tensors(x)
     step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
     scratch = ch.own.scratch(step, dtype) if ch.size > 2 else None
-    yield from ch.refrain()
-    for number in ch.claims.take(-(-numel // step)):
+    yield from ch.require_members()
+    for number in ch.work_counter.blocks(-(-numel // step)):
         blocks = [t[number * step : (number + 1) * step] for t in tensors]
         out = blocks[ch.rank] if scratch is None else scratch[: blocks[0].numel()]
         combine(blocks, out, op, scale)
         for block in blocks:
             if block is not out:
                 block.copy_(out)
-    yield from ch.exchange()  # nobody may use its tensor before everybody has stored into it
+    yield from ch.publish_and_wait()  # nobody may use its tensor before everybody has stored into it
 
 
 def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
@@ -160,15 +170,11 @@ def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
         combine(blocks, out, op, scale)
         if out is not own:
             own.copy_(out)
-    yield from ch.exchange()  # every slice is summed, and nobody reads the others any more
+    yield from ch.publish_and_wait()  # every slice is summed, and nobody reads the others any more
     for peer in ch.successors:
         if bounds[peer] < bounds[peer + 1]:
             remotes[peer].read(bounds[peer], x[bounds[peer] : bounds[peer + 1]])
-    yield from ch.exchange()
-
-
-def _chunk_bytes(ch: Channel) -> int:
-    return CHUNK_BYTES if ch.shares else SENT_CHUNK_BYTES
+    yield from ch.publish_and_wait()
 
 
 def _require_offers(ch: Channel) -> None:

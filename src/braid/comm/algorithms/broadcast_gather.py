@@ -44,7 +44,7 @@ __all__ = [
 
 def barrier(ch: Channel) -> Steps:
     """Wait until every member has come. Cost: a."""
-    yield from ch.exchange()
+    yield from ch.publish_and_wait()
 
 
 def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
@@ -61,28 +61,28 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False)
     if numel <= chunk_of(CHUNK_BYTES, dtype):
         if sending:
             ch.own.stage(x)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         if not sending:
             x.copy_(ch.peek(root, numel, dtype))
         return
     if sending:
-        ch.own.offer(x, private=private)
-    yield from ch.exchange()
+        ch.own.expose(x, private=private)
+    yield from ch.publish_and_wait()
     if offers(ch)[root]:
         if not sending:
             remote_of(ch, root, numel, dtype).read(0, x)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         return
     for part in pieces(x, CHUNK_BYTES):
         if sending:
-            yield from ch.settle()  # the slot of two steps ago has been read by all
+            yield from ch.wait_all_read()  # the slot of two steps ago has been read by all
             ch.own.stage(part)
-            ch.post()
+            ch.publish()
         else:
-            value = ch.post()
+            value = ch.publish()
             yield from ch.await_step(root, value)
             part.copy_(ch.peek(root, part.numel(), dtype))
-    yield from ch.settle()
+    yield from ch.wait_all_read()
 
 
 def all_gather(
@@ -93,19 +93,21 @@ def all_gather(
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     own = outs[ch.rank]
     if ch.shares and longest > chunk:
-        ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if all(offer or not out.numel() for offer, out in zip(offers(ch), outs, strict=True)):
             own.copy_(x)
             for peer in ch.successors:
                 if outs[peer].numel():
                     remote_of(ch, peer, outs[peer].numel(), x.dtype).read(0, outs[peer])
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             return
     for start in range(0, max(longest, 1), chunk):
         part = x[start : start + chunk]
         ch.own.stage(part)
-        yield from ch.exchange(partial(own[start : start + chunk].copy_, part))  # while it is hot
+        yield from ch.publish_and_wait(
+            partial(own[start : start + chunk].copy_, part)
+        )  # while it is hot
         for peer in ch.successors:
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
@@ -129,20 +131,20 @@ def gather(
     lengths = [row[root] for row in sizes]
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     if ch.shares and max(lengths) > chunk:
-        ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if all(offers(ch)[r] or not lengths[r] or r == root for r in range(ch.size)):
             for peer in ch.successors if receiving else ():
                 if lengths[peer]:
                     remote_of(ch, peer, lengths[peer], x.dtype).read(0, outs[peer])
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             return
     for start in range(0, max(*lengths, 1), chunk):
         if not receiving:
             part = x[start : start + chunk]
             ch.own.stage(part)
-            ch.own.aim(root, part.numel(), x.dtype)
-        yield from ch.exchange()
+            ch.own.send_only_to(root, part.numel(), x.dtype)
+        yield from ch.publish_and_wait()
         for peer in ch.successors if receiving else ():
             row = outs[peer][start : start + chunk]
             row.copy_(ch.peek(peer, row.numel(), x.dtype))
@@ -169,18 +171,18 @@ def scatter(
     longest = max(sizes[root])
     if ch.shares and longest > chunk:
         if sending:
-            ch.own.offer(x, private=private)
-        yield from ch.exchange()
+            ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if offers(ch)[root]:
             if not sending and out.numel():
                 remote_of(ch, root, offsets[-1], out.dtype).read(offsets[ch.rank], out)
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             return
     for start in range(0, max(longest, 1), chunk):
         stride = min(chunk, longest - start)
         if sending:
             stage_rows(ch, x, offsets, start, stride)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         if not sending:
             row = out[start : start + stride]
             row.copy_(staged_row(ch, root, row.numel(), stride, out.dtype))
@@ -214,21 +216,21 @@ def all_to_all(
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(max(row) for row in sizes)
     if ch.shares and longest > chunk:
-        ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if all(offer or not ends[-1] for offer, ends in zip(offers(ch), offsets, strict=True)):
             outs[me].copy_(own)
             for peer in ch.successors:
                 if outs[peer].numel():
                     remote = remote_of(ch, peer, offsets[peer][-1], x.dtype)
                     remote.read(offsets[peer][me], outs[peer])
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             return
     for start in range(0, max(longest, 1), chunk):
         stride = min(chunk, longest - start)
         stage_rows(ch, x, offsets[me], start, stride)
         end = start + stride
-        yield from ch.exchange(partial(outs[me][start:end].copy_, own[start:end]))
+        yield from ch.publish_and_wait(partial(outs[me][start:end].copy_, own[start:end]))
         for peer in ch.successors:
             row = outs[peer][start : start + stride]
             row.copy_(staged_row(ch, peer, row.numel(), stride, x.dtype))
@@ -243,12 +245,12 @@ def stage_rows(
     ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
 ) -> None:
     """Stage elements `start` to `start + stride` of every part of `x`, one row per member, `stride` apart."""
-    slot = ch.own.room(stride * ch.size, x.dtype)
+    slot = ch.own.slot(stride * ch.size, x.dtype)
     for peer in ch.others:
         low = offsets[peer] + start
         numel = max(0, min(stride, offsets[peer + 1] - low))
         slot[peer * stride : peer * stride + numel].copy_(x[low : low + numel])
-    ch.own.divide([r * stride for r in range(ch.size + 1)], x.dtype)
+    ch.own.send_ranges([r * stride for r in range(ch.size + 1)], x.dtype)
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:

@@ -3,22 +3,22 @@
 Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks sends 2 (p-1)/p l over the
 network card of every host, whatever the hosts have in common; with two ranks a host that is 1.5 l where l would do.
 
-Idea: three phases, on lanes (`hosting`). With L mates a host, h hosts, l = bytes of the tensor:
+Idea: three phases, on slices (`nodes`). With L local_peers a host, h hosts, l = bytes of the tensor:
 
-    near reduce   lane i's member sums slice i of its mates' slots                 l / L of additions
-    far           its twins on the other hosts exchange their sums                 2 (h-1)/h l a host
-    near gather   every mate copies the finished slices of the affected            l of copies
+    near reduce   lane i's member sums slice i of its local_peers' slots                 l / L of additions
+    far           its cross_node_peers on the other hosts exchange their sums                 2 (h-1)/h l a host
+    near gather   every mate copies the finished slices of the others              l of copies
 
 and the tensor goes through them in chunks, so that one chunk is summed while the next is on the wire and a third is copied out.
 Chunk j takes its steps at these turns of one loop (D chunks may be on the wire):
 
     turn       j        j + 1         j + 1 + D          [ j + 1 + 2 D ]     + 1
-    chunk j    staged   summed, sent  twins' sums added  [ gathered ]        copied out
+    chunk j    staged   summed, sent  cross_node_peers' sums added  [ gathered ]        copied out
 
-With two hosts the twins exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
+With two hosts the cross_node_peers exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
 card of a host carries 2 (h-1)/h l in either case.
 
-Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its twins in the turn in which it has seen that they sent it, when they
+Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross_node_peers in the turn in which it has seen that they sent it, when they
 had read what lies D turns before; a mate that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane
 waits for nobody on its way, so it looks whether its slot has been read.
 
@@ -26,7 +26,7 @@ Numbers may cross the network in another format (`wire`), which the sender's own
 same bits. The order of additions is first inside of each host, then over the hosts: the same on all ranks and in every run, and
 that of ranks if every host has one.
 
-Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); lanes as in Traeff, Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane
+Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); slices as in Traeff, Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane
 Communication" (2020); pipelining of the phases as in Jiang et al., "BytePS" (OSDI 2020), sec. 4.
 """
 
@@ -40,7 +40,7 @@ from braid.comm.channel.channel import Channel
 from braid.comm.channel.staging import pieces
 from braid.comm.channel.window import LINE_BYTES, Window
 from braid.comm.formats import ErrorFeedback, WireFormat
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine, early_factor, finish
 from braid.transport import Steps
 
@@ -62,7 +62,7 @@ def hierarchical(
     op: str,
     scale: float | None,
     *,
-    hosting: Hosting,
+    nodes: NodeMap,
     form: WireFormat | None = None,
     residuals: Residuals | None = None,
 ) -> Steps:
@@ -73,12 +73,12 @@ def hierarchical(
         x: Flat and contiguous; float32 with a wire format.
         op: Reduction; sum or avg with a wire format.
         scale: Factor for the result.
-        hosting: Which members share memory.
+        nodes: Which members share memory.
         form: How numbers cross the network; as they are when None.
         residuals: What a lossy format left out last time, for requests that are started again; kept up to date.
     """
     # nobody ends before all others have compared what they ask for: everybody's numbers are in what it waits for
-    run = _Run(ch, x, op, scale, hosting=hosting, form=form, residuals=residuals)
+    run = _Run(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
         yield from run.stage(turn)
@@ -96,7 +96,7 @@ def left_out(
     op: str,
     rank: int,
     *,
-    hosting: Hosting,
+    nodes: NodeMap,
     form: WireFormat,
 ) -> torch.Tensor:
     """Residuals of a member as a flat tensor, in the places of the numbers and in the units of what was given.
@@ -106,16 +106,16 @@ def left_out(
         numel: Of the tensor that is reduced.
         op: Its reduction; an average is sent on divided.
         rank: The member.
-        hosting: Which members share memory.
+        nodes: Which members share memory.
         form: The wire format.
     """
     found = torch.zeros(numel)
     chunks = _chunks(found)
-    places = _Places.of(chunks[0], hosting, form)
-    size = sum(len(members) for members in hosting.hosts)
+    places = _Places.of(chunks[0], nodes, form)
+    size = sum(len(members) for members in nodes.hosts)
     for (phase, k, j), kept in residuals.items():
-        low, high = places.slice(chunks[j].numel(), hosting.lane(rank))
-        row = k if phase == "near" else hosting.twins(rank).index(rank)
+        low, high = places.slice(chunks[j].numel(), nodes.slice(rank))
+        row = k if phase == "near" else nodes.cross_node_peers(rank).index(rank)
         start, end = places.bounds(high - low)[row]
         factor = size if phase == "far" and op == "avg" else 1
         place = chunks[j][low:high][start:end]
@@ -124,7 +124,7 @@ def left_out(
 
 
 class _Places(NamedTuple):
-    """Where things lie in the slot of a chunk: on every member alike, whatever the number of its mates.
+    """Where things lie in the slot of a chunk: on every member alike, whatever the number of its local_peers.
 
         staged chunk | rows that are sent | row summed over the hosts | finished slice
 
@@ -151,13 +151,13 @@ class _Places(NamedTuple):
     slot_bytes: int
 
     @classmethod
-    def of(cls, chunk: torch.Tensor, hosting: Hosting, form: WireFormat | None) -> _Places:
+    def of(cls, chunk: torch.Tensor, nodes: NodeMap, form: WireFormat | None) -> _Places:
         """For chunks like this one, the first and longest."""
         numel, size = chunk.numel(), chunk.element_size()
-        num_hosts = len(hosting.hosts)
-        alone = hosting.most == 1
+        num_hosts = len(nodes.hosts)
+        alone = nodes.most == 1
         gathers = num_hosts > 2
-        most = -(-numel // hosting.num_lanes)
+        most = -(-numel // nodes.num_slices)
         rows = num_hosts if gathers else 1
         row = -(-most // rows)
         row_bytes = _lines(row * size)
@@ -189,7 +189,7 @@ class _Run:
         op: str,
         scale: float | None,
         *,
-        hosting: Hosting,
+        nodes: NodeMap,
         form: WireFormat | None,
         residuals: Residuals | None,
     ) -> None:
@@ -198,47 +198,47 @@ class _Run:
         self.scale = scale
         self.form = form
         self.residuals = residuals
-        self.lane = hosting.lane(ch.rank)
-        self.mates = hosting.mates(ch.rank)
-        self.twins = hosting.twins(ch.rank)
-        self.workers = self.mates[: hosting.num_lanes]
-        self.other_mates = tuple(m for m in self.mates if m != ch.rank)
-        self.other_twins = tuple(t for t in self.twins if t != ch.rank)
+        self.lane = nodes.slice(ch.rank)
+        self.local_peers = nodes.local_peers(ch.rank)
+        self.cross_node_peers = nodes.cross_node_peers(ch.rank)
+        self.workers = self.local_peers[: nodes.num_slices]
+        self.other_local_peers = tuple(m for m in self.local_peers if m != ch.rank)
+        self.other_cross_node_peers = tuple(t for t in self.cross_node_peers if t != ch.rank)
         self.chunks = _chunks(x)
         self.dtype = x.dtype
-        self.places = _Places.of(self.chunks[0], hosting, form)
+        self.places = _Places.of(self.chunks[0], nodes, form)
         self.gathers = self.places.rows > 1
         self.last_turn = 2 + (2 if self.gathers else 1) * DEPTH
         self.num_slots = min(2 * DEPTH + NUM_SPARE, len(self.chunks))
         self.window = Window(ch, max(LINE_BYTES, self.num_slots * self.places.slot_bytes))
-        several = hosting.most > 1
+        several = nodes.most > 1
         self.early = early_factor(x.dtype, op, scale, ch.size) if several else None
         self.values: dict[tuple[str, int], int] = {}  # of the steps of each phase, by chunk
         self.lengths: list[int] = []  # of the rows that are about to be sent
 
     def stage(self, j: int) -> Steps:
-        """Show the mates chunk `j`."""
+        """Show the local_peers chunk `j`."""
         if not 0 <= j < len(self.chunks):
             return
         if j >= self.num_slots:  # a rank without a lane waits for nobody else
             yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
-        if len(self.mates) > 1:
+        if len(self.local_peers) > 1:
             self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
-        self.values["staged", j] = self.window.post(self.other_mates)
+        self.values["staged", j] = self.window.publish(self.other_local_peers)
 
     def sum_near(self, j: int) -> Steps:
-        """Sum this lane's slice of chunk `j` over the mates, and send it to the twins."""
+        """Sum this lane's slice of chunk `j` over the local_peers, and send it to the cross_node_peers."""
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
         if self.lane >= 0:
-            yield from self.window.reached(self.mates, self.values["staged", j])
+            yield from self.window.reached(self.local_peers, self.values["staged", j])
             numel = self.chunks[j].numel()
             low, high = self._slice(j, self.lane)
             sources = [
                 (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
-                for m in self.mates
+                for m in self.local_peers
             ]
             for k, (start, end) in enumerate(self.places.bounds(high - low)):
                 parts = [source[start:end] for source in sources]
@@ -246,15 +246,15 @@ class _Run:
         self.values["sent", j] = self._send(j, self.places.sent)
 
     def sum_far(self, j: int) -> Steps:
-        """Add the twins' sums: of the whole slice, which is finished then, or of this rank's row of it."""
+        """Add the cross_node_peers' sums: of the whole slice, which is finished then, or of this rank's row of it."""
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
         if self.lane >= 0:
-            yield from self.window.reached(self.twins, self.values["sent", j])
+            yield from self.window.reached(self.cross_node_peers, self.values["sent", j])
             if self.gathers:
                 low, high = self._slice(j, self.lane)
-                own = self.twins.index(self.ch.rank)
+                own = self.cross_node_peers.index(self.ch.rank)
                 start, end = self.places.bounds(high - low)[own]
                 total = self.ch.own.scratch(end - start, self.dtype)
                 self._add(j, self.places.sent + own * self.places.row_bytes, total)
@@ -264,26 +264,26 @@ class _Run:
         if self.gathers:
             self.values["summed", j] = self._send(j, self.places.summed)
         else:
-            self.values["done", j] = self.window.post(self.other_mates)
+            self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def gather_far(self, j: int) -> Steps:
-        """Collect the rows of this lane's slice from the twins that have summed them."""
+        """Collect the rows of this lane's slice from the cross_node_peers that have summed them."""
         if not 0 <= j < len(self.chunks):
             return
         if self.lane >= 0:
-            yield from self.window.reached(self.twins, self.values["summed", j])
+            yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
             done = self._done(j)
             for twin, (start, end) in zip(
-                self.twins, self.places.bounds(done.numel()), strict=True
+                self.cross_node_peers, self.places.bounds(done.numel()), strict=True
             ):
                 self._get(twin, j, self.places.summed, done[start:end])
-        self.values["done", j] = self.window.post(self.other_mates)
+        self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def copy_out(self, j: int) -> Steps:
-        """Take the finished slices of chunk `j` from the mates."""
+        """Take the finished slices of chunk `j` from the local_peers."""
         if not 0 <= j < len(self.chunks):
             return
-        if len(self.mates) == 1:  # it is finished where it belongs
+        if len(self.local_peers) == 1:  # it is finished where it belongs
             return
         yield from self.window.reached(self.workers, self.values["done", j])
         for lane, mate in enumerate(self.workers):
@@ -327,22 +327,25 @@ class _Run:
     def _send(self, j: int, at: int) -> int:
         """Send the rows just put: to each twin its own, or the only one to all."""
         if not self.lengths:  # no lane
-            return self.window.post(())
+            return self.window.publish(())
         row_bytes = self.places.row_bytes
-        rows = [self.twins.index(t) if len(self.lengths) > 1 else 0 for t in self.other_twins]
+        rows = [
+            self.cross_node_peers.index(t) if len(self.lengths) > 1 else 0
+            for t in self.other_cross_node_peers
+        ]
         parts = [(k * row_bytes, k * row_bytes + self.lengths[k]) for k in rows]
         nbytes = (len(self.lengths) - 1) * row_bytes + self.lengths[-1]
-        return self.window.post(self.other_twins, self._at(j, at), nbytes, parts)
+        return self.window.publish(self.other_cross_node_peers, self._at(j, at), nbytes, parts)
 
     def _add(self, j: int, at: int, out: torch.Tensor) -> None:
-        """Sum the twins' rows, in their order, and finish the sum."""
+        """Sum the cross_node_peers' rows, in their order, and finish the sum."""
         if self.form is not None:
             out.zero_()
-            for twin in self.twins:
+            for twin in self.cross_node_peers:
                 self.form.add(self._came(twin, j, at), out)
             finish(out, self.op, self.ch.size, self.scale)
             return
-        sources = [self._view(t, j, at, out.numel()) for t in self.twins]
+        sources = [self._view(t, j, at, out.numel()) for t in self.cross_node_peers]
         if self.early is not None:
             combine(sources, out, "sum", None)
         elif self.op != "avg" or len(sources) == self.ch.size:
@@ -371,7 +374,7 @@ class _Run:
     def _done(self, j: int) -> torch.Tensor:
         """Where this lane's finished slice goes."""
         low, high = self._slice(j, self.lane)
-        if len(self.mates) == 1:
+        if len(self.local_peers) == 1:
             return self.chunks[j][low:high]
         return self._view(self.ch.rank, j, self.places.done, high - low)
 

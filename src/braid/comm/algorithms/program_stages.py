@@ -24,7 +24,7 @@ from braid.errors import ConfigError
 from braid.schedule import Action, Program, match, messages
 from braid.schedule.program import LOCAL, batches
 
-__all__ = ["Move", "Stage", "settle", "stages"]
+__all__ = ["Move", "Stage", "apply_move", "stages"]
 
 
 class Move(NamedTuple):
@@ -108,7 +108,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def settle(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
+def apply_move(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
     """Bring what came, or was copied, to its place in `x`."""
     start = 0
     for part in move.parts:

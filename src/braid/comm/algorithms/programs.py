@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from braid.comm.algorithms.program_stages import Move, Stage, settle, stages
+from braid.comm.algorithms.program_stages import Move, Stage, apply_move, stages
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.window import LINE_BYTES, Window
 from braid.comm.tensors.reduction import finish
@@ -181,16 +181,16 @@ def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
         _send(window, ch.rank, stage.sends, x)
         for move in stage.receives:
             yield from window.reached([move.peer], first + move.turn)
-            settle(x, move, _row(window, move.peer, move, x.dtype), op)
+            apply_move(x, move, _row(window, move.peer, move, x.dtype), op)
         for move, came in zip(stage.copies, copied, strict=True):
-            settle(x, move, came, op)
+            apply_move(x, move, came, op)
     yield from window.close()
 
 
 def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> None:
     """Write messages into the own window and take the step in which they go."""
     if not sends:
-        window.post(())
+        window.publish(())
         return
     size = x.element_size()
     low = min(move.place for move in sends) * size // LINE_BYTES * LINE_BYTES
@@ -201,7 +201,7 @@ def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> 
         start = move.place * size - low
         known = parts.get(move.peer, (start, start))
         parts[move.peer] = (known[0], start + move.numel * size)
-    window.post(list(parts), low, max(end for _, end in parts.values()), list(parts.values()))
+    window.publish(list(parts), low, max(end for _, end in parts.values()), list(parts.values()))
 
 
 def _row(window: Window, member: int, move: Move, dtype: torch.dtype) -> torch.Tensor:

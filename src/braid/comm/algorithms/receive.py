@@ -20,7 +20,7 @@ import torch
 
 from braid.comm.algorithms.send import ENVELOPE_BYTES, read_envelope
 from braid.comm.channel.channel import Disagreement
-from braid.comm.channel.control_pages import Port
+from braid.comm.channel.control_pages import ControlPages
 from braid.comm.channel.peer_tensor import remote_at
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
 from braid.errors import CommError, MismatchError
@@ -75,11 +75,11 @@ class Mailbox:
     """Everything that is sent to this rank in one group. Any thread may use it.
 
     Args:
-        port: The group's control lines.
+        pages: The group's control lines.
     """
 
-    def __init__(self, port: Port) -> None:
-        self._port = port
+    def __init__(self, pages: ControlPages) -> None:
+        self._pages = pages
         self._lock = threading.Lock()
         self._lines: dict[int, _Line] = {}
 
@@ -95,7 +95,7 @@ class Mailbox:
             digest: Of the message's description.
             site: Digest of the call site.
         """
-        others = (r for r in range(self._port.size) if r != self._port.rank)
+        others = (r for r in range(self._pages.size) if r != self._pages.rank)
         receipt = Receipt(out, tag, digest, site)
         with self._lock:
             lines = tuple(self._line(s) for s in (others if source is None else (source,)))
@@ -149,7 +149,7 @@ class Mailbox:
     def _line(self, source: int) -> _Line:
         line = self._lines.get(source)
         if line is None:
-            line = self._lines[source] = _Line(source, self._port)
+            line = self._lines[source] = _Line(source, self._pages)
         return line
 
 
@@ -158,15 +158,15 @@ class _Line:
 
     Args:
         source: Group rank of the sender.
-        port: The group's control lines.
+        pages: The group's control lines.
     """
 
-    def __init__(self, source: int, port: Port) -> None:
+    def __init__(self, source: int, pages: ControlPages) -> None:
         self.source = source
-        self.channel = port.incoming()
+        self.channel = pages.incoming()
         self.posted: list[Receipt] = []  # receives for which nothing has come, in order
-        self._port = port
-        self._acks = port.channel(port.acknowledging_index(source))
+        self._pages = pages
+        self._acks = pages.channel(pages.acknowledging_index(source))
         self._early: list[_Message] = []  # messages that nobody wanted when they came, in order
         self._coming: _Message | None = None  # the one whose parts come next
         self._error: Exception | None = None
@@ -214,7 +214,7 @@ class _Line:
             ch.value = value
             part = message.missing.pop()
             part.copy_(ch.peek(self.source, part.numel(), torch.uint8))
-        self._acks.post()
+        self._acks.publish()
         self._coming = message if message.missing else None
 
     def _open(self, value: int) -> _Message:
@@ -251,10 +251,10 @@ class _Line:
         receipt.source = self.source
 
     def _other_message(self, receipt: Receipt, message: _Message) -> str:
-        port, source = self._port, self.source
+        pages, source = self._pages, self.source
         return (
-            f"expected {port.text_of(port.rank, receipt.digest)} from rank {port.ranks[source]} with tag {receipt.tag}, found "
-            f"that it sent {port.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
+            f"expected {pages.text_of(pages.rank, receipt.digest)} from rank {pages.ranks[source]} with tag {receipt.tag}, found "
+            f"that it sent {pages.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
             "tag"
         )
 

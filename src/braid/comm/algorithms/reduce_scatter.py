@@ -52,18 +52,18 @@ def reduce_scatter(
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
     longest = max(high - low for low, high in pairwise(offsets))
     if ch.shares and longest > chunk:
-        ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if all(offers(ch)):
             remotes = _remotes(ch, x)
             _sum_slice(ch, x, remotes, offsets[me], out, op=op, scale=scale)
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             return
     own = x[offsets[me] : offsets[me + 1]]
     for start in range(0, max(longest, 1), chunk):
         stride = min(chunk, longest - start)
         stage_rows(ch, x, offsets, start, stride)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         part = own[start : start + stride]
         numel = part.numel()
         rows = [
@@ -79,15 +79,15 @@ def reduce(
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
         ch.own.stage(x)
-        ch.own.aim(root, numel, dtype)
-        yield from ch.exchange()
+        ch.own.send_only_to(root, numel, dtype)
+        yield from ch.publish_and_wait()
         if me == root:
             rows = [x if r == me else ch.peek(r, numel, dtype) for r in range(n)]
             _combine_into(ch, rows, out, op)
         return
     if ch.shares:
-        ch.own.offer(x, private=private)
-        yield from ch.exchange()
+        ch.own.expose(x, private=private)
+        yield from ch.publish_and_wait()
         if all(offers(ch)):
             yield from _reduce_part(ch, out, x, _remotes(ch, x), op, root)
             return
@@ -95,14 +95,14 @@ def reduce(
         count = part.numel()
         bounds = [count * r // n for r in range(n + 1)]
         ch.own.stage(part)
-        ch.own.divide(bounds, dtype)
-        yield from ch.exchange()
+        ch.own.send_ranges(bounds, dtype)
+        yield from ch.publish_and_wait()
         low, high = bounds[me], bounds[me + 1]
         rows = [(part if r == me else ch.peek(r, count, dtype))[low:high] for r in range(n)]
-        own = ch.own.room(high - low, dtype)
+        own = ch.own.slot(high - low, dtype)
         combine(rows, own, op, None)
-        ch.own.aim(root, high - low, dtype)
-        yield from ch.exchange()
+        ch.own.send_only_to(root, high - low, dtype)
+        yield from ch.publish_and_wait()
         if me == root:
             _collect(ch, target, own, bounds)
 
@@ -114,7 +114,7 @@ def scan(
     last = ch.rank if exclusive else ch.rank + 1
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
         ch.own.stage(part)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         numel, dtype = part.numel(), part.dtype
         rows = [part if r == ch.rank else ch.peek(r, numel, dtype) for r in range(last)]
         if rows:
@@ -134,9 +134,9 @@ def _reduce_part(
     """Each rank sums 1/n of what all have offered into its slot; the root collects the slots."""
     n, me = ch.size, ch.rank
     bounds = [x.numel() * r // n for r in range(n + 1)]
-    own = ch.own.room(bounds[me + 1] - bounds[me], x.dtype)
+    own = ch.own.slot(bounds[me + 1] - bounds[me], x.dtype)
     _sum_slice(ch, x, remotes, bounds[me], own, op=op, scale=None)
-    yield from ch.exchange()
+    yield from ch.publish_and_wait()
     if me == root:
         _collect(ch, out, own, bounds)
 

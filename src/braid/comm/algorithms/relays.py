@@ -3,13 +3,13 @@
 Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the same cable, to two ranks that share
 memory.
 
-Idea: each rank has one *relay* on every other host, and shows what it has to its mates and to its relays only; a relay shows its own mates what
+Idea: each rank has one *relay* on every other host, and shows what it has to its local_peers and to its relays only; a relay shows its own local_peers what
 came. Reducing goes the other way round: the relay of a rank sums for it over its own host. Tensors go through in chunks, D of which
 may be on the wire, as in `hierarchical`:
 
-    broadcast        root -> its mates and relays -> their mates                      (h-1) l a host
-    all_gather       everybody -> mates and relays -> their mates                     L (h-1)/n l
-    reduce_scatter   mates -> the relay sums -> the owner adds the hosts' sums        (n-L)/n l
+    broadcast        root -> its local_peers and relays -> their local_peers                      (h-1) l a host
+    all_gather       everybody -> local_peers and relays -> their local_peers                     L (h-1)/n l
+    reduce_scatter   local_peers -> the relay sums -> the owner adds the hosts' sums        (n-L)/n l
 
     n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has fewer:
         a   0  1  2
@@ -30,7 +30,7 @@ import torch
 
 from braid.comm.channel.channel import Channel
 from braid.comm.channel.window import LINE_BYTES, Window
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine, early_factor, finish
 from braid.transport import Steps
 
@@ -70,12 +70,12 @@ class _Slots:
         """A row of the slot of chunk `j` of a member."""
         return self.window.view(member, self._at(j, row), numel, self._dtype)
 
-    def post(
+    def publish(
         self, to: Sequence[int], j: int, rows: dict[int, tuple[int, int]] | None = None
     ) -> int:
         """Take a step that `to` looks at; `rows` says which row they read, and how many elements of it."""
         if not rows:
-            return self.window.post(to)
+            return self.window.publish(to)
         first = min(row for row, _ in rows.values())
         parts = []
         for member in to:
@@ -83,21 +83,21 @@ class _Slots:
             start = (row - first) * self._row_bytes
             parts.append((start, start + numel * self._size))
         nbytes = max(end for _, end in parts)
-        return self.window.post(to, self._at(j, first), nbytes, parts)
+        return self.window.publish(to, self._at(j, first), nbytes, parts)
 
     def _at(self, j: int, row: int) -> int:
         return j % NUM_SLOTS * self._slot_bytes + row * self._row_bytes
 
 
-def broadcast(ch: Channel, x: torch.Tensor, root: int, hosting: Hosting) -> Steps:
+def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
     """Copy the flat tensor `x` of `root` into `x` of everybody."""
-    me, mates = ch.rank, _without(hosting.mates(ch.rank), ch.rank)
-    relays = hosting.relays(root)
+    me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
+    relays = nodes.relays(root)
     slots = _Slots(ch, x, 1, x.numel())
     yield from slots.window.open()
-    near = root in mates or me == root
-    source = root if near or me in relays else hosting.relay(root, me)
-    readers = (*mates, *relays) if me == root else mates if me in relays else ()
+    near = root in local_peers or me == root
+    source = root if near or me in relays else nodes.relay(root, me)
+    readers = (*local_peers, *relays) if me == root else local_peers if me in relays else ()
     listeners = readers if me == root else (*readers, source)
     values: list[int] = []
     for j in range(slots.count):
@@ -110,46 +110,44 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, hosting: Hosting) -> Step
                 yield from slots.window.reached(readers, values[j - NUM_SLOTS])
             slots.row(me, j, 0, part.numel()).copy_(part)
         rows = {reader: (0, part.numel()) for reader in readers}
-        values.append(slots.post(listeners, j, rows))
+        values.append(slots.publish(listeners, j, rows))
     yield from slots.window.close()
 
 
-def all_gather(
-    ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, hosting: Hosting
-) -> Steps:
+def all_gather(ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, nodes: NodeMap) -> Steps:
     """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
-    me, mates = ch.rank, _without(hosting.mates(ch.rank), ch.rank)
-    relays, served = hosting.relays(me), hosting.served(me)
+    me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
+    relays, relayed = nodes.relays(me), nodes.relayed(me)
     longest = max(out.numel() for out in outs)
-    slots = _Slots(ch, x, 1 + max(len(hosting.served(m)) for m in range(ch.size)), longest)
+    slots = _Slots(ch, x, 1 + max(len(nodes.relayed(m)) for m in range(ch.size)), longest)
     outs[me].copy_(x)
     yield from slots.window.open()
     shown: list[int] = []
     passed: list[int] = []
     for turn in range(slots.count + DEPTH + 1):
         if turn < slots.count:
-            if turn >= NUM_SLOTS:  # mates have copied it, relays have passed it on
-                yield from slots.window.reached(mates, shown[turn - NUM_SLOTS + DEPTH + 2])
+            if turn >= NUM_SLOTS:  # local_peers have copied it, relays have passed it on
+                yield from slots.window.reached(local_peers, shown[turn - NUM_SLOTS + DEPTH + 2])
                 yield from slots.window.reached(relays, passed[turn - NUM_SLOTS])
             part = slots.part(x, turn)
             slots.row(me, turn, 0, part.numel()).copy_(part)
-            rows = dict.fromkeys((*mates, *relays), (0, part.numel()))
-            shown.append(slots.post((*mates, *relays), turn, rows))
+            rows = dict.fromkeys((*local_peers, *relays), (0, part.numel()))
+            shown.append(slots.publish((*local_peers, *relays), turn, rows))
         j = turn - DEPTH
         if 0 <= j < slots.count:
-            yield from slots.window.reached(served, shown[j])
-            for row, member in enumerate(served, 1):
+            yield from slots.window.reached(relayed, shown[j])
+            for row, member in enumerate(relayed, 1):
                 part = slots.part(outs[member], j)
                 part.copy_(slots.row(member, j, 0, part.numel()))
                 slots.row(me, j, row, part.numel()).copy_(part)
-            passed.append(slots.post((*mates, *served), j))
+            passed.append(slots.publish((*local_peers, *relayed), j))
         j -= 1
         if j >= 0:
-            yield from slots.window.reached(mates, passed[j])
-            for mate in mates:
+            yield from slots.window.reached(local_peers, passed[j])
+            for mate in local_peers:
                 part = slots.part(outs[mate], j)
                 part.copy_(slots.row(mate, j, 0, part.numel()))
-                for row, member in enumerate(hosting.served(mate), 1):
+                for row, member in enumerate(nodes.relayed(mate), 1):
                     part = slots.part(outs[member], j)
                     part.copy_(slots.row(mate, j, row, part.numel()))
     yield from slots.window.close()
@@ -163,17 +161,17 @@ def reduce_scatter(
     op: str,
     scale: float | None,
     *,
-    hosting: Hosting,
+    nodes: NodeMap,
 ) -> Steps:
     """`out` of rank r becomes the reduction of everybody's elements `offsets[r]` to `offsets[r + 1]` of `x`."""
     me, n = ch.rank, ch.size
-    own_host = hosting.mates(me)
-    mates, served = _without(own_host, me), hosting.served(me)
+    own_host = nodes.local_peers(me)
+    local_peers, relayed = _without(own_host, me), nodes.relayed(me)
     sizes = [offsets[r + 1] - offsets[r] for r in range(n)]
-    most = max(len(hosting.served(m)) for m in range(n))
+    most = max(len(nodes.relayed(m)) for m in range(n))
     slots = _Slots(ch, x, n + 1 + most, max(sizes))  # what all need | own sum | sums for others
     parts = [x[offsets[r] : offsets[r + 1]] for r in range(n)]
-    summers = [me if me in host else hosting.relay(me, host[0]) for host in hosting.hosts]
+    summers = [me if me in host else nodes.relay(me, host[0]) for host in nodes.hosts]
     far = [m for m in summers if m != me]
     step, factor = "sum" if op == "avg" else op, early_factor(x.dtype, op, scale, n)
     yield from slots.window.open()
@@ -182,19 +180,19 @@ def reduce_scatter(
     ended: list[int] = []
     for turn in range(slots.count + DEPTH + 1):
         if turn < slots.count:
-            if turn >= NUM_SLOTS:  # mates have summed it
-                yield from slots.window.reached(mates, shown[turn - NUM_SLOTS + 2])
-            for r in range(n) if mates else ():
+            if turn >= NUM_SLOTS:  # local_peers have summed it
+                yield from slots.window.reached(local_peers, shown[turn - NUM_SLOTS + 2])
+            for r in range(n) if local_peers else ():
                 part = slots.part(parts[r], turn)
                 slots.row(me, turn, r, part.numel()).copy_(part)
-            shown.append(slots.post(mates, turn))
+            shown.append(slots.publish(local_peers, turn))
         j = turn - 1
         if 0 <= j < slots.count:
             if j >= NUM_SLOTS:  # owners have added it
-                yield from slots.window.reached(served, ended[j - NUM_SLOTS])
-            yield from slots.window.reached(mates, shown[j])
+                yield from slots.window.reached(relayed, ended[j - NUM_SLOTS])
+            yield from slots.window.reached(local_peers, shown[j])
             rows = {}
-            for row, owner in enumerate((me, *served), n):
+            for row, owner in enumerate((me, *relayed), n):
                 part = slots.part(parts[owner], j)
                 sources = [
                     part if m == me else slots.row(m, j, owner, part.numel()) for m in own_host
@@ -202,19 +200,19 @@ def reduce_scatter(
                 combine(sources, slots.row(me, j, row, part.numel()), step, factor)
                 rows[owner] = (row, part.numel())
             rows.pop(me)
-            summed.append(slots.post(served, j, rows))
+            summed.append(slots.publish(relayed, j, rows))
         j -= DEPTH
         if j >= 0:
             yield from slots.window.reached(far, summed[j])
             part = slots.part(out, j)
             sources = []
             for summer in summers:
-                row = n if summer == me else n + 1 + hosting.served(summer).index(me)
+                row = n if summer == me else n + 1 + nodes.relayed(summer).index(me)
                 sources.append(slots.row(summer, j, row, part.numel()))
             combine(sources, part, step, None)
             if factor is None:
                 finish(part, op, n, scale)
-            ended.append(slots.post(far, j))
+            ended.append(slots.publish(far, j))
     yield from slots.window.close()
 
 

@@ -59,20 +59,20 @@ def send(
         private: Let the receiver read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
-    place = ch.own.place(x, private=private) if x.numel() > EAGER_BYTES else 0
+    place = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
     first = x[:0] if place else x[:CHUNK_BYTES]
-    slot = ch.own.room(ENVELOPE_BYTES + first.numel(), torch.uint8)
+    slot = ch.own.slot(ENVELOPE_BYTES + first.numel(), torch.uint8)
     envelope = ch.own.words(3)
     envelope[_TAG], envelope[_NBYTES], envelope[_PLACE] = tag + TAG_BIAS, x.numel(), place
     slot[ENVELOPE_BYTES:].copy_(first)
-    value = ch.post()
+    value = ch.publish()
     if place:
         yield from acks.await_step(to, value)  # the receiver has read it
         return
     for part in pieces(x[CHUNK_BYTES:], CHUNK_BYTES) if x.numel() > CHUNK_BYTES else ():
         yield from acks.await_step(to, ch.value - 1)
         ch.own.stage(part)
-        ch.post()
+        ch.publish()
 
 
 def read_envelope(ch: Channel, source: int, value: int) -> Envelope:

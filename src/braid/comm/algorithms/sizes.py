@@ -39,7 +39,7 @@ def agree_on_sizes(
     """
     n = ch.size
     ch.own.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
-    yield from ch.exchange()
+    yield from ch.publish_and_wait()
     rows = [
         [*sends, *expects] if r == ch.rank else ch.peek(r, 2 * n, torch.int64).tolist()
         for r in range(n)

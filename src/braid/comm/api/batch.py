@@ -12,101 +12,48 @@ share memory.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from braid.comm.api.call import Order, nbytes_of
-from braid.comm.api.movements import Moving
-from braid.comm.api.point_to_point import Messaging
-from braid.comm.api.reductions import Reducing
-from braid.comm.engines.work import Work
-from braid.comm.tensors.arguments import Data, overlap
+from braid.comm.api.face import Face, nbytes_of
+from braid.comm.api.movements import Movements
+from braid.comm.api.point_to_point import PointToPoint
+from braid.comm.api.reductions import Reductions
+from braid.comm.engines.collective import Collective
+from braid.comm.engines.work import Work, Works
+from braid.comm.tensors.arguments import overlap
 from braid.comm.tensors.copies import Copies
 from braid.errors import ConfigError, StaleError
 
-__all__ = ["Batch", "Works"]
+__all__ = ["Batch"]
 
 FUSED_BYTES = 256 << 10  # tensors up to this size are worth copying together
 
 
-class Works:
-    """Several Works as one.
-
-    Args:
-        works: In the order in which they were started.
-        results: What the calls returned.
-    """
-
-    def __init__(self, works: Sequence[Work], results: Sequence[Any]) -> None:
-        self._works = works
-        self.result = list(results)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all have ended; raises the error of the first that failed."""
-        for work in self._works:
-            work.wait(timeout_s)
-
-    def done(self) -> bool:
-        """Whether all have ended."""
-        states = [work.done() for work in self._works]  # each takes the steps that it can
-        return all(states)
-
-    def exception(self) -> BaseException | None:
-        """What stopped the first that failed."""
-        return next((error for work in self._works if (error := work.exception())), None)
-
-    def add_done_callback(self, call: Callable[[Works], None]) -> None:
-        """Have `call(self)` called once when all have ended."""
-        left = [len(self._works)]
-        counting = threading.Lock()  # works end in several threads
-        if not left[0]:
-            call(self)
-
-        def ended(_work: Work) -> None:
-            with counting:
-                left[0] -= 1
-                last = not left[0]
-            if last:
-                call(self)
-
-        for work in self._works:
-            work.add_done_callback(ended)
-
-    def __repr__(self) -> str:
-        return f"Works({list(self._works)})"
-
-
-class Batch(Reducing, Moving, Messaging):
+class Batch(Reductions, Movements, PointToPoint):
     """Writes operations down and starts them together; made by `Group.coalesce`, a context manager.
 
     Calls return what they will return when `work` has ended; `async_op` makes no sense here.
 
     Attributes:
-        orders: What has been written down.
+        collectives: What has been written down.
 
     Args:
-        rank: Of the group.
-        size: Of the group.
-        device_types: The group's.
-        launch: Starts orders and returns their Works.
+        group: The group.
+        launch: Starts collectives and returns their Works.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device_types: Callable[[torch.Tensor], frozenset[str]],
-        launch: Callable[[Sequence[Order]], list[Work]],
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._types = device_types
+    def __init__(self, group: Face, launch: Callable[[Sequence[Collective]], list[Work]]) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self.devices = group.devices
+        self._group = group
         self._launch = launch
-        self.orders: list[Order] = []
+        self.collectives: list[Collective] = []
         self._work: Works | None = None
 
     @property
@@ -131,36 +78,25 @@ class Batch(Reducing, Moving, Messaging):
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            self._work = Works(self._launch(fuse(self.orders)), [o.returned for o in self.orders])
+            self._work = Works(
+                self._launch(fuse(self.collectives)), [c.result for c in self.collectives]
+            )
 
-    def one(
-        self, kind: str, x: Data, *, out: Data | None, op: str, root: int, wire: str | None
-    ) -> Order:
-        """Write down the operation called `kind` and return its order."""
-        if kind == "all_reduce":
-            self.all_reduce(x, op, wire=wire)
-        elif kind == "broadcast":
-            self.broadcast(x, root)
-        elif kind == "all_gather":
-            self.all_gather(x, out=out)
-        elif kind == "reduce_scatter":
-            self.reduce_scatter(x, op, out=out)
-        else:
-            self.all_to_all(x, out=out)
-        return self.orders[-1]
-
-    def _submit(self, order: Order) -> Any:
-        if order.async_op:
-            msg = "expected calls without async_op inside coalesce(), found one with it: wait for batch.work instead"
+    def _submit(self, collective: Collective) -> Any:
+        if collective.async_op:
+            msg = (
+                "async_op=True has no meaning inside coalesce(): leave it out, "
+                "and wait for batch.work after the block"
+            )
             raise ConfigError(msg)
-        self.orders.append(order)
-        return order.returned
+        self.collectives.append(collective)
+        return collective.result
 
     def _device_types(self, x: torch.Tensor) -> frozenset[str]:
-        return self._types(x)
+        return self._group._device_types(x)  # noqa: SLF001 - another face of the same group
 
 
-def fuse(orders: Sequence[Order]) -> list[Order]:
+def fuse(collectives: Sequence[Collective]) -> list[Collective]:
     """Join neighbouring all-reduces of small tensors of one dtype and op into one each.
 
     Ranks that write down the same calls fuse them alike, since it depends on their descriptions only.
@@ -168,64 +104,63 @@ def fuse(orders: Sequence[Order]) -> list[Order]:
     Raises:
         ConfigError: Some of them share memory.
     """
-    runs: list[list[Order]] = []
-    for order in orders:
-        if runs and _alike(runs[-1][-1], order):
-            _check_apart(runs[-1], order)
-            runs[-1].append(order)
+    runs: list[list[Collective]] = []
+    for collective in collectives:
+        if runs and _fits(runs[-1][-1], collective):
+            _check_apart(runs[-1], collective)
+            runs[-1].append(collective)
         else:
-            runs.append([order])
+            runs.append([collective])
     return [_joined(run) for run in runs]
 
 
-def _alike(one: Order, other: Order) -> bool:
-    alike = one.key._replace(shape=None) == other.key._replace(shape=None)
+def _fits(one: Collective, other: Collective) -> bool:
+    """Whether two small all-reduces differ in their shapes only."""
+    alike = (one.dtype, one.op, one.wire) == (other.dtype, other.op, other.wire)
     return alike and _fusible(one) and _fusible(other)
 
 
-def _fusible(order: Order) -> bool:
+def _fusible(c: Collective) -> bool:
     """An algorithm that was asked for by name is asked for these tensors, not for a copy of them."""
-    key = order.key
-    small = 0 < order.nbytes <= FUSED_BYTES
-    return small and key.kind == "all_reduce" and key.algorithm is None
+    return 0 < c.nbytes <= FUSED_BYTES and c.kind == "all_reduce" and c.algorithm is None
 
 
-def _check_apart(run: Sequence[Order], order: Order) -> None:
-    """Refuse to fuse an all-reduce with one of what it writes: the later one would not see what the earlier one has done.
+def _check_apart(run: Sequence[Collective], collective: Collective) -> None:
+    """Refuse to fuse an all-reduce with one of what it writes: it would not see what that one has done.
 
     Args:
-        run: Orders that are fused.
-        order: One more.
+        run: Collectives that are fused.
+        collective: One more.
 
     Raises:
         ConfigError: Names both.
     """
     for other in run:
-        touched = (*order.reads, *order.writes)
+        touched = (*collective.reads, *collective.writes)
         if any(overlap(x, y, exactly=True) for x in other.writes for y in touched):
-            shapes = f"{list(other.key.shape or ())} and {list(order.key.shape or ())}"
+            shapes = f"{list(other.shape or ())} and {list(collective.shape or ())}"
             msg = (
-                "expected tensors of their own for neighbouring small all-reduces of a coalesced block, found two that "
-                f"share memory (shapes {shapes}): make them one after the other, in two blocks"
+                f"two neighbouring small all-reduces of a coalesced block share memory (shapes {shapes}): "
+                "make them one after the other, in two blocks"
             )
             raise ConfigError(msg)
 
 
-def _joined(run: Sequence[Order]) -> Order:
+def _joined(run: Sequence[Collective]) -> Collective:
     if len(run) == 1:
         return run[0]
-    outs = [order.outs[0] for order in run]
+    outs = [c.outs[0] for c in run]
     copies = Copies(frozenset({outs[0].device.type}))
     flat = copies.packed(outs)
     copies.unpacked(flat, outs)
     position = 0
-    for order in run:  # their own loads come first, in order
-        if order.copies is not None:
-            position = copies.include(order.copies, position=position)
-    key = run[0].key._replace(shape=(flat.numel(),))
-    limits = [order.timeout_s for order in run if order.timeout_s is not None]
-    return run[0]._replace(
-        key=key,
+    for c in run:  # their own loads come first, in order
+        if c.copies is not None:
+            position = copies.include(c.copies, position=position)
+    limits = [c.timeout_s for c in run if c.timeout_s is not None]
+    return replace(
+        run[0],
+        shape=(flat.numel(),),
         ins=(flat,),
         outs=(flat,),
         copies=copies,

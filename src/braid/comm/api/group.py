@@ -7,33 +7,32 @@ asked for. The tensor of a synchronous call holds the result when the call retur
 On failure of any call: PeerLostError on every surviving member, at once, when a member dies; CommTimeout naming who has
 not come when the deadline passes (300 s, the first call 600 s); the tensors involved are then undefined.
 
-The operations themselves are in `reducing`, `moving` and `messaging`.
+The operations themselves are in `reductions`, `movements` and `point_to_point`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from braid.comm.algorithms.programs import PROGRAMS, check_equal_parts
 from braid.comm.api.batch import Batch
-from braid.comm.api.call import Order
-from braid.comm.api.describe import Describer
-from braid.comm.api.movements import Moving
+from braid.comm.api.movements import Movements
 from braid.comm.api.objects import Objects
-from braid.comm.api.point_to_point import Messaging
+from braid.comm.api.point_to_point import PointToPoint
 from braid.comm.api.rebuild import meet_survivors
-from braid.comm.api.reductions import Reducing
+from braid.comm.api.reductions import Reductions
 from braid.comm.api.request import Numbers, Request
-from braid.comm.channel.control_pages import Port
-from braid.comm.engines.engine import Call, Engine
+from braid.comm.api.starter import Starter
+from braid.comm.channel.control_pages import ControlPages
+from braid.comm.engines.collective import Collective, Describer
+from braid.comm.engines.engine import Engine
 from braid.comm.engines.progress import Progress
-from braid.comm.engines.shared_memory import MemoryEngine
-from braid.comm.engines.work import Work
+from braid.comm.engines.shared_memory import SharedMemoryEngine
+from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import Data, as_tensor, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
@@ -48,7 +47,7 @@ REBUILD_S = 60.0
 PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
-class Group(Reducing, Moving, Messaging):
+class Group(Reductions, Movements, PointToPoint):
     """Ranks that communicate.
 
     Attributes:
@@ -56,18 +55,16 @@ class Group(Reducing, Moving, Messaging):
         size: Number of members.
         ranks: Their global ranks.
         epoch: Counts rebuilds after losses; 0 at first.
-        context: The rank that this is.
+        context: Context of this rank.
+        numbers: Numbers of the group's requests.
 
     Args:
         context: Handed by whoever started the rank.
         engine: How data moves.
         ranks: Global ranks of the members, in group order.
         names: Where descriptions are kept so that peers can read them.
-        epoch: See above.
-        lineage: How it was made; tells its meetings in the store from those of other groups.
-
-    Attributes:
-        numbers: Of its requests.
+        epoch: See the attribute.
+        name_prefix: Prefix of the names under which members of this group, and of no other one, meet in the store.
     """
 
     def __init__(
@@ -78,19 +75,20 @@ class Group(Reducing, Moving, Messaging):
         names: NameTable,
         *,
         epoch: int = 0,
-        lineage: str = "world",
+        name_prefix: str = "world",
     ) -> None:
         self.context = context
         self.ranks = ranks
         self.rank = ranks.index(context.rank)
         self.size = len(ranks)
         self.epoch = epoch
+        self.devices = engine.device_types
         self._engine = engine
         self._by_device: dict[str, Engine] = {}
         self._names = names
         self._describer = Describer(names, context.events, ranks)
         self._deadline_s = FIRST_DEADLINE_S
-        self._lineage = lineage
+        self._name_prefix = name_prefix
         self._successor: Group | None = None
         self._word = ""  # what this rank brings when the group is rebuilt
         self.numbers = Numbers()
@@ -112,15 +110,15 @@ class Group(Reducing, Moving, Messaging):
         if sum_order not in {"rank", "any"}:
             msg = f"expected sum_order 'rank' or 'any', found {sum_order!r}"
             raise ConfigError(msg)
-        page = Port.first_page(transport)
+        page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
-        pages = _meet(context.store, "group/world", context.rank, ranks, page.word)
-        port = Port(transport, ranks, context.rank, pages)
+        first_pages = _meet(context.store, "group/world", context.rank, ranks, page.word)
+        pages = ControlPages(transport, ranks, context.rank, first_pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
         _meet(context.store, "group/mapped", context.rank, ranks, 0)
-        engine = MemoryEngine(
+        engine = SharedMemoryEngine(
             transport,
-            port,
+            pages,
             Progress(transport),
             context.events,
             in_order=sum_order == "rank",
@@ -145,17 +143,25 @@ class Group(Reducing, Moving, Messaging):
             engine: Of the same ranks; all members attach theirs. Groups made of this one later get one of their own.
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
+        self.devices |= engine.device_types
 
-    def coalesce(self, *, lazily: bool = False) -> Batch:
+    def coalesce(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Batch:
         """A block in which operations are written down, to be started together at its end; see `braid.comm.api.batch`.
 
         Args:
-            lazily: Take no steps before somebody in this process waits or asks, for whatever, or starts something in the
-                background behind it. For what will be waited for soon, where steps would only take time from other work.
+            steps_by: Who takes the steps. `StepsBy.WAITER` is for what will be waited for soon, where steps would only
+                take time from other work.
         """
         self._check_open()
-        launch = partial(self._launch, lazily=lazily)
-        return Batch(self.rank, self.size, self._device_types, launch)
+        return Batch(self, partial(self._launch, steps_by=steps_by))
+
+    def starting(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Starter:
+        """The group's operations, each of which returns its Work at once, without a thread.
+
+        Args:
+            steps_by: Who takes the steps; see `coalesce`.
+        """
+        return Starter(self, partial(self._start, steps_by=steps_by))
 
     def persistent(
         self,
@@ -188,19 +194,28 @@ class Group(Reducing, Moving, Messaging):
         if wire is not None and kind != "all_reduce":
             msg = f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts numbers on their way"
             raise ConfigError(msg)
-        batch = Batch(self.rank, self.size, self._device_types, lambda _: [])
-        order = batch.one(kind, x, out=out, op=op, root=root, wire=wire)
-        copied = order.copies is not None and order.copies.needed
-        if copied or order.ins[0].data_ptr() != as_tensor(x).data_ptr():  # one of a read-only array
+        with Batch(self, lambda _: []) as batch:  # writes the collective down, and starts nothing
+            if kind == "all_reduce":
+                batch.all_reduce(x, op, wire=wire)
+            elif kind == "broadcast":
+                batch.broadcast(x, root)
+            elif kind == "all_gather":
+                batch.all_gather(x, out=out)
+            elif kind == "reduce_scatter":
+                batch.reduce_scatter(x, op, out=out)
+            else:
+                batch.all_to_all(x, out=out)
+        collective = batch.collectives[0]
+        copied = collective.copies is not None and collective.copies.needed
+        # an array that is read-only has been copied without anybody's doing
+        if copied or collective.ins[0].data_ptr() != as_tensor(x).data_ptr():
             msg = (
-                f"expected contiguous tensors on the group's device to register for {kind}, found one that must be "
-                "copied: pass x.contiguous(), and an out that does not overlap it"
+                f"a tensor registered for {kind} would have to be copied at every start: pass x.contiguous() on the "
+                "group's device, and an out that does not overlap it"
             )
             raise ConfigError(msg)
-        call = self._call(order)
-        return Request(
-            self._engine_for(order), call, self.numbers, self._describer.call_site, order.returned
-        )
+        engine = self._prepare(collective)
+        return Request(engine, collective, self.numbers, self._describer)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Tensor in memory that all members can read; collectives on it make no copies. Not a collective.
@@ -322,7 +337,7 @@ class Group(Reducing, Moving, Messaging):
         if self._given_back and self._successor is not None:
             msg = f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of it exists: use that one"
             raise StaleError(msg)
-        name = f"{self._lineage}/{self.epoch}"
+        name = f"{self._name_prefix}/{self.epoch}"
         self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
         # kept for another attempt: others may go on with what this rank has said in the first one
         self._word = self._word or ",".join(str(engine.token()) for engine in self._engines())
@@ -331,17 +346,17 @@ class Group(Reducing, Moving, Messaging):
         )
         tokens = [[int(token) for token in word.split(",")] for word in words.values()]
         order = [self.ranks.index(rank) for rank in words]
-        group = self._subset(order, tokens, epoch=self.epoch + 1, lineage=self._lineage)
+        group = self._subset(order, tokens, epoch=self.epoch + 1, name_prefix=self._name_prefix)
         for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001 - one of its own
-            old.bequeath(new)
+            old.hand_over_to(new)
         self._successor = group
         self.close()
         return group
 
     @property
-    def latest(self) -> Group:
+    def current(self) -> Group:
         """This group, or what it was rebuilt as."""
-        return self if self._successor is None else self._successor.latest
+        return self if self._successor is None else self._successor.current
 
     def advance(self) -> bool:
         """Take the steps that are possible now of what this rank has started and nobody waits for; never blocks.
@@ -386,74 +401,58 @@ class Group(Reducing, Moving, Messaging):
 
     # What the operations above share.
 
-    def _submit(self, order: Order) -> Any:
-        self._check_open()
-        call = self._call(order)
-        engine = self._engine if not self._by_device else self._engine_for(order)
-        if order.async_op:
-            return engine.start(call).returns(order.returned, order.source)
-        engine.run(call)
+    def _submit(self, collective: Collective) -> Any:
+        engine = self._prepare(collective)
+        if collective.async_op:
+            return engine.start(collective, StepsBy.THREAD)
+        engine.run(collective)
         self._deadline_s = DEADLINE_S
-        return order.returned
+        return collective.result
 
-    def _launch(self, orders: Sequence[Order], *, lazily: bool) -> list[Work]:
-        self._check_open()
-        works = []
-        for engine, run in groupby(orders, key=self._engine_for):
-            of_engine = list(run)
-            started = engine.launch([self._call(order) for order in of_engine], lazily=lazily)
-            works += [
-                work.returns(order.returned, order.source)
-                for work, order in zip(started, of_engine, strict=True)
-            ]
-        return works
+    def _start(self, collective: Collective, *, steps_by: StepsBy) -> Work:
+        return self._prepare(collective).start(collective, steps_by)
 
-    def _call(self, order: Order) -> Call:
-        key = order.key
-        text, digest = self._describer.describe(key)
-        if key.algorithm is not None:
-            self._check_algorithm(key.algorithm, self._engine_for(order))
-            if key.algorithm in PROGRAMS:
-                check_equal_parts(key.kind, key.algorithm, order.widths)
-        if key.wire is not None and not self._engine_for(order).capabilities.wires:
-            msg = f"expected wire=None for tensors that a backend of torch moves, found {key.wire!r}: convert the tensor first"
-            raise ConfigError(msg)
-        copies = order.copies
-        return Call(
-            key.kind,
-            text,
-            digest,
-            order.ins,
-            order.outs,
-            order.widths,
-            key.op,
-            key.peer,
-            order.tag,
-            order.exclusive,
-            key.algorithm,
-            order.nbytes,
-            self._describer.call_site(),
-            check_seconds(order.timeout_s) or self._deadline_s,
-            copies if copies is not None and copies.needed else None,
-            order.source,
-            key.wire,
-        )
+    def _launch(self, collectives: Sequence[Collective], *, steps_by: StepsBy) -> list[Work]:
+        # checked before any is started
+        engines = [self._prepare(collective) for collective in collectives]
+        return [engine.start(c, steps_by) for engine, c in zip(engines, collectives, strict=True)]
 
-    def _check_algorithm(self, name: str, engine: Engine) -> None:
-        possible = engine.capabilities.algorithms
-        if name not in possible:
+    def _prepare(self, collective: Collective) -> Engine:
+        """Describe a collective, check it against the engine that takes it, and return that engine."""
+        engine = self._engine
+        if self._closed:  # a forked child is refused by the engine
+            self._check_open()
+        if self._by_device and collective.outs:
+            engine = self._by_device.get(collective.outs[0].device.type, engine)
+        self._describer.describe(collective)
+        timeout_s = collective.timeout_s
+        if timeout_s is None:
+            collective.timeout_s = self._deadline_s
+        elif type(timeout_s) is not float or not timeout_s > 0:
+            collective.timeout_s = check_seconds(timeout_s)
+        if collective.algorithm is not None:
+            self._check_algorithm(collective, engine)
+        if collective.wire is not None and not engine.capabilities.wires:
             msg = (
-                f"expected an algorithm that this group's engine can use here ({', '.join(possible) or 'it chooses itself'}), "
-                f"found {name!r}: leave algorithm out, or see braid doctor for what the host does not permit"
+                f"wire={collective.wire!r} does not work for tensors that a backend of torch moves: leave wire out, "
+                "and convert the tensor first"
             )
             raise ConfigError(msg)
+        return engine
+
+    def _check_algorithm(self, c: Collective, engine: Engine) -> None:
+        possible = engine.capabilities.algorithms
+        if c.algorithm not in possible:
+            msg = (
+                f"this group's engine cannot use algorithm {c.algorithm!r} here: choose one of "
+                f"{', '.join(possible) or 'none, it chooses itself'}, or see braid doctor for what the host does not permit"
+            )
+            raise ConfigError(msg)
+        if c.algorithm in PROGRAMS:
+            check_equal_parts(c.kind, c.algorithm, c.part_widths)
 
     def _device_types(self, x: torch.Tensor) -> frozenset[str]:
         return self._by_device.get(x.device.type, self._engine).device_types
-
-    def _engine_for(self, order: Order) -> Engine:
-        kind = order.outs[0].device.type if order.outs else ""
-        return self._by_device.get(kind, self._engine)
 
     def _engines(self) -> list[Engine]:
         return list(dict.fromkeys([self._engine, *self._by_device.values()]))
@@ -464,7 +463,7 @@ class Group(Reducing, Moving, Messaging):
         tokens: Sequence[Sequence[int]],
         *,
         epoch: int | None = None,
-        lineage: str = "",
+        name_prefix: str = "",
     ) -> Group:
         """A group of some members, each of whom brought one token for each engine."""
         ranks = tuple(self.ranks[r] for r in order)
@@ -478,7 +477,7 @@ class Group(Reducing, Moving, Messaging):
             ranks,
             self._names,
             epoch=self.epoch if epoch is None else epoch,
-            lineage=lineage or f"{self._lineage}/{self.ranks[order[0]]}-{tokens[0][0]}",
+            name_prefix=name_prefix or f"{self._name_prefix}/{self.ranks[order[0]]}-{tokens[0][0]}",
         )
         for engine in others:
             group.attach(engine)
@@ -487,7 +486,7 @@ class Group(Reducing, Moving, Messaging):
     def _check_open(self) -> None:
         if self._closed or self._engine.forked:
             state = self._closed or "belongs to the parent of this forked process"
-            msg = f"expected a group in use, found that this one (ranks {list(self.ranks)}) {state}"
+            msg = f"this group of ranks {list(self.ranks)} cannot be used any more: it {state}"
             raise StaleError(msg)
 
 

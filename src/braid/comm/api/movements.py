@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from braid.comm.api.call import Calls, Order, is_sequence, nbytes_of
-from braid.comm.api.describe import Key
+from braid.comm.api.face import Face, is_sequence, nbytes_of
+from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
 from braid.comm.tensors.arguments import (
     Data,
@@ -21,13 +21,13 @@ from braid.comm.tensors.arguments import (
 )
 from braid.errors import ConfigError
 
-__all__ = ["Moving"]
+__all__ = ["Movements"]
 
 X = TypeVar("X", bound=Data)
 MONITORED_S = 30.0
 
 
-class Moving(Calls):
+class Movements(Face):
     """broadcast, all_gather, gather, scatter, all_to_all, barriers; any dtype that torch can copy."""
 
     @overload
@@ -74,12 +74,22 @@ class Moving(Calls):
         tensor = as_tensor(x, written=self.rank != root)
         copies = self._copies(tensor)
         flat = copies.read(tensor) if self.rank == root else copies.written(tensor)
-        key = Key("broadcast", tuple(tensor.shape), tensor.dtype, "sum", root, algorithm)
         nbytes = nbytes_of(flat)
-        order = Order(
-            key, x, (flat,), (flat,), copies, nbytes, None, 0, False, None, timeout_s, async_op
+        collective = Collective(
+            "broadcast",
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            peer=root,
+            algorithm=algorithm,
+            result=x,
+            ins=(flat,),
+            outs=(flat,),
+            copies=copies,
+            nbytes=nbytes,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     @overload
     def all_gather(
@@ -159,23 +169,23 @@ class Moving(Calls):
             returned = like(x, target) if out is None else out
         if flat.data_ptr() != rows[self.rank].data_ptr():
             flat = copies.apart(flat, rows)  # exactly the own row is where it belongs already
-        key = Key("all_gather", shape, tensor.dtype, "sum", -1, algorithm, widths)
         nbytes = sum(nbytes_of(row) for row in rows)
-        order = Order(
-            key,
-            returned,
-            (flat,),
-            rows,
-            copies,
-            nbytes,
-            widths,
-            0,
-            False,
-            None,
-            timeout_s,
-            async_op,
+        collective = Collective(
+            "all_gather",
+            shape=shape,
+            dtype=tensor.dtype,
+            algorithm=algorithm,
+            widths=widths,
+            result=returned,
+            ins=(flat,),
+            outs=rows,
+            copies=copies,
+            nbytes=nbytes,
+            part_widths=widths,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     def gather(
         self,
@@ -221,12 +231,21 @@ class Moving(Calls):
             returned = like(x, target) if out is None else out
         if rows and flat.data_ptr() != rows[root].data_ptr():
             flat = copies.apart(flat, rows)
-        key = Key("gather", None, tensor.dtype, "sum", root, algorithm)
         nbytes = sum(nbytes_of(row) for row in rows) or nbytes_of(flat) * self.size
-        order = Order(
-            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
+        collective = Collective(
+            "gather",
+            dtype=tensor.dtype,
+            peer=root,
+            algorithm=algorithm,
+            result=returned,
+            ins=(flat,),
+            outs=rows,
+            copies=copies,
+            nbytes=nbytes,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     def scatter(
         self,
@@ -272,12 +291,22 @@ class Moving(Calls):
             check_parts_fit(flat, target)
             widths = (flat.numel() // self.size,) * self.size
         flat = copies.apart(flat, (place,)) if flat.numel() else flat
-        key = Key("scatter", None, target.dtype, "sum", root, algorithm)
         nbytes = nbytes_of(flat) or nbytes_of(place) * self.size
-        order = Order(
-            key, out, (flat,), (place,), copies, nbytes, widths, 0, False, None, timeout_s, async_op
+        collective = Collective(
+            "scatter",
+            dtype=target.dtype,
+            peer=root,
+            algorithm=algorithm,
+            result=out,
+            ins=(flat,),
+            outs=(place,),
+            copies=copies,
+            nbytes=nbytes,
+            part_widths=widths,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     @overload
     def all_to_all(
@@ -342,12 +371,21 @@ class Moving(Calls):
         whole = copies.written(target)
         flat = copies.apart(flat, (whole,))
         returned = like(x, target) if out is None else out
-        key = Key("all_to_all", tuple(tensor.shape), tensor.dtype, "sum", -1, algorithm)
         rows, nbytes = self._rows(whole), nbytes_of(flat)
-        order = Order(
-            key, returned, (flat,), rows, copies, nbytes, None, 0, False, None, timeout_s, async_op
+        collective = Collective(
+            "all_to_all",
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            algorithm=algorithm,
+            result=returned,
+            ins=(flat,),
+            outs=rows,
+            copies=copies,
+            nbytes=nbytes,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     @overload
     def barrier(
@@ -357,8 +395,8 @@ class Moving(Calls):
     def barrier(self, *, async_op: Literal[True], timeout_s: float | None = None) -> Work: ...
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
         """Return when every member has called it. Cost: a."""
-        order = Order(Key("barrier"), timeout_s=timeout_s, async_op=async_op)
-        return self._submit(order)  # type: ignore[no-any-return]
+        collective = Collective("barrier", timeout_s=timeout_s, async_op=async_op)
+        return self._submit(collective)  # type: ignore[no-any-return]
 
     def monitored_barrier(self, *, timeout_s: float = MONITORED_S) -> None:
         """A barrier with a short deadline, for finding out who is missing.
@@ -366,7 +404,7 @@ class Moving(Calls):
         Raises:
             CommTimeout: On every rank that came, with all those that did not and where each was last.
         """
-        self._submit(Order(Key("barrier"), timeout_s=timeout_s))
+        self._submit(Collective("barrier", timeout_s=timeout_s))
 
     def _ragged_all_to_all(
         self,
@@ -386,12 +424,21 @@ class Moving(Calls):
         flat, widths = self._read_parts(copies, x, "all_to_all input")
         rows = self._written_parts(copies, out, as_tensor(x[0]), "all_to_all output")
         flat = copies.apart(flat, rows)
-        key = Key("all_to_all", None, flat.dtype, "sum", -1, algorithm)
         nbytes = max(nbytes_of(flat), sum(nbytes_of(row) for row in rows))
-        order = Order(
-            key, out, (flat,), rows, copies, nbytes, widths, 0, False, None, timeout_s, async_op
+        collective = Collective(
+            "all_to_all",
+            dtype=flat.dtype,
+            algorithm=algorithm,
+            result=out,
+            ins=(flat,),
+            outs=rows,
+            copies=copies,
+            nbytes=nbytes,
+            part_widths=widths,
+            timeout_s=timeout_s,
+            async_op=async_op,
         )
-        return self._submit(order)
+        return self._submit(collective)
 
     def _refuse_elsewhere(self, x: object, name: str, root: int) -> None:
         if x is not None:

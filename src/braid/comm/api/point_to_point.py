@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, overload
 
-from braid.comm.api.call import Calls, Order, nbytes_of
-from braid.comm.api.describe import Key
+from braid.comm.api.face import Face, nbytes_of
+from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
 from braid.comm.tensors.arguments import Data, as_tensor, check_peer, is_number
 from braid.errors import ConfigError
 
-__all__ = ["Messaging"]
+__all__ = ["PointToPoint"]
 
 X = TypeVar("X", bound=Data)
 
 
-class Messaging(Calls):
+class PointToPoint(Face):
     """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other."""
 
     @overload
@@ -122,21 +122,23 @@ class Messaging(Calls):
             msg = f"expected a tag of up to 61 bits, found {tag!r}"
             raise ConfigError(msg)
         tensor = as_tensor(x, written=kind == "recv")
-        key = Key(kind, tuple(tensor.shape), tensor.dtype, "sum", number)
         source: list[int] = []
         copies = self._copies(tensor)
         flat = copies.read(tensor) if kind == "send" else copies.written(tensor)
         return self._submit(
-            Order(
-                key,
-                x,
-                (flat,),
-                (flat,),
-                copies,
-                nbytes_of(flat),
+            Collective(
+                kind,
+                tuple(tensor.shape),
+                tensor.dtype,
+                peer=number,
+                ins=(flat,),
+                outs=(flat,),
+                nbytes=nbytes_of(flat),
                 tag=tag,
                 source=source,
-                timeout_s=timeout_s,
+                copies=copies,
+                result=x,
                 async_op=async_op,
+                timeout_s=timeout_s,
             )
         )

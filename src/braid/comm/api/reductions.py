@@ -9,14 +9,15 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from braid.comm.api.call import Calls, Order, is_sequence, nbytes_of
-from braid.comm.api.describe import Key
+from braid.comm.api.face import Face, is_sequence, nbytes_of
+from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import Work
 from braid.comm.tensors.arguments import (
     Data,
     Parts,
     as_tensor,
     check_peer,
+    dense,
     like,
     result,
     slice_shape,
@@ -24,12 +25,12 @@ from braid.comm.tensors.arguments import (
 from braid.comm.tensors.reduction import identity
 from braid.errors import ConfigError
 
-__all__ = ["Reducing"]
+__all__ = ["Reductions"]
 
 X = TypeVar("X", bound=Data)
 
 
-class Reducing(Calls):
+class Reductions(Face):
     """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
 
     Of several hosts with several ranks each, a large all_reduce sums inside of each host first, unless the group of all ranks was
@@ -101,35 +102,37 @@ class Reducing(Calls):
         if wire is not None and not isinstance(wire, str):
             msg = f"expected the name of a wire format, such as 'bf16', found {wire!r}"  # type: ignore[unreachable]
             raise ConfigError(msg)
-        tensor = as_tensor(x, written=out is None)
-        shape = tuple(tensor.shape)
-        key = Key("all_reduce", shape, tensor.dtype, op, algorithm=algorithm, wire=wire)
-        copies = self._copies(tensor)
-        place = tensor
-        if out is None:
-            flat = copies.changed(tensor)
+        flat = dense(x, self.devices) if out is None else None
+        if flat is not None:  # nearly always
+            copies, tensor, place = None, x, x
         else:
-            target = result(out, tuple(tensor.shape), tensor)
-            place = target if target.shape == tensor.shape else target.view(tensor.shape)
-            flat, x = copies.filled(place, tensor), out
-        nbytes = nbytes_of(flat)
-        order = Order(
-            key,
-            x,
-            (flat,),
-            (flat,),
-            copies,
-            nbytes,
-            None,
-            0,
-            False,
-            None,
-            timeout_s,
-            async_op,
-            (tensor,),
-            (place,),
+            tensor = as_tensor(x, written=out is None)
+            copies, place = self._copies(tensor), tensor
+            if out is None:
+                flat = copies.changed(tensor)
+            else:
+                target = result(out, tuple(tensor.shape), tensor)
+                place = target if target.shape == tensor.shape else target.view(tensor.shape)
+                flat, x = copies.filled(place, tensor), out
+        return self._submit(
+            Collective(
+                "all_reduce",
+                tuple(tensor.shape),
+                tensor.dtype,
+                op,
+                algorithm=algorithm,
+                wire=wire,
+                ins=(flat,),
+                outs=(flat,),
+                nbytes=flat.numel() * flat.element_size(),
+                copies=copies,
+                result=x,
+                reads=(tensor,),
+                writes=(place,),
+                async_op=async_op,
+                timeout_s=timeout_s,
+            )
         )
-        return self._submit(order)
 
     @overload
     def reduce(
@@ -197,17 +200,21 @@ class Reducing(Calls):
             target = copies.written(place)
             if flat.data_ptr() != target.data_ptr():
                 flat = copies.apart(flat, (target,))
-        key = Key("reduce", tuple(tensor.shape), tensor.dtype, op, root, algorithm)
         return self._submit(
-            Order(
-                key,
-                returned,
-                (flat,),
-                (target,),
-                copies,
-                nbytes_of(flat),
-                timeout_s=timeout_s,
+            Collective(
+                "reduce",
+                tuple(tensor.shape),
+                tensor.dtype,
+                op,
+                root,
+                algorithm,
+                ins=(flat,),
+                outs=(target,),
+                nbytes=nbytes_of(flat),
+                copies=copies,
+                result=returned,
                 async_op=async_op,
+                timeout_s=timeout_s,
             )
         )
 
@@ -279,18 +286,22 @@ class Reducing(Calls):
         target = result(out, shape, like_x)
         part = copies.written(target)
         flat = copies.apart(flat, (part,))
-        key = Key("reduce_scatter", full, flat.dtype, op, -1, algorithm, widths)
         return self._submit(
-            Order(
-                key,
-                like(x, target) if out is None else out,
-                (flat,),
-                (part,),
-                copies,
-                nbytes_of(flat),
-                widths,
-                timeout_s=timeout_s,
+            Collective(
+                "reduce_scatter",
+                full,
+                flat.dtype,
+                op,
+                algorithm=algorithm,
+                widths=widths,
+                ins=(flat,),
+                outs=(part,),
+                part_widths=widths,
+                nbytes=nbytes_of(flat),
+                copies=copies,
+                result=like(x, target) if out is None else out,
                 async_op=async_op,
+                timeout_s=timeout_s,
             )
         )
 
@@ -329,17 +340,19 @@ class Reducing(Calls):
         target = result(out, tuple(tensor.shape), tensor)
         place = copies.written(target)
         returned = like(x, target) if out is None else out
-        key = Key("scan", tuple(tensor.shape), tensor.dtype, op, exclusive=exclusive)
-        nbytes = nbytes_of(flat)
         flat = copies.apart(flat, (place,))
-        order = Order(
-            key,
-            returned,
-            (flat,),
-            (place,),
-            copies,
-            nbytes,
-            exclusive=exclusive,
-            timeout_s=timeout_s,
+        return self._submit(  # type: ignore[no-any-return]  # X, see `returned`
+            Collective(
+                "scan",
+                tuple(tensor.shape),
+                tensor.dtype,
+                op,
+                exclusive=exclusive,
+                ins=(flat,),
+                outs=(place,),
+                nbytes=nbytes_of(flat),
+                copies=copies,
+                result=returned,
+                timeout_s=timeout_s,
+            )
         )
-        return self._submit(order)  # type: ignore[no-any-return]  # X, see `returned`

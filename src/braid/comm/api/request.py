@@ -8,23 +8,26 @@ takes whatever steps are possible; nothing blocks until `Work.wait()`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from braid.comm.engines.engine import Call, Engine
-from braid.comm.engines.work import Work
+from braid.comm.engines.collective import Collective, Describer
+from braid.comm.engines.engine import Engine
+from braid.comm.engines.work import StepsBy, Work
 from braid.errors import ConfigError, StaleError
 
 __all__ = ["Numbers", "Request"]
 
+MAX_SCALES = 64  # factors whose descriptions are kept
+
 
 class Numbers:
-    """Numbers of a group's requests, equal on all members; those of retired ones are used again, since a group has a limited number of channels.
+    """Numbers of a group's requests, equal on all members; a group has a limited number of channels.
 
-    The next one depends on what requests there are, not on how they came and went: that may be one member's own business. So is when an object dies:
-    requests that nobody has any more are only noted (`lost`), until the members have agreed on them (`reclaim`).
+    The next number depends on which requests there are, not on how they came and went: that may be one member's own
+    business. So is when an object dies: requests that nobody holds any more are only noted (`lost`), until the members
+    have agreed on them (`reclaim`).
     """
 
     def __init__(self) -> None:
@@ -32,31 +35,31 @@ class Numbers:
         self._free: list[int] = []
         self._lost: set[int] = set()
 
-    def take(self) -> int:
-        """The least that no request has."""
+    def next(self) -> int:
+        """The smallest number that no request has."""
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
         return self._next - 1
 
     def give_back(self, number: int) -> None:
-        """No request has it any more."""
+        """Free the number of a retired request."""
         heapq.heappush(self._free, number)
 
     def lose(self, number: int) -> None:
-        """The request that has it is gone, and nothing of it under way."""
+        """Note that the request with this number is gone, and nothing of it under way."""
         self._lost.add(number)
 
     def lost(self) -> list[int]:
-        """Those of requests that are gone on this member."""
+        """Numbers of requests that are gone on this member."""
         return sorted(self._lost.copy())  # others may die meanwhile
 
     def state(self) -> str:
-        """Which numbers there are, as text; another one than other members' while this one has made requests that they have not."""
+        """The numbers in use, as text; it differs from another member's while they have not made the same requests."""
         return f"{self._next} {sorted(self._free)}"
 
     def reclaim(self, numbers: Iterable[int]) -> None:
-        """Give back what all members have lost; they do so at the same point of the order in which they make requests."""
+        """Free the numbers that all members have lost; all do so at the same point of the order of their requests."""
         for number in numbers:
             self._lost.remove(number)
             self.give_back(number)
@@ -65,71 +68,74 @@ class Numbers:
 class Request:
     """An operation registered with `Group.persistent`.
 
+    Attributes:
+        result: Where the result of every start is found.
+
     Args:
         engine: Engine of the group.
-        call: What is done at every start.
-        numbers: The group's numbers, of which this request takes one.
-        call_site: Digest of the program's line that is running, for messages and traces.
-        result: Where the result of every start is found.
+        collective: What is done at every start.
+        numbers: The group's numbers, of which this request gets one.
+        describer: The group's descriptions.
     """
 
     def __init__(
         self,
         engine: Engine,
-        call: Call,
+        collective: Collective,
         numbers: Numbers,
-        call_site: Callable[[], int],
-        result: Any,
+        describer: Describer,
     ) -> None:
-        self.result = result
-        self._engine = engine
-        self._call_site = call_site
-        self._call = call
+        self.result = collective.result
+        self._describer = describer
+        self._collective = collective
+        self._scaled: dict[float, Collective] = {}
         self._numbers = numbers
-        self._number = numbers.take()
+        self._number = numbers.next()
+        self._request = engine.request(collective, self._number)
         self._work: Work | None = None
         self._retired = False
 
-    def start(self, scale: float | None = None, *, lazily: bool = False) -> Work:
+    def start(self, scale: float | None = None, *, steps_by: StepsBy = StepsBy.CALLER) -> Work:
         """Begin once more; the tensors belong to the request until the Work is done.
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all members.
-            lazily: Take no steps before somebody in this process waits or asks; see `Group.coalesce`. Where the tensor lies in memory that
-                all members share, it is offered at once, so that whoever comes early can do the work.
+            steps_by: Who takes the steps. With `StepsBy.WAITER` a tensor in memory that all members share is offered at
+                once all the same, so that whoever comes early can do the work.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired.
             ConfigError: A factor for what is no reduction, or for integers.
         """
+        work = self._work
+        if self._retired or (work is not None and not work.done()):
+            self._refuse_busy()
+        collective = self._collective
         if scale is not None:
-            self._check_scale(scale)
-        self._check_idle()
-        call = self._call._replace(site=self._call_site())
-        self._work = self._engine.begin(call, self._number, scale, lazily=lazily).returns(
-            self.result
-        )
-        return self._work
+            collective = self._scaled.get(scale) or self._with_scale(scale)
+        collective.site = self._describer.call_site()
+        self._work = work = self._request.start(collective, scale, steps_by)
+        return work
 
     def residual(self) -> torch.Tensor | None:
-        """What a lossy wire format has left out here and will be added at the next start; None where nothing can be.
+        """What a lossy wire format has left out here and will add at the next start; None where nothing can be.
 
         Returns:
-            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It counts as part of this rank's own numbers: added
-            to them at some start, after `reset_residual`, it makes up for what was left out, on whatever ranks and hosts that is.
-            (Of requests that are started without a scale.)
+            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It counts as part of this
+            rank's own numbers: added to them at some start, after `reset_residual`, it makes up for what was left out,
+            on whatever ranks and hosts that is. (Of requests that are started without a scale.)
         """
-        return self._engine.residual(self._call, self._number)
+        return self._request.residual()
 
     def reset_residual(self) -> None:
         """Forget what has been left out."""
-        self._engine.reset_residual(self._number)
+        self._request.reset_residual()
 
     def retire(self) -> None:
-        """Give the channel to requests that come later; all members do so at the same point of the order in which they make requests.
+        """Give the channel to later requests; all members do so at the same point of the order of their requests.
 
         Raises:
-            StaleError: The last start has not ended, or it has been retired before.
+            StaleError: The last start has not ended, or the request has been retired before.
         """
         self._check_idle()
         self._retired = True
@@ -138,29 +144,34 @@ class Request:
 
     def __del__(self) -> None:
         if not getattr(self, "_retired", True) and (self._work is None or self._work.succeeded):
-            self.reset_residual()
             self._numbers.lose(self._number)
 
     def _check_idle(self) -> None:
+        if self._retired or (self._work is not None and not self._work.done()):
+            self._refuse_busy()
+
+    def _refuse_busy(self) -> None:
         if self._retired:
-            msg = f"expected a request to be used before it is retired, found {self!r} afterwards: make another one"
-            raise StaleError(msg)
-        if self._work is not None and not self._work.done():
+            msg = f"{self!r} has been retired: make another request"
+        else:
             msg = (
-                f"expected request {self._number} ({self._call.text}) to be idle, found its last start under way: "
+                f"request {self._number} ({self._collective.text}) is busy, its last start is under way: "
                 "wait for the Work that start() returned"
             )
-            raise StaleError(msg)
+        raise StaleError(msg)
 
-    def _check_scale(self, scale: float) -> None:
-        kind, dtype = self._call.kind, self._call.outs[0].dtype
+    def _with_scale(self, scale: float) -> Collective:
+        kind, dtype = self._collective.kind, self._collective.outs[0].dtype
         reduces = kind in {"all_reduce", "reduce_scatter"}
         if not reduces or not (dtype.is_floating_point or dtype.is_complex):
             msg = (
-                f"expected scale for all_reduce or reduce_scatter of floating-point numbers only, found {scale!r} for "
-                f"{self._call.text}: leave it out, and multiply the result"
+                f"scale={scale!r} works for all_reduce or reduce_scatter of floating-point numbers only, not for "
+                f"{self._collective.text}: leave it out, and multiply the result"
             )
             raise ConfigError(msg)
+        if len(self._scaled) >= MAX_SCALES:
+            self._scaled.clear()
+        return self._scaled.setdefault(scale, self._describer.scaled(self._collective, scale))
 
     def __repr__(self) -> str:
-        return f"Request({self._number}, {self._call.text})"
+        return f"Request({self._number}, {self._collective.text})"

@@ -20,7 +20,7 @@ reads included. So nobody still needs what was published in step v-2, which is w
 do not wait for all peers in a step call `settle()` before they write.
 
 Several requests may be under way at once, each on its own channel; order matters inside a channel only. Where the lines
-lie is the business of `port`.
+lie is the business of `pages`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from braid.comm.channel.staging import Staging
-from braid.comm.channel.work_counter import Claims
+from braid.comm.channel.staging import CHUNK_BYTES, Staging
+from braid.comm.channel.work_counter import WorkCounter
 from braid.errors import StaleError
 from braid.transport import Steps, Wait
 
-if TYPE_CHECKING:  # a port makes its channels
-    from braid.comm.channel.control_pages import Port
+if TYPE_CHECKING:  # a pages makes its channels
+    from braid.comm.channel.control_pages import ControlPages
 
-__all__ = ["LINE_WORDS", "Aim", "Channel", "Disagreement", "Entry"]
+__all__ = ["LINE_WORDS", "Audience", "Channel", "Disagreement", "Entry"]
 
 LINE_WORDS = 8
-CLAIMS = 1  # word of a line
+WORK_COUNTER = 1  # word of a line
+SENT_CHUNK_BYTES = 1 << 20  # where a chunk is sent, an answer costs more than the cache saves
 
 
 class Disagreement(Exception):
@@ -79,7 +80,7 @@ class Entry(NamedTuple):
     site: int
 
 
-class Aim(NamedTuple):
+class Audience(NamedTuple):
     """Who shall see a step, and what of the own memory with it; see `MemoryTransport.publish`."""
 
     audience: Any
@@ -99,6 +100,7 @@ class Channel:
         others: Group ranks of the others.
         successors: The same, each rank beginning with its successor, so that no source is read by all at once.
         shares: Whether peers may be able to read tensors where they lie, so that offering them makes sense.
+        chunk_bytes: Size of the pieces in which a large tensor goes through slots.
         value: Last step that this rank has published.
         digest: Digest of the operation under way; set by the group.
         site: Digest of its call site.
@@ -110,11 +112,12 @@ class Channel:
     __slots__ = (
         "_arena",
         "_audience",
-        "_claims",
         "_lines",
         "_own_line",
+        "_pages",
         "_place",
-        "_port",
+        "_work_counter",
+        "chunk_bytes",
         "digest",
         "index",
         "others",
@@ -130,39 +133,46 @@ class Channel:
         "windows",
     )
 
-    def __init__(self, port: Port, index: int) -> None:
+    def __init__(self, pages: ControlPages, index: int) -> None:
         self.index = index
-        self.rank = port.rank
-        self.size = port.size
-        self.others = [r for r in range(port.size) if r != port.rank]
-        self.successors = [(port.rank + distance) % port.size for distance in range(1, port.size)]
+        self.rank = pages.rank
+        self.size = pages.size
+        self.others = [r for r in range(pages.size) if r != pages.rank]
+        self.successors = [
+            (pages.rank + distance) % pages.size for distance in range(1, pages.size)
+        ]
         self.value = 0
         self.digest = 0
         self.site = 0
-        self.ranks = port.ranks
-        self.transport = port.transport
-        self.windows = port.windows
-        readers = [port.ranks[r] for r in port.readers(index)]
-        self.shares = port.transport.shares_with(readers)
-        self.own = Staging(port.transport, self.others, shares=self.shares)
-        self._port = port
-        self._arena = port.transport.arena
-        self._place = port.own_place(index)
-        self._own_line = self._arena.words(port.ranks[port.rank], self._place, LINE_WORDS)
-        self._lines: list[memoryview | None] = [None] * port.size
-        self._lines[port.rank] = self._own_line
-        self._audience = port.transport.audience(readers)
-        self._claims: Claims | None = None
+        self.ranks = pages.ranks
+        self.transport = pages.transport
+        self.windows = pages.windows
+        readers = [pages.ranks[r] for r in pages.audience(index)]
+        self.shares = pages.transport.shares_with(readers)
+        self.chunk_bytes = CHUNK_BYTES if self.shares else SENT_CHUNK_BYTES
+        self.own = Staging(pages.transport, self.others, shares=self.shares)
+        self._pages = pages
+        self._arena = pages.transport.arena
+        self._place = pages.own_place(index)
+        self._own_line = self._arena.words(pages.ranks[pages.rank], self._place, LINE_WORDS)
+        self._lines: list[memoryview | None] = [None] * pages.size
+        self._lines[pages.rank] = self._own_line
+        self._audience = pages.transport.audience(readers)
+        self._work_counter: WorkCounter | None = None
 
     @property
-    def claims(self) -> Claims:
+    def work_counter(self) -> WorkCounter:
         """Shares out work among all members, which share memory; after the first step that all have taken."""
-        if self._claims is None:
+        if self._work_counter is None:
             line = self._lines[0] or self._find(0)
             assert line is not None, "member 0 has taken a step"
             start = ctypes.addressof(ctypes.c_char.from_buffer(line))
-            self._claims = Claims(start + CLAIMS * line.itemsize, self.size)
-        return self._claims
+            self._work_counter = WorkCounter(start + WORK_COUNTER * line.itemsize, self.size)
+        return self._work_counter
+
+    def line(self, peer: int) -> memoryview | None:
+        """Control line of `peer`, whose first word is its counter; None while it has not made the page."""
+        return self._lines[peer] or self._find(peer)
 
     def counter(self, peer: int) -> int:
         """Last step that `peer` has published."""
@@ -185,11 +195,11 @@ class Channel:
         """A flat tensor at a place of a member's arena."""
         return self._arena.view(self.ranks[member], word, numel, dtype)
 
-    def post(self, aim: Aim | None = None, *, waking: bool = True) -> int:
+    def publish(self, audience: Audience | None = None, *, waking: bool = True) -> int:
         """Publish the next step and return its value.
 
         Args:
-            aim: Who shall see it; everybody, with what has been staged, when None.
+            audience: Who shall see it; everybody, with what has been staged, when None.
             waking: Otherwise who shares memory may see it, but nobody is woken or sent anything before `wake`.
         """
         value = self.value + 1
@@ -203,10 +213,10 @@ class Channel:
         publish, place = self.transport.publish, self._place
         if not waking:
             assert own.nbytes == 0, "what is staged must be sent with its step"
-        elif aim is None:
+        elif audience is None:
             publish(self._audience, place, own.word, own.nbytes, own.parts)
         else:
-            publish(aim.audience, place, aim.word, aim.nbytes, aim.parts)
+            publish(audience.audience, place, audience.word, audience.nbytes, audience.parts)
         own.word = own.nbytes = 0
         own.parts = None
         own.parity = 1 - parity
@@ -216,7 +226,7 @@ class Channel:
         """Let everybody see the step that has been posted without waking."""
         self.transport.publish(self._audience, self._place)
 
-    def exchange(
+    def publish_and_wait(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
     ) -> Steps:
         """Publish the next step, wait for everyone's, compare what was asked for.
@@ -229,7 +239,7 @@ class Channel:
         Raises:
             Disagreement: Some member asked for something else.
         """
-        value = self.post(waking=not pausing)
+        value = self.publish(waking=not pausing)
         if meanwhile is not None:
             meanwhile()
         if pausing:
@@ -255,17 +265,17 @@ class Channel:
         """Whether one peer has published step `value`; if so, its data may be read."""
         return self.counter(peer) >= value
 
-    def settle(self) -> Steps:
+    def wait_all_read(self) -> Steps:
         """Wait until everyone has published the present step, and so has read what was published before it."""
         for peer in self.others:
             yield from self.await_step(peer, self.value)
 
-    def refrain(self) -> Steps:
+    def require_members(self) -> Steps:
         """Before members' memory is written to: wait for ever, which ends with the reason, if one takes no further part.
 
         Its memory may be something else by now. For operations in which all members wait for the next step of this rank.
         """
-        while (member := self._port.stopped_member()) is not None:
+        while (member := self._pages.stopped_member()) is not None:
             never = self.value + 2  # nobody takes that step before this rank takes the next
             yield Wait(member, self.index, never)
 
@@ -278,6 +288,18 @@ class Channel:
         word = line[2 + 3 * (self.value & 1) + 1]
         return self._arena.view(self.ranks[peer], word, numel, dtype)
 
+    def tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """What each member published in the present step, in the order of ranks, with `own` for this rank's."""
+        at, numel, dtype = 3 + 3 * (self.value & 1), own.numel(), own.dtype
+        tensors, view, ranks = [], self._arena.view, self.ranks
+        for member, line in enumerate(self._lines):
+            if member == self.rank:
+                tensors.append(own)
+            else:
+                assert line is not None, "the step has been exchanged"
+                tensors.append(view(ranks[member], line[at], numel, dtype))
+        return tensors
+
     def words_of(self, peer: int, value: int, count: int) -> memoryview:
         """First `count` words of what `peer` published in step `value`."""
         return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
@@ -287,5 +309,5 @@ class Channel:
         self.own.free()
 
     def _find(self, peer: int) -> memoryview | None:
-        line = self._lines[peer] = self._port.line_of(peer, self.index)
+        line = self._lines[peer] = self._pages.line_of(peer, self.index)
         return line

@@ -18,7 +18,7 @@ from braid.errors import StaleError
 from braid.transport import Block, MemoryTransport, Wait, WaitAny
 from braid.types import text_digest
 
-__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "Port", "State"]
+__all__ = ["ABANDONED", "CLOSED", "DISAGREED", "ControlPages", "State"]
 
 PAGE_LINES = 64
 MAX_PAGES = 5  # 64 + 256 + ... = 21,824 channels a group
@@ -38,7 +38,7 @@ class State(NamedTuple):
     reason: int
 
 
-class Port:
+class ControlPages:
     """A group's window on the transport: the pages of control lines of all members.
 
     Channel 0 carries the group's collectives; then come n channels for sending, n for acknowledging, and one for each
@@ -61,7 +61,7 @@ class Port:
         group_rank: int,
         pages: list[int],
         *,
-        retired: list[Port] | None = None,
+        retired: list[ControlPages] | None = None,
     ) -> None:
         self.transport = transport
         self.retired = [] if retired is None else retired
@@ -71,10 +71,12 @@ class Port:
         self.size = len(ranks)
         # for traces: equal on all members, another for every group, since no two first pages lie in one place
         self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
-        self.stopped = ""  # why this rank takes no further part
-        self.given_up = ""  # why the program has given the group up, whatever stopped it before
+        self.end_reason = ""  # why this rank takes no further part
+        self.abort_reason = ""  # why the program has given the group up, whatever stopped it before
         self.windows = Windows(transport.arena)
-        self.held: list[object] = []  # of failed operations, whose tensors peers may still write to
+        self.pinned: list[
+            object
+        ] = []  # of failed operations, whose tensors peers may still write to
         self._pages = pages
         self._channels: dict[int, Channel] = {}
         self._making = threading.Lock()  # two threads may be the first on a channel, or on a page
@@ -133,7 +135,7 @@ class Port:
             self._publish_directory(block)
         return directory[page] + line  # a line is 64 bytes and so is the unit of the word
 
-    def readers(self, index: int) -> list[int]:
+    def audience(self, index: int) -> list[int]:
         """Members that look at this rank's line of a channel: one if it is for messages, else all others."""
         if self.carries_messages(index):
             return [member for member in [(index - 1) % self.size] if member != self.rank]
@@ -181,7 +183,7 @@ class Port:
         words[_VALUE] = value
         words[_REASON] = self.transport.names.add(reason, last_words=True) if reason else 0
         words[_STATE] = code | channel << 8
-        self.stopped = reason  # after the state, which says what kind of end it is
+        self.end_reason = reason  # after the state, which says what kind of end it is
         self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:
@@ -218,7 +220,7 @@ class Port:
         for block in self._blocks:
             self.transport.arena.free(block)
         self._blocks.clear()
-        self.held.clear()
+        self.pinned.clear()
 
     def _publish_directory(self, page: Block | None = None) -> None:
         """Let all members see the directory, and a new page before it."""

@@ -44,6 +44,7 @@ class Staging:
         "_size",
         "_slots",
         "_views",
+        "_words",
         "nbytes",
         "parity",
         "parts",
@@ -61,10 +62,11 @@ class Staging:
         self._size = len(others) + 1
         self._shares = shares
         self._slots: list[Block | None] = [None, None]
+        self._words = [0, 0]  # places of the slots
         self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The slot of the next step, to be filled before it is taken; grows as needed."""
         parity = self.parity
         nbytes = numel * dtype.itemsize
@@ -74,14 +76,15 @@ class Staging:
                 self._arena.free(block)
             block = self._arena.allocate(max(MIN_SLOT_BYTES, 1 << max(nbytes - 1, 0).bit_length()))
             self._slots[parity] = block
+            self._words[parity] = block.word
             self._views.clear()
-        self.word = block.word
+        self.word = self._words[parity]
         self.nbytes = nbytes
         view = self._views.get((parity, numel, dtype))
         if view is None:
             if len(self._views) > MAX_VIEWS:
                 self._views.clear()
-            view = self._arena.view(self._rank, block.word, numel, dtype)
+            view = self._arena.view(self._rank, self.word, numel, dtype)
             self._views[parity, numel, dtype] = view
         return view
 
@@ -89,11 +92,11 @@ class Staging:
         """First `count` words of the slot that `room` has just given."""
         return self._arena.words(self._rank, self.word, count)
 
-    def stage(self, x: torch.Tensor) -> None:
-        """Copy a flat tensor into the slot of the next step."""
-        self.room(x.numel(), x.dtype).copy_(x)
+    def stage(self, x: torch.Tensor) -> torch.Tensor:
+        """Copy a flat tensor into the slot of the next step; returns the copy."""
+        return self.slot(x.numel(), x.dtype).copy_(x)
 
-    def divide(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
+    def send_ranges(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
         """Say that member r will read elements `bounds[r]` to `bounds[r + 1]` of the slot just filled, and no others.
 
         It saves sending the rest where memory is not shared.
@@ -102,21 +105,21 @@ class Staging:
             size = dtype.itemsize
             self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._others]
 
-    def aim(self, member: int, numel: int, dtype: torch.dtype) -> None:
+    def send_only_to(self, member: int, numel: int, dtype: torch.dtype) -> None:
         """Say that only `member` will read the `numel` elements of the slot just filled."""
         if not self._shares:
-            self.divide([0] * (member + 1) + [numel] * (self._size - member), dtype)
+            self.send_ranges([0] * (member + 1) + [numel] * (self._size - member), dtype)
 
-    def offer(self, x: torch.Tensor, *, private: bool = False) -> None:
+    def expose(self, x: torch.Tensor, *, private: bool = False) -> None:
         """Let the next step point at the flat tensor `x` itself.
 
         Args:
             x: Contiguous; stays as it is until a later step has told that everyone has read it.
             private: Whether memory outside the arena is offered, too, by its address; it can be read only.
         """
-        self.point(self.place(x, private=private))
+        self.expose_address(self.locate(x, private=private))
 
-    def place(self, x: torch.Tensor, *, private: bool = False) -> int:
+    def locate(self, x: torch.Tensor, *, private: bool = False) -> int:
         """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
         if not self._shares:
             return 0
@@ -125,7 +128,7 @@ class Staging:
             word = PRIVATE | x.data_ptr()
         return word
 
-    def point(self, word: int) -> None:
+    def expose_address(self, word: int) -> None:
         """Let the next step name a place that peers know how to read."""
         self.word = word
         self.nbytes = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from braid.comm.channel.channel import Aim, Channel
+from braid.comm.channel.channel import Audience, Channel
 from braid.transport import Steps
 
 __all__ = ["LINE_BYTES", "Window"]
@@ -40,8 +40,8 @@ class Window:
     def open(self) -> Steps:
         """Say where this window lies and hear where the others do; compares what was asked for. One step."""
         ch = self._ch
-        ch.own.point(self._block.word)
-        yield from ch.exchange()
+        ch.own.expose_address(self._block.word)
+        yield from ch.publish_and_wait()
         self._first = ch.value + 1
         self._bases = [ch.entry(member, ch.value).block for member in range(ch.size)]
         self._bases[ch.rank] = self._block.word
@@ -49,13 +49,13 @@ class Window:
     def close(self) -> Steps:
         """End, and wait for all: who is done early would else begin something that others compare with this."""
         self.leave()
-        yield from self._ch.settle()
+        yield from self._ch.wait_all_read()
 
     def leave(self) -> None:
         """Take the last step; nobody waits for it, but when all have taken it the window may be used for something else."""
         ch = self._ch
-        ch.own.point(self._block.word)  # who is late may read it in this step's line
-        value = ch.post()
+        ch.own.expose_address(self._block.word)  # who is late may read it in this step's line
+        value = ch.publish()
         others = tuple(ch.others)
         ch.windows.give_back(self._block, lambda: all(ch.has_come(m, value) for m in others))
 
@@ -74,7 +74,7 @@ class Window:
         """
         return self._ch.view(member, self._bases[member] + offset // LINE_BYTES, numel, dtype)
 
-    def post(
+    def publish(
         self,
         to: Sequence[int],
         offset: int = 0,
@@ -98,8 +98,10 @@ class Window:
             audience = self._audiences[key] = self._ch.audience(key)
         word = self._block.word + offset // LINE_BYTES if nbytes else 0
         ch = self._ch
-        ch.own.point(self._block.word)  # in every line: a slow member may read only a late one
-        return ch.post(Aim(audience, word, nbytes, parts))
+        ch.own.expose_address(
+            self._block.word
+        )  # in every line: a slow member may read only a late one
+        return ch.publish(Audience(audience, word, nbytes, parts))
 
     def reached(self, members: Sequence[int], value: int) -> Steps:
         """Wait until `members` have taken step `value`."""

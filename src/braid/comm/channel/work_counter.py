@@ -20,10 +20,10 @@ from collections.abc import Iterator
 
 from braid.transport.atomic import MASK, fetch_add
 
-__all__ = ["Claims"]
+__all__ = ["WorkCounter"]
 
 
-class Claims:
+class WorkCounter:
     """One member's way to the counter that all share.
 
     Args:
@@ -38,7 +38,7 @@ class Claims:
         self._size = size
         self._first = 0  # what the counter holds when a work begins
 
-    def take(self, count: int) -> Iterator[int]:
+    def blocks(self, count: int) -> Iterator[int]:
         """Numbers out of 0 to `count - 1` that are this member's, as long as there are any; every member gives the same count.
 
         To be gone through to its end, and by all members before one begins the next work.

@@ -12,19 +12,19 @@ import torch
 
 from braid.comm.algorithms.programs import Programs, program_steps
 from braid.comm.channel.channel import Channel
-from braid.comm.engines.engine import Call
+from braid.comm.engines.collective import Collective
 from braid.comm.tensors.reduction import early_factor
 from braid.transport import Steps
 
 __all__ = ["by_program"]
 
 
-def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None) -> Steps:
-    """Carry out the algorithm that `call` names, on a buffer that holds the parts of all members.
+def by_program(ch: Channel, programs: Programs, c: Collective, scale: float | None) -> Steps:
+    """Carry out the algorithm that `c` names, on a buffer that holds the parts of all members.
 
     Sums are in the program's order; parts must be equal.
     """
-    kind, me, given, outs = call.kind, ch.rank, call.ins[0], call.outs
+    kind, me, given, outs = c.kind, ch.rank, c.ins[0], c.outs
     parts: Sequence[torch.Tensor] = ()
     if kind in {"all_reduce", "broadcast"}:
         buffer = outs[0]
@@ -37,13 +37,13 @@ def by_program(ch: Channel, programs: Programs, call: Call, scale: float | None)
         parts = torch.split(buffer[given.numel() :], [out.numel() for out in outs])
     else:  # what others have is left as it is
         buffer = given.clone()
-    op, factor = call.op, early_factor(buffer.dtype, call.op, scale, ch.size)
+    op, factor = c.op, early_factor(buffer.dtype, c.op, scale, ch.size)
     if factor is not None:
         buffer.mul_(factor)
         op, scale = "sum", None
-    root, name = max(0, call.peer), call.algorithm or ""
+    root, name = max(0, c.peer), c.algorithm or ""
     yield from program_steps(ch, programs, name, kind, buffer, op=op, scale=scale, root=root)
-    if kind == "reduce" and me == call.peer:
+    if kind == "reduce" and me == c.peer:
         outs[0].copy_(buffer)
     elif kind == "reduce_scatter":
         width = outs[0].numel()

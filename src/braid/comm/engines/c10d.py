@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,18 +25,18 @@ import torch
 from torch.distributed import distributed_c10d
 
 from braid.comm.engines.c10d_steps import TorchSteps, steps_of
+from braid.comm.engines.collective import Collective
 from braid.comm.engines.diagnostics import Asked, mismatch_table
-from braid.comm.engines.engine import Call, Capabilities, Statistics
-from braid.comm.engines.work import Work
+from braid.comm.engines.engine import Capabilities, Statistics
+from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
 from braid.events import Span
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import as_torch_store
 from braid.transport import RankContext
-from braid.types import text_digest
 
-__all__ = ["DelegateEngine", "MakeProcessGroup", "make_gloo", "make_nccl"]
+__all__ = ["C10dEngine", "MakeProcessGroup", "make_gloo", "make_nccl"]
 
 c10d: Any = distributed_c10d  # its stubs know a part of it only
 
@@ -58,7 +59,7 @@ def make_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
     return c10d.ProcessGroupNCCL(store, rank, size, options)
 
 
-class DelegateEngine:
+class C10dEngine:
     """Collectives carried out by a process group of torch.
 
     Args:
@@ -129,43 +130,19 @@ class DelegateEngine:
         """Nothing: the backend does not tell."""
         return {}
 
-    def run(self, call: Call) -> None:
-        """Carry `call` out in this thread."""
-        operation = self._operation(call)
-        operation.wait(None)
+    def run(self, c: Collective) -> None:
+        """Carry a collective out in this thread."""
+        self._operation(c).wait(None)
 
-    def start(self, call: Call) -> Work:
-        """Hand `call` to the backend."""
-        operation = self._operation(call)
+    def start(self, c: Collective, steps_by: StepsBy) -> Work:  # noqa: ARG002 - it has threads
+        """Hand a collective to the backend."""
+        operation = self._operation(c)
         operation.advance()
-        return Work(operation, _Operation.wait, _Operation.advance)
+        return Work(operation, _Operation.wait, _Operation.advance, c.result, c.source)
 
-    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:  # noqa: ARG002 - it has threads
-        """Hand several calls to the backend, in order."""
-        return [self.start(call) for call in calls]
-
-    def begin(
-        self,
-        call: Call,
-        number: int,  # noqa: ARG002 - see capabilities
-        scale: float | None,
-        *,
-        lazily: bool = False,  # noqa: ARG002 - it has threads
-    ) -> Work:
-        """Start a persistent request; all ranks must start theirs in the same order."""
-        if scale is None:
-            return self.start(call)
-        text = f"{call.text} scaled by {scale!r}"  # ranks must agree on it, too
-        call = call._replace(text=text, digest=text_digest(text))
-        copies = Copies(self.device_types)
-        copies.then(partial(call.outs[0].mul_, scale))
-        return self.start(call._replace(copies=copies))
-
-    def residual(self, call: Call, number: int) -> None:
-        """Nothing is left out: numbers are sent as they are."""
-
-    def reset_residual(self, number: int) -> None:
-        """Likewise."""
+    def request(self, collective: Collective, number: int) -> C10dRequest:  # noqa: ARG002
+        """Register a collective; all ranks must start their requests in the same order."""
+        return C10dRequest(self)
 
     def advance(self) -> bool:
         """Take the steps that are possible now of what has been started, messages excepted."""
@@ -187,9 +164,9 @@ class DelegateEngine:
     def forget(self, token: int) -> None:
         """Nothing."""
 
-    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> DelegateEngine:
+    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> C10dEngine:
         """Engine of a new group of some members, with a process group of its own."""
-        return DelegateEngine(
+        return C10dEngine(
             self._context,
             tuple(self.ranks[member] for member in order),
             self._make,
@@ -199,7 +176,7 @@ class DelegateEngine:
             checked=self.checked,
         )
 
-    def bequeath(self, heir: DelegateEngine) -> None:
+    def hand_over_to(self, engine: C10dEngine) -> None:
         """Nothing: every process group is its engine's own."""
 
     def stop(self, reason: str) -> None:
@@ -213,32 +190,32 @@ class DelegateEngine:
         self._stopped = self._stopped or "was closed"
         self._group.shutdown()
 
-    def _operation(self, call: Call) -> _Operation:
+    def _operation(self, c: Collective) -> _Operation:
         if self._stopped:
-            msg = f"expected a group in use for {call.text}, found that it ended: {self._stopped}"
+            msg = f"expected a group in use for {c.text}, found that it ended: {self._stopped}"
             raise StaleError(msg)
         with self._lock:
-            if call.kind not in {"send", "recv"}:  # two ranks only: the others would wait
+            if c.kind not in {"send", "recv"}:  # two ranks only: the others would wait
                 self._sequence += 1
-                self._say(f"last/{self._sequence % 2}", f"{self._sequence} {call.text}")
-                if self.checked or call.digest not in self._known:
-                    self._compare(call)
-                    self._known.add(call.digest)
+                self._say(f"last/{self._sequence % 2}", f"{self._sequence} {c.text}")
+                if self.checked or c.digest not in self._known:
+                    self._compare(c)
+                    self._known.add(c.digest)
             self.statistics.num_operations += 1
-            self.statistics.nbytes += call.nbytes
-            steps = steps_of(self._group, call, self.rank, self.size)
-            if call.copies is not None:
-                steps = call.copies.around(steps)
+            self.statistics.nbytes += c.nbytes
+            steps = steps_of(self._group, c, self.rank, self.size)
+            if c.copies is not None and c.copies.needed:
+                steps = c.copies.around(steps)
             span = self._context.events.span(
-                call.text, seq=self._sequence, nbytes=call.nbytes, site=call.site
+                c.text, seq=self._sequence, nbytes=c.nbytes, site=c.site
             )
-            operation = _Operation(self, call, steps, span)
-            if call.kind not in {"send", "recv"}:
+            operation = _Operation(self, c, steps, span)
+            if c.kind not in {"send", "recv"}:
                 # Gloo would carry out two collectives on one tensor at the same time
                 operation.before, self._last = self._last, operation
         return operation
 
-    def explain_failure(self, call: Call, exc: BaseException) -> BaseException:
+    def explain_failure(self, c: Collective, exc: BaseException) -> BaseException:
         """What braid says where the backend says `exc`."""
         if isinstance(exc, BraidError):
             return exc
@@ -256,14 +233,14 @@ class DelegateEngine:
         if len({a.text for a in asked}) > 1:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        msg = f"expected {call.text} to end, found that {self._group.name()} failed on rank {self._context.rank}: {text}"
+        msg = f"expected {c.text} to end, found that {self._group.name()} failed on rank {self._context.rank}: {text}"
         return CommTimeout(msg) if "imed out" in text else CommError(msg)
 
-    def _compare(self, call: Call) -> None:
+    def _compare(self, c: Collective) -> None:
         """All ranks say what they ask for in this step, and read what the others say."""
         topic = f"signature/{self._sequence}"
-        self._say(topic, call.text)
-        self._await(topic, call)
+        self._say(topic, c.text)
+        self._await(topic, c)
         keys = [f"{topic}/{rank}" for rank in self.ranks]
         texts = [value.decode() for value in self._store.multi_get(keys)]
         if len(set(texts)) > 1:
@@ -272,11 +249,11 @@ class DelegateEngine:
             self._stopped = str(error)
             raise error
 
-    def _await(self, topic: str, call: Call) -> None:
+    def _await(self, topic: str, c: Collective) -> None:
         """Wait until all ranks have spoken, but not for ranks that are lost or have left the group."""
         keys = [f"{topic}/{rank}" for rank in self.ranks]
         health, clock = self._context.health, self._context.clock
-        deadline_ns = clock.now_ns() + round(call.timeout_s * 1e9)
+        deadline_ns = clock.now_ns() + round((c.timeout_s or 0.0) * 1e9)
         while True:
             left_s = (deadline_ns - clock.now_ns()) / 1e9
             try:
@@ -288,7 +265,7 @@ class DelegateEngine:
                 missing = [rank for rank in self.ranks if rank not in here]
                 self._check_stopped(missing)
                 if left_s <= LOOK_S:
-                    raise self._late(call, missing) from None
+                    raise self._late(c, missing) from None
             else:
                 return
 
@@ -298,11 +275,11 @@ class DelegateEngine:
                 msg = f"stopped because rank {rank} abandoned the group: {text}"
                 raise CommError(msg)
 
-    def _late(self, call: Call, missing: Sequence[int]) -> CommTimeout:
+    def _late(self, c: Collective, missing: Sequence[int]) -> CommTimeout:
         asked = [Asked(rank, text, "") for rank, text in sorted(self._last_asked().items())]
         table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
         return CommTimeout(
-            f"expected all ranks in {call.text} within {call.timeout_s:g} s, found no word from ranks {missing}\n{table}"
+            f"expected all ranks in {c.text} within {c.timeout_s:g} s, found no word from ranks {missing}\n{table}"
         )
 
     def _last_asked(self) -> dict[int, str]:
@@ -324,16 +301,41 @@ class DelegateEngine:
         return {rank: self._store.get(key).decode() for rank, key in there.items()}
 
 
+class C10dRequest:
+    """A persistent request of a process group of torch, which has none: each start is a collective of its own.
+
+    Args:
+        engine: Engine of the group.
+    """
+
+    def __init__(self, engine: C10dEngine) -> None:
+        self._engine = engine
+
+    def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
+        """Hand it to the backend once more."""
+        if scale is not None:
+            copies = Copies(self._engine.device_types)
+            copies.then(partial(collective.outs[0].mul_, scale))
+            collective = replace(collective, copies=copies)
+        return self._engine.start(collective, steps_by)
+
+    def residual(self) -> None:
+        """Nothing is left out: numbers are sent as they are."""
+
+    def reset_residual(self) -> None:
+        """Nothing to forget."""
+
+
 class _Operation:
     """One collective under way in the backend."""
 
-    def __init__(self, engine: DelegateEngine, call: Call, steps: TorchSteps, span: Span) -> None:
-        self.text = call.text
+    def __init__(self, engine: C10dEngine, c: Collective, steps: TorchSteps, span: Span) -> None:
+        self.text = c.text
         self.done = False
         self.error: BaseException | None = None
         self.before: _Operation | None = None  # must have ended before this begins
         self._engine = engine
-        self._call = call
+        self._collective = c
         self._steps = steps
         self._span = span
         self._work: Any = None
@@ -354,7 +356,7 @@ class _Operation:
         Raises:
             CommError: What stopped it.
         """
-        limit = self._call.timeout_s if timeout_s is None else timeout_s
+        limit = self._collective.timeout_s if timeout_s is None else timeout_s
         if self.before is not None:
             with contextlib.suppress(BraidError):  # its own business; this one will find out
                 self.before.wait(timeout_s)
@@ -379,7 +381,7 @@ class _Operation:
             if self._work is None:
                 self._finish(None)
         except BaseException as exc:  # noqa: BLE001 - kept for whoever waits
-            self._finish(self._engine.explain_failure(self._call, exc))
+            self._finish(self._engine.explain_failure(self._collective, exc))
 
     def _finish(self, error: BaseException | None) -> None:
         self.error = error

@@ -7,6 +7,7 @@ moves travel as bytes; an average is a sum and a division; ragged parts go from 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from braid.comm.algorithms.sizes import offsets_of
-from braid.comm.engines.engine import Call
+from braid.comm.engines.collective import Collective
 from braid.comm.tensors.reduction import combine, finish, identity
 
 __all__ = ["TorchSteps", "steps_of"]
@@ -25,42 +26,42 @@ TorchSteps = Generator[Any, None, None]
 RAGGED_TAG = 1 << 20  # of the messages that ragged parts travel in
 
 
-def steps_of(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    """The works that carry `call` out, one after the other.
+def steps_of(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    """The works that carry the collective `c` out, one after the other.
 
     Args:
         group: Backend of torch.
-        call: What is asked for.
+        c: What is asked for.
         rank: Of this process in the group.
         size: Of the group.
     """
-    return _STEPS[call.kind](group, call, rank, size)
+    return _STEPS[c.kind](group, c, rank, size)
 
 
-def _barrier(group: Any, _call: Call, _rank: int, _size: int) -> TorchSteps:
+def _barrier(group: Any, _c: Collective, _rank: int, _size: int) -> TorchSteps:
     yield group.barrier()
 
 
-def _all_reduce(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    if call.outs[0].is_complex() and call.op == "product":  # not a product of pairs
-        rows = [torch.empty_like(call.outs[0]) for _ in range(size)]
-        yield from _all_gather(group, call._replace(outs=tuple(rows)), rank, size)
-        combine(rows, call.outs[0], call.op, None)
+def _all_reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    if c.outs[0].is_complex() and c.op == "product":  # not a product of pairs
+        rows = [torch.empty_like(c.outs[0]) for _ in range(size)]
+        yield from _all_gather(group, replace(c, outs=tuple(rows)), rank, size)
+        combine(rows, c.outs[0], c.op, None)
         return
-    x = _numbers(call.outs[0])
+    x = _numbers(c.outs[0])
     options = c10d.AllreduceOptions()
-    options.reduceOp = _OPS[call.op]
+    options.reduceOp = _OPS[c.op]
     yield group.allreduce([x], options)
-    _back(x, call.outs[0])
-    finish(call.outs[0], call.op, size, None)
+    _back(x, c.outs[0])
+    finish(c.outs[0], c.op, size, None)
 
 
-def _reduce(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    x = call.ins[0].clone()  # backends use it as room on the way
-    yield from _reduce_to(group, x, call.op, call.peer)
-    if rank == call.peer:
-        call.outs[0].copy_(x)
-        finish(call.outs[0], call.op, size, None)
+def _reduce(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    x = c.ins[0].clone()  # backends use it as room on the way
+    yield from _reduce_to(group, x, c.op, c.peer)
+    if rank == c.peer:
+        c.outs[0].copy_(x)
+        finish(c.outs[0], c.op, size, None)
 
 
 def _reduce_to(group: Any, x: torch.Tensor, op: str, root: int) -> TorchSteps:
@@ -72,30 +73,30 @@ def _reduce_to(group: Any, x: torch.Tensor, op: str, root: int) -> TorchSteps:
     _back(numbers, x)
 
 
-def _reduce_scatter(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    out, x = call.outs[0], call.ins[0]
-    widths = call.widths or (out.numel(),) * size
+def _reduce_scatter(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    out, x = c.outs[0], c.ins[0]
+    widths = c.part_widths or (out.numel(),) * size
     for root, (low, high) in enumerate(_bounds(widths)):
         part = x[low:high].clone()
-        yield from _reduce_to(group, part, call.op, root)
+        yield from _reduce_to(group, part, c.op, root)
         if root == rank:
             out.copy_(part)
-    finish(out, call.op, size, None)
+    finish(out, c.op, size, None)
 
 
-def _scan(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    x = call.ins[0]
+def _scan(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    x = c.ins[0]
     rows = [torch.empty_like(x) for _ in range(size)]
     yield group.allgather([[_bytes(row) for row in rows]], [_bytes(x)])
-    before = rows[: rank if call.exclusive else rank + 1]
+    before = rows[: rank if c.exclusive else rank + 1]
     if before:
-        combine(before, call.outs[0], call.op, None)
+        combine(before, c.outs[0], c.op, None)
     else:
-        call.outs[0].copy_(identity(call.op, x))
+        c.outs[0].copy_(identity(c.op, x))
 
 
-def _broadcast(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
-    yield from _broadcast_from(group, call.outs[0], call.peer)
+def _broadcast(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+    yield from _broadcast_from(group, c.outs[0], c.peer)
 
 
 def _broadcast_from(group: Any, x: torch.Tensor, root: int) -> TorchSteps:
@@ -104,9 +105,9 @@ def _broadcast_from(group: Any, x: torch.Tensor, root: int) -> TorchSteps:
     yield group.broadcast([_bytes(x)], options)
 
 
-def _all_gather(group: Any, call: Call, rank: int, _size: int) -> TorchSteps:
-    x, outs = call.ins[0], call.outs
-    if call.widths is None:
+def _all_gather(group: Any, c: Collective, rank: int, _size: int) -> TorchSteps:
+    x, outs = c.ins[0], c.outs
+    if c.part_widths is None:
         yield group.allgather([[_bytes(out) for out in outs]], [_bytes(x)])
         return
     outs[rank].copy_(x)
@@ -115,38 +116,38 @@ def _all_gather(group: Any, call: Call, rank: int, _size: int) -> TorchSteps:
             yield from _broadcast_from(group, out, root)
 
 
-def _gather(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    x, root = call.ins[0], call.peer
+def _gather(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    x, root = c.ins[0], c.peer
     sizes = yield from _sizes(group, x.numel() if rank != root else 0, size, x.device)
     if rank != root:
         if x.numel():
             yield group.send([_bytes(x)], root, RAGGED_TAG)
         return
-    call.outs[root].copy_(x)
+    c.outs[root].copy_(x)
     for peer, numel in enumerate(sizes):
         if peer != root and numel:
-            yield group.recv([_bytes(_fitting(call.outs[peer], numel, peer))], peer, RAGGED_TAG)
+            yield group.recv([_bytes(_fitting(c.outs[peer], numel, peer))], peer, RAGGED_TAG)
 
 
-def _scatter(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    out, root = call.outs[0], call.peer
+def _scatter(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    out, root = c.outs[0], c.peer
     sizes = yield from _sizes(group, out.numel(), size, out.device)
     if rank != root:
         if out.numel():
             yield group.recv([_bytes(out)], root, RAGGED_TAG)
         return
-    for peer, (low, high) in enumerate(_bounds(call.widths or ())):
-        part = _fitting(call.ins[0][low:high], sizes[peer], peer)
+    for peer, (low, high) in enumerate(_bounds(c.part_widths or ())):
+        part = _fitting(c.ins[0][low:high], sizes[peer], peer)
         if peer == root:
             out.copy_(part)
         elif part.numel():
             yield group.send([_bytes(part)], peer, RAGGED_TAG)
 
 
-def _all_to_all(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
-    x, outs = call.ins[0], call.outs
+def _all_to_all(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
+    x, outs = c.ins[0], c.outs
     received = [out.numel() * out.element_size() for out in outs]
-    widths = call.widths or (x.numel() // size,) * size
+    widths = c.part_widths or (x.numel() // size,) * size
     sent = [width * x.element_size() for width in widths]
     flat = torch.empty(sum(received), dtype=torch.uint8, device=x.device)
     yield group.alltoall_base(flat, _bytes(x), received, sent)
@@ -155,22 +156,22 @@ def _all_to_all(group: Any, call: Call, rank: int, size: int) -> TorchSteps:
     del rank
 
 
-def _send(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
-    yield group.send([_bytes(call.ins[0])], call.peer, call.tag)
+def _send(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+    yield group.send([_bytes(c.ins[0])], c.peer, c.tag)
 
 
-def _recv(group: Any, call: Call, _rank: int, _size: int) -> TorchSteps:
-    x = _bytes(call.outs[0])
-    if call.peer >= 0:
-        yield group.recv([x], call.peer, call.tag)
+def _recv(group: Any, c: Collective, _rank: int, _size: int) -> TorchSteps:
+    x = _bytes(c.outs[0])
+    if c.peer >= 0:
+        yield group.recv([x], c.peer, c.tag)
         return
-    work = group.recv_anysource([x], call.tag)
+    work = group.recv_anysource([x], c.tag)
     yield work
-    if call.source is not None:
-        call.source.append(work._source_rank())  # noqa: SLF001 - torch has no other way
+    if c.source is not None:
+        c.source.append(work._source_rank())  # noqa: SLF001 - torch has no other way
 
 
-_STEPS: dict[str, Callable[[Any, Call, int, int], TorchSteps]] = {
+_STEPS: dict[str, Callable[[Any, Collective, int, int], TorchSteps]] = {
     "barrier": _barrier,
     "all_reduce": _all_reduce,
     "reduce": _reduce,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from braid.comm.channel.channel import Channel, Entry
-from braid.comm.channel.control_pages import Port
+from braid.comm.channel.control_pages import ControlPages
 
 __all__ = ["Asked", "asked", "mismatch_table", "timeout_text"]
 
@@ -30,12 +30,12 @@ class Asked(NamedTuple):
     site: str
 
 
-def asked(port: Port, member: int, entry: Entry) -> Asked:
+def asked(pages: ControlPages, member: int, entry: Entry) -> Asked:
     """Read a member's line."""
     return Asked(
-        port.ranks[member],
-        port.text_of(member, entry.digest) if entry.digest else "",
-        port.text_of(member, entry.site) if entry.site else "",
+        pages.ranks[member],
+        pages.text_of(member, entry.digest) if entry.digest else "",
+        pages.text_of(member, entry.site) if entry.site else "",
     )
 
 
@@ -67,32 +67,32 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
 
 
 def timeout_text(
-    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+    pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
 ) -> str:
     """The message of a CommTimeout: who has not come, and what it last asked for.
 
     Args:
-        port: Of the group.
+        pages: Of the group.
         channel: Of the operation.
         operation: In words.
         timeout_s: Its deadline.
         awaited: Members that it waits for just now; all that matter if it is a message.
     """
-    if port.carries_messages(channel.index):
-        return _message_timeout(port, channel, operation, timeout_s, awaited)
+    if pages.carries_messages(channel.index):
+        return _message_timeout(pages, channel, operation, timeout_s, awaited)
     lines = [
-        f"expected all ranks in {operation} within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+        f"expected all ranks in {operation} within {timeout_s:g} s, found rank {pages.ranks[pages.rank]} waiting for"
     ]
     for member in channel.others:
         counter = channel.counter(member)
         if counter >= channel.value:
             continue
-        last = asked(port, member, channel.entry(member, counter)) if counter else None
+        last = asked(pages, member, channel.entry(member, counter)) if counter else None
         what = (
             f"last in {last.text} {last.site}".rstrip() if last else "has not called anything here"
         )
         behind = channel.value - counter
-        lines.append(f"  rank {port.ranks[member]}  {behind} step(s) behind, {what}")
+        lines.append(f"  rank {pages.ranks[member]}  {behind} step(s) behind, {what}")
     lines.append(
         "see where those ranks are (out of data, in another branch, stopped?), or raise timeout_s"
     )
@@ -100,19 +100,19 @@ def timeout_text(
 
 
 def _message_timeout(
-    port: Port, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
+    pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
 ) -> str:
     lines = [
-        f"expected {operation} to end within {timeout_s:g} s, found rank {port.ranks[port.rank]} waiting for"
+        f"expected {operation} to end within {timeout_s:g} s, found rank {pages.ranks[pages.rank]} waiting for"
     ]
     for member in awaited:
-        if channel.index == port.sending_index(port.rank):  # of what is sent to this rank
+        if channel.index == pages.sending_index(pages.rank):  # of what is sent to this rank
             counter = channel.counter(member)
-            last = asked(port, member, channel.entry(member, counter)) if counter else None
+            last = asked(pages, member, channel.entry(member, counter)) if counter else None
             what = f"last sent {last.text} {last.site}" if last else "has not sent anything here"
         else:
             what = "has not received it"
-        lines.append(f"  rank {port.ranks[member]}  {what}".rstrip())
+        lines.append(f"  rank {pages.ranks[member]}  {what}".rstrip())
     lines.append(
         "see where those ranks are, whether both ends use the same tag and group, or raise timeout_s"
     )

@@ -1,7 +1,7 @@
-"""How a group carries out what it is asked for: the seam between the user's face and the ways of moving data.
+"""The seam between a group and the ways of moving data.
 
-A `Call` says what is wanted, in plain words and flat tensors; an `Engine` does it. `MemoryEngine` (memory_engine) does it
-in memory that is shared or mirrored, `DelegateEngine` (delegate) through a process group of torch.
+A `Group` hands each `Collective` to an `Engine`: `SharedMemoryEngine` carries it out in memory that is shared or mirrored,
+`C10dEngine` through a process group of torch.
 """
 
 from __future__ import annotations
@@ -12,52 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from braid.comm.engines.work import Work
-from braid.comm.tensors.copies import Copies
+from braid.comm.engines.collective import Collective
+from braid.comm.engines.work import StepsBy, Work
 
-__all__ = ["Call", "Capabilities", "Engine", "Statistics"]
-
-
-class Call(NamedTuple):
-    """One collective as a rank asks for it.
-
-    Attributes:
-        kind: Name of the operation.
-        text: The whole description, for the user.
-        digest: Of the description that is equal on all ranks: for messages it does not name the ends.
-        ins: Flat tensors that are read; parts for several members lie one after the other in one tensor.
-        outs: Flat tensors that are written: one, or one per member.
-        widths: Elements of each part of `ins[0]`; None where all are equal or there are none.
-        op: Reduction.
-        peer: Root, or partner of a message (-1: any), else -1.
-        tag: Of a message.
-        exclusive: Of a scan.
-        algorithm: By name, None for the engine's choice.
-        nbytes: Size of the largest full buffer.
-        site: Digest of the call site.
-        timeout_s: Deadline.
-        copies: What is copied before the first step and after the last; None if nothing is.
-        source: Where a message from any member puts the sender's group rank.
-        wire: Format in which numbers cross a network.
-    """
-
-    kind: str
-    text: str
-    digest: int
-    ins: tuple[torch.Tensor, ...] = ()
-    outs: tuple[torch.Tensor, ...] = ()
-    widths: tuple[int, ...] | None = None
-    op: str = "sum"
-    peer: int = -1
-    tag: int = 0
-    exclusive: bool = False
-    algorithm: str | None = None
-    nbytes: int = 0
-    site: int = 0
-    timeout_s: float = 300.0
-    copies: Copies | None = None
-    source: list[int] | None = None
-    wire: str | None = None
+__all__ = ["Capabilities", "Engine", "EngineRequest", "Statistics"]
 
 
 class Capabilities(NamedTuple):
@@ -102,6 +60,22 @@ class Statistics:
     waited_ns: int = 0
 
 
+class EngineRequest(Protocol):
+    """An engine's part of a persistent request."""
+
+    def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
+        """Start once more; `collective` is the registered one, or its like with another description."""
+        ...
+
+    def residual(self) -> torch.Tensor | None:
+        """What the wire format has left out; see `Request.residual`."""
+        ...
+
+    def reset_residual(self) -> None:
+        """Forget what the wire format has left out."""
+        ...
+
+
 class Engine(Protocol):
     """A way of carrying out calls for one group."""
 
@@ -130,28 +104,16 @@ class Engine(Protocol):
         """The same as plain data: operation -> [(from bytes, algorithm)]; empty if the backend does not tell."""
         ...
 
-    def run(self, call: Call) -> None:
-        """Carry it out in this thread."""
+    def run(self, collective: Collective) -> None:
+        """Carry a collective out in this thread."""
         ...
 
-    def start(self, call: Call) -> Work:
-        """Carry it out in the background."""
+    def start(self, collective: Collective, steps_by: StepsBy) -> Work:
+        """Start a collective; `steps_by` says who takes its steps."""
         ...
 
-    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:
-        """Start calls whose steps are taken by whoever waits in this process (`lazily`: all of them); in order."""
-        ...
-
-    def begin(self, call: Call, number: int, scale: float | None, *, lazily: bool = False) -> Work:
-        """Start persistent request `number`; its steps are taken by whoever waits in this process (`lazily`: all)."""
-        ...
-
-    def residual(self, call: Call, number: int) -> torch.Tensor | None:
-        """What the wire format of persistent request `number`, which does `call`, has left out; see `Request.residual`."""
-        ...
-
-    def reset_residual(self, number: int) -> None:
-        """Forget that."""
+    def request(self, collective: Collective, number: int) -> EngineRequest:
+        """Register a collective under a number that is equal on all members, to be started many times."""
         ...
 
     def advance(self) -> bool:
@@ -178,8 +140,8 @@ class Engine(Protocol):
         """Engine of a new group of the members `order` (group ranks), who brought `tokens`."""
         ...
 
-    def bequeath(self, heir: Any) -> None:
-        """Leave to `heir`, the engine of the survivors of this one's group, what it owns besides."""
+    def hand_over_to(self, engine: Any) -> None:
+        """Give what this engine owns besides its group's memory to `engine`, that of the survivors."""
         ...
 
     def stop(self, reason: str) -> None:

@@ -1,28 +1,27 @@
-"""Who takes the steps: the thread that waits, for everything that has been started, and one thread for the rest.
+"""Who takes the steps of operations: the thread that waits, for everything that has been started, and one thread for the rest.
 
-Started requests need this rank's steps even while it waits for something else: if rank 0 waited for bucket A and rank 1 for
-bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule). So a thread
-that waits, in `run` or in `join`, takes the steps of every started request as they become possible.
+A started operation needs this rank's steps even while the rank waits for something else. If rank 0 waited for bucket A
+and rank 1 for bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule).
+So a thread that waits takes the steps of every started operation as they become possible.
 
-`submit` hands an operation to the progress thread. Operations of one channel are taken in the order in which they were
-submitted; those of different channels advance independently, so a late one blocks nobody else. What threads of the
-program start or run on one channel takes its place in the same way (`enlist`); what is asked for in the background behind
-them is left to the thread, together with what it stands behind (`leave`). The progress thread exists only while something
-is under way; while it runs, the interpreter's switch interval is lowered (5 ms by default, which a 1 MiB
-all-reduce would pay several times) and put back afterwards.
+`StepsBy.THREAD` hands an operation to the progress thread. Operations of one channel are carried out in the order in
+which they were started; those of different channels advance independently, so a late one blocks no other. An operation
+that is started in the background behind one of the program's threads is left to the thread, together with what it stands
+behind. The progress thread exists only while something is under way; while it runs, the interpreter's switch interval
+is lowered (5 ms by default, which a 1 MiB all-reduce would pay several times) and put back afterwards.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from braid.comm.channel.channel import Channel
-from braid.comm.channel.control_pages import Port
-from braid.comm.engines.work import Operation
+from braid.comm.channel.control_pages import ControlPages
+from braid.comm.engines.operation import Operation
+from braid.comm.engines.work import StepsBy
 from braid.errors import BraidError, CommTimeout, StaleError
 from braid.transport import MemoryTransport
 
@@ -37,12 +36,14 @@ class Progress:
     """Progress of all operations of one rank; owns the thread, if there is one; a context manager.
 
     Args:
-        transport: Whose waits it takes over.
+        transport: The transport whose waits are taken over.
     """
 
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
+        self._now_ns = transport.clock.now_ns
         self._lock = threading.Lock()
+        self._ordering = threading.Lock()  # threads take their places on channels one by one
         self._started: list[Operation] = []  # in order, whether somebody waits for them or not
         self._num_started = 0  # how many nobody was waiting for when they began
         self._queues: dict[Channel, deque[Operation]] = {}
@@ -50,34 +51,59 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._fresh = False
         self._closing = False
-        self._waiting: set[int] = set()  # threads in `run`
+        self._waiting: set[int] = set()  # threads in `wait`
 
-    def enlist(self, operation: Operation) -> None:
-        """Give `operation` its place in the order of its channel; then `start` it or `run` it."""
-        self.refuse_fork()
-        self._started.append(operation)
+    def execute(self, operation: Operation) -> None:
+        """Carry out a new operation in this thread, behind what is queued on its channel."""
+        if self._transport.forked or self._thread is not None:
+            self._check_caller(operation)
+        with self._ordering:
+            queued = operation.channel in self._queues
+            if queued:
+                self._submit(operation)
+            else:
+                self._started.append(operation)
+        if queued:
+            self._join(operation, None)
+        else:
+            self._take_steps(operation, None)
 
-    def start(self, operation: Operation, *, lazily: bool = False, opening: bool = False) -> None:
-        """Take the steps of an enlisted operation that are possible now; later ones are taken by whoever waits.
+    def start(self, operation: Operation, steps_by: StepsBy, *, opens: bool = False) -> None:
+        """Give a new operation its place in the order of its channel, and take steps.
 
         Args:
-            operation: Enlisted.
-            lazily: Leave all of them to whoever waits or asks, or to the thread if background work stands behind it ...
-            opening: ... but for the first, for an operation that is the first on its channel.
+            operation: New, or restarted.
+            steps_by: Who takes the steps.
+            opens: Take the first step in any case: it only tells where a tensor lies, and nothing stands before it.
         """
-        if opening:
-            operation.advance(opening=True)
-        if not lazily:
-            self.advance_started()
+        if self._transport.forked:
+            self.refuse_fork()
+        with self._ordering:
+            by_thread = steps_by is StepsBy.THREAD and not self._pending(operation.channel)
+            if by_thread or operation.channel in self._queues:
+                self._submit(operation)
+                return
+            self._started.append(operation)
+        start_ns = self._now_ns()
+        if opens:
+            operation.advance(until_wait=True)
+        if steps_by is not StepsBy.WAITER:
+            if len(self._started) > 1:
+                self.advance_started()
             if not self._behind(operation):
                 operation.advance()
+        operation.statistics.spent_ns += self._now_ns() - start_ns
         if operation.done:
             self._strike(operation)
-        else:
-            self._num_started += 1
-            self._transport.bells.ring_own()  # threads that wait take its steps from now on
+            return
+        self._num_started += 1
+        self._transport.bells.ring_own()  # threads that wait take its steps from now on
+        if steps_by is StepsBy.THREAD:  # together with what it stands behind
+            with self._lock:
+                self._left.append(operation)
+            self._wake()
 
-    def pending(self, channel: Channel) -> bool:
+    def _pending(self, channel: Channel) -> bool:
         """Whether something that was started on `channel` has not ended."""
         return any(o.channel is channel and not o.done for o in tuple(self._started))
 
@@ -98,9 +124,9 @@ class Progress:
                     self._transport.bells.ring_own()
         return moved
 
-    def look(self, operation: Operation) -> None:
+    def poll(self, operation: Operation) -> None:
         """Take the steps that are possible now until `operation` has ended or nothing moves; never out of order."""
-        if not operation.done:
+        if not operation.done and self._transport.forked:
             self.refuse_fork()
         if self._waiting - {threading.get_ident()}:
             return  # a thread that waits takes all steps, and two in each other's way are slower than one
@@ -118,8 +144,10 @@ class Progress:
         return list(heads.values())
 
     def _strike(self, operation: Operation) -> None:
-        with contextlib.suppress(ValueError):  # another thread was faster
-            self._started.remove(operation)
+        """Forget an operation that has ended, unless it has been restarted since."""
+        with self._ordering:
+            if operation.done and operation in self._started:
+                self._started.remove(operation)
 
     def _behind(self, operation: Operation) -> bool:
         """Whether something that was started earlier on its channel has not ended; not if it has ended itself."""
@@ -133,26 +161,35 @@ class Progress:
                 return True
         return False
 
-    def run(self, operation: Operation, timeout_s: float | None = None) -> None:
+    def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Take all steps of `operation` in this thread, and those of started ones in between.
 
         Args:
-            operation: Enlisted.
+            operation: Started; if the progress thread carries it out, this waits for the thread.
             timeout_s: Seconds for this wait, within the operation's own deadline.
 
         Raises:
             CommTimeout: `timeout_s` passed; the operation goes on.
             CommError: What stopped it.
         """
-        if not operation.done:
-            self.refuse_fork()
-            self.refuse_own_thread(operation.text)
-        late = self._late(timeout_s)
-        thread = threading.get_ident()
+        if not operation.done and (self._transport.forked or self._thread is not None):
+            self._check_caller(operation)
+        if operation.submitted is not None:
+            self._join(operation, timeout_s)
+        else:
+            self._take_steps(operation, timeout_s)
+
+    def _take_steps(self, operation: Operation, timeout_s: float | None) -> None:
+        """Take the steps of `operation` to its end, and of what stands before it."""
+        start_ns = self._now_ns()
+        late = None if timeout_s is None else self._late(timeout_s)
+        thread, started = threading.get_ident(), self._started
         self._waiting.add(thread)
         try:
-            while self._behind(operation) or not operation.advance(in_turn=True):
-                if len(self._started) > 1 and self.advance_started():
+            while (len(started) > 1 and self._behind(operation)) or not operation.advance(
+                in_turn=True
+            ):
+                if len(started) > 1 and self.advance_started():
                     continue
                 if late is not None and late():
                     break
@@ -163,19 +200,21 @@ class Progress:
             self._waiting.discard(thread)
             if self._left and not self._waiting:
                 self._wake()
+            operation.statistics.spent_ns += self._now_ns() - start_ns
         if operation.done:
             self._strike(operation)
-        _raise_error(operation)
+        if operation.error is not None:
+            _raise_error(operation)
         if not operation.done:
             raise CommTimeout(_impatient(operation, timeout_s))
 
     def _wait(self, operation: Operation, late: Callable[[], bool] | None) -> None:
-        start_ns = self._transport.clock.now_ns()
-        ready = self._anything_ready(operation, late)
+        start_ns = self._now_ns()
+        ready = self._watcher(operation, late)
         try:
             waited_ns = self._transport.waiter.until(ready, operation.check)
         except BaseException:
-            operation.note_wait(self._transport.clock.now_ns() - start_ns)
+            operation.note_wait(self._now_ns() - start_ns)
             raise
         operation.note_wait(waited_ns)
 
@@ -183,56 +222,50 @@ class Progress:
         """Whether operations of `channel` are queued here, so that the next one must be, too."""
         return channel in self._queues
 
-    def join(
-        self, ended: threading.Event, operation: Operation, timeout_s: float | None = None
-    ) -> None:
-        """Wait for what the progress thread carries out, and take the steps of started requests meanwhile.
-
-        Args:
-            ended: What `submit` returned.
-            operation: What was submitted.
-            timeout_s: Seconds for this wait.
-
-        Raises:
-            CommTimeout: `timeout_s` passed; the operation goes on.
-            CommError: What stopped it.
-        """
-        if not operation.done:
-            self.refuse_fork()
-            self.refuse_own_thread(operation.text)
-        late = self._late(timeout_s)
-        while not ended.is_set() and not (late is not None and late()):
-            if not self._started:
-                ended.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s))
-            elif not self.advance_started():
-                ready = self._anything_ready(operation, late, is_ready=ended.is_set)
-                self._transport.waiter.until(ready, lambda: None)
+    def _join(self, operation: Operation, timeout_s: float | None) -> None:
+        """Wait for what the progress thread carries out; take the steps of started operations meanwhile."""
+        ended = operation.submitted
+        assert ended is not None, "it has been submitted"
+        start_ns = self._now_ns()
+        late = None if timeout_s is None else self._late(timeout_s)
+        try:
+            while not ended.is_set() and not (late is not None and late()):
+                if not self._started:
+                    ended.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s))
+                elif not self.advance_started():
+                    ready = self._any_watcher(operation, late, is_ready=ended.is_set)
+                    self._transport.waiter.until(ready, lambda: None)
+        finally:
+            operation.statistics.spent_ns += self._now_ns() - start_ns
         if not ended.is_set():
             raise CommTimeout(_impatient(operation, timeout_s))
-        _raise_error(operation)
+        if operation.error is not None:
+            _raise_error(operation)
 
     def refuse_fork(self) -> None:
         """Raise StaleError in a forked child, whose steps would be taken in its parent's name."""
         if self._transport.forked:
             msg = (
-                "expected the process that made the group, found a child that was forked from it: use the group, its works "
-                "and its requests in the parent only"
+                "this process was forked from the one that made the group: use the group, its works and its requests "
+                "in the parent only"
             )
             raise StaleError(msg)
 
-    def refuse_own_thread(self, text: str) -> None:
-        """Raise StaleError in the progress thread, which would wait for itself or keep everything else waiting."""
-        if self._thread is not None and threading.current_thread() is self._thread:
-            msg = (
-                f"expected {text} to be waited for in a thread of the program, found that a callback waits for "
-                "it in the thread that carries it out: start it there with async_op, and wait for it elsewhere"
-            )
-            raise StaleError(msg)
-
-    def submit(self, operation: Operation) -> threading.Event:
-        """Take over an operation; the event is set when it has ended."""
+    def _check_caller(self, operation: Operation) -> None:
+        """Raise StaleError in a forked child, and in the progress thread, which would wait for itself."""
         self.refuse_fork()
-        ended = threading.Event()
+        if threading.current_thread() is self._thread:
+            msg = (
+                f"a callback waits for {operation.text} in the thread that carries it out: start it there with "
+                "async_op=True, and wait for it in a thread of the program"
+            )
+            raise StaleError(msg)
+
+    def _submit(self, operation: Operation) -> None:
+        """Have the thread carry an operation out; `operation.submitted` is set when it has ended."""
+        if self._transport.forked:
+            self.refuse_fork()
+        ended = operation.submitted = threading.Event()
 
         def end() -> None:
             ended.set()
@@ -241,13 +274,6 @@ class Progress:
         operation.on_done(end)
         with self._lock:
             self._queues.setdefault(operation.channel, deque()).append(operation)
-        self._wake()
-        return ended
-
-    def leave(self, operation: Operation) -> None:
-        """Let the thread take the steps of an enlisted operation, and of those before it, while nobody waits."""
-        with self._lock:
-            self._left.append(operation)
         self._wake()
 
     def _wake(self) -> None:
@@ -261,15 +287,15 @@ class Progress:
                 self._thread.start()
         self._transport.bells.ring_own()
 
-    def abandon(self, port: Port) -> None:
+    def abandon(self, pages: ControlPages) -> None:
         """Fail what is under way in a group that is being closed."""
         with self._lock:
             queued = [o for queue in self._queues.values() for o in queue]
         for operation in (*self._started, *queued):
-            if operation.port is port and not operation.done:
+            if operation.pages is pages and not operation.done:
                 operation.fail(_closed(operation))
         for operation in tuple(self._started):
-            if operation.port is port:
+            if operation.pages is pages:
                 self._strike(operation)
 
     def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
@@ -294,30 +320,36 @@ class Progress:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _late(self, timeout_s: float | None) -> Callable[[], bool] | None:
-        if timeout_s is None:
-            return None
-        now_ns = self._transport.clock.now_ns
+    def _late(self, timeout_s: float) -> Callable[[], bool]:
+        now_ns = self._now_ns
         end_ns = now_ns() + round(timeout_s * 1e9)
         return lambda: now_ns() >= end_ns
 
-    def _anything_ready(
+    def _watcher(self, operation: Operation, late: Callable[[], bool] | None) -> Callable[[], bool]:
+        """The condition that ends a wait: `operation` can move, or something else has been started.
+
+        The usual wait is for one counter, and nothing else has been started. It is resolved to that word once, so that
+        each look costs a single call.
+        """
+        if late is None and len(self._started) == 1:
+            seen = self._num_started
+            line, value = operation.awaited_line()
+            if line is not None:
+                return lambda: line[0] >= value or operation.done or self._num_started != seen
+        return self._any_watcher(operation, late)
+
+    def _any_watcher(
         self,
         operation: Operation,
         late: Callable[[], bool] | None,
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
-        """`operation` can move (or `is_ready`), or a started one can, or one has been started, or it is late."""
+        """`operation` can move (or `is_ready`), a started one can, one has been started, or it is late."""
         seen = self._num_started
-        alone = len(self._started) == (0 if is_ready else 1)  # what was submitted is not among them
-        heads = [] if alone else self._heads()
-        looks = [o.ready for o in heads if o is not operation]
+        looks = [o.ready for o in self._heads() if o is not operation]
         if is_ready is not None or not self._behind(operation):
             looks.append(is_ready or operation.ready)
         looks += [late] if late is not None else []
-        if len(looks) == 1:
-            look_at_one = looks[0]
-            return lambda: look_at_one() or self._num_started != seen
         return lambda: self._num_started != seen or any(look() for look in looks)
 
     def _run(self) -> None:
@@ -384,19 +416,16 @@ class Progress:
 
 
 def _closed(operation: Operation) -> StaleError:
-    msg = f"expected {operation.text} to end before its group was closed, found it under way"
-    return StaleError(msg)
+    return StaleError(f"the group was closed while {operation.text} was under way")
 
 
 def _impatient(operation: Operation, timeout_s: float | None) -> str:
-    return (
-        f"expected {operation.text} to end within {timeout_s:g} s, found it under way: wait again"
-    )
+    return f"{operation.text} has not ended within {timeout_s:g} s and goes on: wait again"
 
 
 def _raise_error(operation: Operation) -> None:
     """Raise what stopped it; for errors of ours without the frames in which it was noticed."""
+    assert operation.error is not None
     if isinstance(operation.error, BraidError):
         raise operation.error.with_traceback(None)
-    if operation.error is not None:
-        raise operation.error
+    raise operation.error

@@ -25,11 +25,10 @@ from typing import NamedTuple
 import torch
 
 from braid.clock import Clock
-from braid.comm.algorithms.all_reduce import SENT_CHUNK_BYTES
-from braid.comm.channel.channel import Channel
+from braid.comm.channel.channel import SENT_CHUNK_BYTES, Channel
 from braid.comm.channel.peer_tensor import remote_of
 from braid.comm.channel.staging import CHUNK_BYTES, pieces
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.comm.tensors.reduction import combine
 from braid.transport import Steps, Wait, WaitAny
 
@@ -91,7 +90,7 @@ DEFAULT_FAR_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 1
 
 
 def predicted_s(
-    kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, hosting: Hosting | None = None
+    kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, nodes: NodeMap | None = None
 ) -> float:
     """Seconds that `algorithm` takes.
 
@@ -101,15 +100,15 @@ def predicted_s(
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Of the primitives.
-        hosting: Which ranks share memory; each for itself when None.
+        nodes: Which ranks share memory; each for itself when None.
     """
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
     steps, copied, added, pulled = _FORMS[kind, algorithm](size, nbytes, moves)
     sent = 0.0
     if costs.send and (kind, algorithm) in _SENT:
-        hosting = hosting or Hosting.of(range(size))
-        steps, sent = _SENT[kind, algorithm](size, nbytes, hosting)
+        nodes = nodes or NodeMap.of(range(size))
+        steps, sent = _SENT[kind, algorithm](size, nbytes, nodes)
     return (
         costs.call_s
         + steps * costs.sync_s
@@ -152,33 +151,33 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
-# (n, l, hosting) -> synchronisations, bytes that the busiest host sends; for operations that have a choice where memory is
+# (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have a choice where memory is
 # not shared
-_SENT: dict[tuple[str, str], Callable[[int, int, Hosting], tuple[float, float]]] = {
-    ("all_reduce", "direct"): lambda _n, l, hosting: (  # noqa: E741
+_SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]] = {
+    ("all_reduce", "direct"): lambda _n, l, nodes: (  # noqa: E741
         _chunks(l, SENT_CHUNK_BYTES),
-        hosting.bytes_out(l),
+        nodes.bytes_out(l),
     ),
-    ("all_reduce", "two_phase"): lambda n, l, hosting: (  # noqa: E741
+    ("all_reduce", "two_phase"): lambda n, l, nodes: (  # noqa: E741
         2 * _chunks(l / n * 2, SENT_CHUNK_BYTES),
-        2 * hosting.bytes_out(l / n),
+        2 * nodes.bytes_out(l / n),
     ),
-    ("all_reduce", "hierarchical"): lambda _n, l, hosting: (  # noqa: E741
-        3 if len(hosting.hosts) > 2 else 2,
-        2 * (len(hosting.hosts) - 1) / len(hosting.hosts) * l,
+    ("all_reduce", "hierarchical"): lambda _n, l, nodes: (  # noqa: E741
+        3 if len(nodes.hosts) > 2 else 2,
+        2 * (len(nodes.hosts) - 1) / len(nodes.hosts) * l,
     ),
-    ("broadcast", "staged"): lambda n, l, hosting: (  # noqa: E741
+    ("broadcast", "staged"): lambda n, l, nodes: (  # noqa: E741
         1 + _chunks(l),
-        (n - hosting.fewest) * l,
+        (n - nodes.fewest) * l,
     ),
-    ("broadcast", "hierarchical"): lambda _n, l, hosting: (3, (len(hosting.hosts) - 1) * l),  # noqa: E741
-    ("all_gather", "staged"): lambda n, l, hosting: (_chunks(l / n), hosting.bytes_out(l / n)),  # noqa: E741
-    ("all_gather", "hierarchical"): lambda n, l, hosting: (  # noqa: E741
+    ("broadcast", "hierarchical"): lambda _n, l, nodes: (3, (len(nodes.hosts) - 1) * l),  # noqa: E741
+    ("all_gather", "staged"): lambda n, l, nodes: (_chunks(l / n), nodes.bytes_out(l / n)),  # noqa: E741
+    ("all_gather", "hierarchical"): lambda n, l, nodes: (  # noqa: E741
         3,
-        hosting.most * (len(hosting.hosts) - 1) * l / n,
+        nodes.most * (len(nodes.hosts) - 1) * l / n,
     ),
-    ("reduce_scatter", "staged"): lambda n, l, hosting: (_chunks(l), hosting.bytes_out(l / n)),  # noqa: E741
-    ("reduce_scatter", "hierarchical"): lambda n, l, hosting: (3, (n - hosting.fewest) * l / n),  # noqa: E741
+    ("reduce_scatter", "staged"): lambda n, l, nodes: (_chunks(l), nodes.bytes_out(l / n)),  # noqa: E741
+    ("reduce_scatter", "hierarchical"): lambda n, l, nodes: (3, (n - nodes.fewest) * l / n),  # noqa: E741
 }
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
 
@@ -190,7 +189,7 @@ class Selection:
         costs: Of the primitives.
         size: Number of ranks.
         may_pull: Whether ranks may read each other's private memory.
-        hosting: Which ranks share memory; None if all do.
+        nodes: Which ranks share memory; None if all do.
         in_order: Whether sums must be in the order of ranks.
     """
 
@@ -200,13 +199,13 @@ class Selection:
         size: int,
         *,
         may_pull: bool,
-        hosting: Hosting | None = None,
+        nodes: NodeMap | None = None,
         in_order: bool = False,
     ) -> None:
         self.costs = costs
         self.size = size
         self.may_pull = may_pull and bool(costs.pull)
-        self.hosting = hosting
+        self.nodes = nodes
         self._in_order = in_order
         kinds = dict.fromkeys(kind for kind, _ in _FORMS)
         self._tables = {kind: self._table(kind) for kind in kinds}
@@ -258,16 +257,16 @@ class Selection:
 
     def _may_divide(self, kind: str) -> bool:
         """Whether to do it inside of each host first: where that is possible, saves anything, and may change the order of sums."""
-        if self.hosting is None:
+        if self.nodes is None:
             return False
-        alone = len(self.hosting.hosts) == self.size
+        alone = len(self.nodes.hosts) == self.size
         reduces = kind in {"all_reduce", "reduce_scatter"}
         return kind == "all_reduce" if alone else not (reduces and self._in_order)
 
     def _predicted_s(self, kind: str, name: str, nbytes: int) -> float:
         # each rank has its own figure of what a call takes, and all must choose alike
         costs = self.costs._replace(call_s=0.0)
-        return predicted_s(kind, name, nbytes, self.size, costs, self.hosting)
+        return predicted_s(kind, name, nbytes, self.size, costs, self.nodes)
 
     def _table(self, kind: str) -> tuple[list[int], list[str]]:
         bounds: list[int] = []
@@ -282,7 +281,7 @@ class Selection:
 
 
 def measure(
-    ch: Channel, clock: Clock, *, may_pull: bool, hosting: Hosting | None = None, found: list[Costs]
+    ch: Channel, clock: Clock, *, may_pull: bool, nodes: NodeMap | None = None, found: list[Costs]
 ) -> Steps:
     """Measure the primitives on all ranks together and append rank 0's figures to `found`.
 
@@ -294,8 +293,8 @@ def measure(
     )
     peer = (ch.rank + 1) % ch.size
     if may_pull:
-        ch.own.offer(x, private=True)
-    yield from ch.exchange()
+        ch.own.expose(x, private=True)
+    yield from ch.publish_and_wait()
     remote = remote_of(ch, peer, x.numel(), x.dtype) if may_pull and peer != ch.rank else None
     syncs = []
     little = x[:STEP_BYTES]
@@ -304,7 +303,7 @@ def measure(
     ):  # a whole step, since on few bytes its calls of torch take most of the time
         start_ns = clock.now_ns()
         ch.own.stage(little)
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         combine([little, ch.peek(peer, STEP_BYTES, x.dtype)], little, "max", None)
         syncs.append(clock.now_ns() - start_ns)
     # not the mean: one rank that lost its core for a millisecond would make every chunk look dear
@@ -315,7 +314,7 @@ def measure(
     for nbytes in MEASURED_BYTES:
         times = [0.0]
         for _ in range(REPEATS):
-            yield from ch.exchange()
+            yield from ch.publish_and_wait()
             if remote is None:
                 continue
             start_ns = clock.now_ns()
@@ -323,15 +322,15 @@ def measure(
                 remote.read(low, out[low : min(low + CHUNK_BYTES, nbytes)])
             times.append((clock.now_ns() - start_ns) * 1e-9 / nbytes)
         figures.append(min(times[1:], default=0.0))
-    yield from ch.exchange()  # nobody reads `x` any more
+    yield from ch.publish_and_wait()  # nobody reads `x` any more
     for nbytes in SENT_BYTES:
-        hosts = hosting or Hosting.of(range(ch.size))
+        hosts = nodes or NodeMap.of(range(ch.size))
         figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
     # little data may fit into buffers on the way and seem to take no time; the next call finds them full
     for i in range(2, 1 + len(SENT_BYTES)):
         figures[-i] = max(figures[-i], figures[1 - i])
     ch.own.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
-    yield from ch.exchange()
+    yield from ch.publish_and_wait()
     if ch.rank != 0:
         figures = ch.peek(0, len(figures), torch.float64).tolist()
     n = len(MEASURED_BYTES)
@@ -345,7 +344,7 @@ def measure(
 
 
 def _sent(
-    ch: Channel, clock: Clock, x: torch.Tensor, hosting: Hosting, *, sync_s: float
+    ch: Channel, clock: Clock, x: torch.Tensor, nodes: NodeMap, *, sync_s: float
 ) -> Generator[Wait | WaitAny, None, float]:
     """Seconds per byte that a host sends, while all ranks send `x` to all others; nothing is sent where memory is shared."""
     if ch.shares:
@@ -354,9 +353,9 @@ def _sent(
     for _ in range(REPEATS):
         ch.own.stage(x)
         start_ns = clock.now_ns()
-        yield from ch.exchange()
+        yield from ch.publish_and_wait()
         times.append((clock.now_ns() - start_ns) * 1e-9)
-    return max(LEAST_RATE, (min(times) - sync_s) / hosting.bytes_out(x.numel()))
+    return max(LEAST_RATE, (min(times) - sync_s) / nodes.bytes_out(x.numel()))
 
 
 def _passes(
@@ -397,7 +396,7 @@ def _pass(
     start_ns = clock.now_ns()
     ch.own.stage(part)
     staged_ns = clock.now_ns() - start_ns
-    yield from ch.exchange()
+    yield from ch.publish_and_wait()
     theirs = ch.peek(peer, part.numel(), part.dtype)
     start_ns = clock.now_ns()
     weight = act(other if act is _copy else part, theirs)

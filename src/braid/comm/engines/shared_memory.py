@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
@@ -17,11 +16,13 @@ from braid.comm.algorithms import send as message
 from braid.comm.algorithms.all_reduce import all_reduce, offers_first
 from braid.comm.algorithms.hierarchical import Residuals, hierarchical, left_out
 from braid.comm.algorithms.programs import PROGRAMS, Programs
-from braid.comm.algorithms.receive import Mailbox, Receipt
+from braid.comm.algorithms.receive import Mailbox
 from braid.comm.channel.channel import Channel
-from braid.comm.channel.control_pages import ABANDONED, CLOSED, Port
+from braid.comm.channel.control_pages import ABANDONED, CLOSED, ControlPages
 from braid.comm.engines.by_program import by_program
-from braid.comm.engines.engine import Call, Capabilities, Statistics
+from braid.comm.engines.collective import Collective
+from braid.comm.engines.engine import Capabilities, Statistics
+from braid.comm.engines.operation import Operation
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.selection import (
     DEFAULT_COSTS,
@@ -31,22 +32,21 @@ from braid.comm.engines.selection import (
     Selection,
     measure,
 )
-from braid.comm.engines.work import Operation, Work
+from braid.comm.engines.work import StepsBy, Work
 from braid.comm.formats import by_name
-from braid.comm.tensors.node_map import Hosting
+from braid.comm.tensors.node_map import NodeMap
 from braid.events import Recorder
 from braid.transport import Block, MemoryTransport, Steps
-from braid.types import text_digest
 
-__all__ = ["MemoryEngine"]
+__all__ = ["SharedMemoryEngine"]
 
 
-class MemoryEngine:
+class SharedMemoryEngine:
     """Collectives in shared memory.
 
     Args:
         transport: This rank's end of it.
-        port: The group's control lines.
+        pages: The group's control lines.
         progress: The rank's progress thread.
         events: Recorder of the rank.
         costs: What has been measured so far, where all ranks share memory and where they do not; shared by all groups.
@@ -59,7 +59,7 @@ class MemoryEngine:
     def __init__(
         self,
         transport: MemoryTransport,
-        port: Port,
+        pages: ControlPages,
         progress: Progress,
         events: Recorder,
         *,
@@ -68,25 +68,24 @@ class MemoryEngine:
         owns_progress: bool = False,
     ) -> None:
         self.transport = transport
-        self.port = port
+        self.pages = pages
         self.progress = progress
-        self.shares = transport.shares_with(port.ranks)
-        self.hosting = Hosting.of([transport.hosts[rank] for rank in port.ranks])
+        self.shares = transport.shares_with(pages.ranks)
+        self.nodes = NodeMap.of([transport.hosts[rank] for rank in pages.ranks])
         self.in_order = in_order
         self._costs = {} if costs is None else costs
         self.selection = self._select()
         self.statistics = Statistics()
-        self._events = events
+        self.events = events
         self._owns_progress = owns_progress
-        self._collectives = port.channel(0)
-        self._mailbox = Mailbox(port)
+        self._collectives = pages.channel(0)
+        self._mailbox = Mailbox(pages)
         self._views: deque[Channel] = (
             deque()
         )  # of what is sent here, one for each receive under way
         self._ordering = threading.Lock()  # threads take their places on a channel one by one
         self._first_pages: dict[int, Block] = {}
-        self._programs = Programs(port.rank, port.size)
-        self._residuals: dict[int, Residuals] = {}  # of requests with a wire format
+        self._programs = Programs(pages.rank, pages.size)
 
     @property
     def forked(self) -> bool:
@@ -100,49 +99,41 @@ class MemoryEngine:
         near = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
         algorithms = ("direct", "two_phase", *near, "staged", *pulled, *PROGRAMS)
-        alone = len(self.hosting.hosts) == self.port.size
+        alone = len(self.nodes.hosts) == self.pages.size
         ordered = shares or alone or self.in_order
         return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
 
     def tune(self, timeout_s: float) -> None:
         """Measure what the choice of algorithms depends on. All members call it; cost: some 50 ms, once a job."""
-        if self.port.size == 1:
+        if self.pages.size == 1:
             return
-        found: list[Costs] = []
+        outputs: list[Costs] = []
         steps = measure(
             self._collectives,
             self.transport.clock,
             may_pull=self.selection.may_pull,
-            hosting=self.hosting,
-            found=found,
+            nodes=self.nodes,
+            found=outputs,
         )
         text = "init(measuring costs)"
         digest = self.transport.names.add(text)
-        operation = Operation(
-            self.port,
-            self._collectives,
-            text,
-            digest,
-            steps,
-            events=self._events,
-            nbytes=0,
-            site=0,
-            timeout_s=timeout_s,
-            epoch=0,
-        )
-        self.progress.enlist(operation)
-        self._timed(self.progress.run, operation)
-        self._costs[self.shares] = found[0]._replace(call_s=self._call_s(found[0].sync_s))
+        measuring = Collective("barrier", timeout_s=timeout_s, text=text, digest=digest)
+        channel = self._collectives
+        operation = Operation(self.pages, channel, self.events, self.statistics, measuring, steps)
+        self.progress.execute(operation)
+        call_s = self._call_s(measuring, outputs[0].sync_s)
+        self._costs[self.shares] = outputs[0]._replace(call_s=call_s)
         self.selection = self._select()
 
-    def _call_s(self, sync_s: float) -> float:
-        """What a call takes beside its steps, of which a barrier has one; each rank's own figure, since nothing is chosen by it."""
-        text = "init(measuring costs)"
-        call = Call("barrier", text, self.transport.names.add(text))
+    def _call_s(self, barrier: Collective, sync_s: float) -> float:
+        """Seconds that a call takes beside its steps, of which a barrier has one.
+
+        Each rank's own figure: no choice depends on it.
+        """
         now_ns, spent_ns = self.transport.clock.now_ns, []
         for _ in range(NUM_SYNCS):
             start_ns = now_ns()
-            self.run(call)
+            self.run(barrier)
             spent_ns.append(now_ns() - start_ns)
         return max(0.0, median(spent_ns) * 1e-9 - sync_s)
 
@@ -154,82 +145,25 @@ class MemoryEngine:
         """The same as plain data."""
         return self.selection.record()
 
-    def run(self, call: Call) -> None:
-        """Carry `call` out in this thread, behind what is queued on the same channel."""
-        self.progress.refuse_own_thread(call.text)
-        operation = self._operation(call, None)
-        ended = None
-        with self._ordering:
-            if self.progress.busy(operation.channel):
-                ended = self.progress.submit(operation)
-            else:
-                self.progress.enlist(operation)
-        if ended is None:
-            self._timed(self.progress.run, operation)
-        else:
-            self.progress.join(ended, operation)
-        self._count(call, operation)
+    def run(self, collective: Collective) -> None:
+        """Carry a collective out in this thread, behind what is queued on the same channel."""
+        self.progress.execute(self._operation(collective))
 
-    def start(self, call: Call) -> Work:
-        """Hand `call` to the progress thread, or leave it to the thread behind what was started on its channel."""
-        operation = self._operation(call, None)
-        with self._ordering:
-            if self.progress.pending(operation.channel):
-                self.progress.enlist(operation)
-                ended = None
-            else:
-                ended = self.progress.submit(operation)
-        work = self._work(operation, ended)
-        if ended is None and not operation.done:
-            self.progress.leave(operation)
-        self._count(call, operation)
-        return work
+    def start(self, collective: Collective, steps_by: StepsBy) -> Work:
+        """Start a collective behind what was started on its channel."""
+        operation = self._operation(collective)
+        progress = self.progress
+        progress.start(operation, steps_by)
+        result, source = collective.result, collective.source
+        return Work(operation, progress.wait, progress.poll, result, source)
 
-    def launch(self, calls: Sequence[Call], *, lazily: bool = False) -> list[Work]:
-        """Take the steps of `calls` that are possible now, or `lazily` none; later ones are taken by whoever waits."""
-        works = []
-        for call in calls:
-            operation = self._operation(call, None)
-            with self._ordering:
-                if self.progress.busy(operation.channel):
-                    ended = self.progress.submit(operation)
-                else:
-                    self.progress.enlist(operation)
-                    ended = None
-            works.append(self._work(operation, ended, lazily=lazily))
-            self._count(call, operation)
-        return works
-
-    def begin(self, call: Call, number: int, scale: float | None, *, lazily: bool = False) -> Work:
-        """Publish this rank's part of a persistent request and take the steps that are possible now; `lazily` only the former.
-
-        Where publishing means no more than to say where a tensor lies: then the others need not wait until this rank takes steps.
-        """
-        channel = self.port.channel(self.port.request_index(number))
-        if scale is not None:  # ranks must agree on it, too
-            text = f"{call.text} scaled by {scale!r}"
-            self.transport.names.add(text)
-            call = call._replace(text=text, digest=text_digest(text))
-        kept = self._residuals.setdefault(number, {}) if call.wire else None
-        operation = self._operation(call, channel, scale, kept)
-        operation.on_done(lambda: self._count(call, operation))
-        self.progress.enlist(operation)
-        return self._work(operation, None, lazily=lazily, opening=self._opens(call, channel))
-
-    def residual(self, call: Call, number: int) -> torch.Tensor | None:
-        """What a wire format has left out of request `number` on this rank."""
-        kept = self._residuals.get(number)
-        if not kept or call.wire is None:
-            return None
-        numel, form = call.outs[0].numel(), by_name(call.wire)
-        return left_out(kept, numel, call.op, self.port.rank, hosting=self.hosting, form=form)
-
-    def reset_residual(self, number: int) -> None:
-        """Forget it."""
-        self._residuals.get(number, {}).clear()
+    def request(self, collective: Collective, number: int) -> MemoryRequest:
+        """Register a collective on the channel of request `number`."""
+        channel = self.pages.channel(self.pages.request_index(number))
+        return MemoryRequest(self, collective, channel)
 
     def advance(self) -> bool:
-        """Take the steps that are possible now, of everything that this rank has started in any of its groups."""
+        """Take the steps that are possible now, of everything that this rank has started in any group."""
         self.progress.refuse_fork()
         return self.progress.advance_started()
 
@@ -243,7 +177,7 @@ class MemoryEngine:
 
     def token(self) -> int:
         """Place of the first page of control lines for a new group."""
-        page = Port.first_page(self.transport)
+        page = ControlPages.first_page(self.transport)
         self._first_pages[page.word] = page
         return page.word
 
@@ -251,234 +185,248 @@ class MemoryEngine:
         """Free that page."""
         self.transport.arena.free(self._first_pages.pop(token))
 
-    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> MemoryEngine:
+    def subset(self, order: Sequence[int], tokens: Sequence[int]) -> SharedMemoryEngine:
         """Engine of a new group of the members `order`, with lines of its own in the same arena."""
-        ranks = tuple(self.port.ranks[member] for member in order)
-        own = list(order).index(self.port.rank)
+        ranks = tuple(self.pages.ranks[member] for member in order)
+        own = list(order).index(self.pages.rank)
         self._first_pages.pop(tokens[own], None)
-        port = Port(self.transport, ranks, own, list(tokens), retired=self.port.retired)
-        return MemoryEngine(
+        pages = ControlPages(self.transport, ranks, own, list(tokens), retired=self.pages.retired)
+        return SharedMemoryEngine(
             self.transport,
-            port,
+            pages,
             self.progress,
-            self._events,
+            self.events,
             costs=self._costs,
             in_order=self.in_order,
         )
 
-    def bequeath(self, heir: MemoryEngine) -> None:
-        """Leave the progress thread to `heir`."""
-        self.progress.abandon(self.port)  # what is under way here must not be taken for the heir's
-        heir._owns_progress, self._owns_progress = self._owns_progress, False
+    def hand_over_to(self, engine: SharedMemoryEngine) -> None:
+        """Give the progress thread to `engine`."""
+        self.progress.abandon(
+            self.pages
+        )  # what is under way here must not be taken for the other's
+        engine._owns_progress, self._owns_progress = self._owns_progress, False
 
     def stop(self, reason: str) -> None:
         """Tell the members that this rank takes no further part."""
-        self.port.given_up = reason
-        self.port.stop(ABANDONED, reason=reason)
+        self.pages.abort_reason = reason
+        self.pages.stop(ABANDONED, reason=reason)
 
     def close(self) -> None:
         """Free the group's lines and slots."""
         if self._owns_progress:
             self.progress.close()
-        self.progress.abandon(self.port)
+        self.progress.abandon(self.pages)
         if (
             self._owns_progress
         ):  # the group of all ranks ends with the transport, and its memory then
-            self.port.stop(CLOSED)
+            self.pages.stop(CLOSED)
         else:
-            self.port.close()
+            self.pages.close()
 
     def _select(self) -> Selection:
         costs = self._costs.get(self.shares, DEFAULT_COSTS if self.shares else DEFAULT_FAR_COSTS)
         return Selection(
             costs,
-            self.port.size,
+            self.pages.size,
             may_pull=self.shares and self.transport.may_pull,
-            hosting=None if self.shares else self.hosting,
+            nodes=None if self.shares else self.nodes,
             in_order=self.in_order,
         )
 
-    def _work(
-        self,
-        operation: Operation,
-        ended: threading.Event | None,
-        *,
-        lazily: bool = False,
-        opening: bool = False,
-    ) -> Work:
-        """Of one that has been submitted, or, without `ended`, enlisted."""
-        look = self.progress.look
-        if ended is not None:
-            return Work(operation, partial(self.progress.join, ended), look)
-        self._timed(partial(self.progress.start, lazily=lazily, opening=opening), operation)
-        return Work(operation, partial(self._timed, self.progress.run), look)
+    def _operation(self, c: Collective) -> Operation:
+        """The operation of a collective that is no request, with its channel and steps."""
+        if c.kind == "recv":
+            return self._receive(c)
+        channel = self._collectives
+        if c.kind == "send":
+            channel = self.pages.channel(self.pages.sending_index(c.peer))
+        steps = self.steps(c, channel, None, None)
+        if c.copies is not None and c.copies.needed:
+            steps = c.copies.around(steps)
+        return Operation(self.pages, channel, self.events, self.statistics, c, steps)
 
-    def _algorithm(self, call: Call) -> str:
-        """What was asked for or is fastest; other formats are for what crosses a network."""
-        if call.kind == "all_reduce" and call.wire and not self.shares:
-            return "hierarchical"
-        return call.algorithm or self.selection.choose(call.kind, call.nbytes)
+    def _receive(self, c: Collective) -> Operation:
+        source = c.peer if c.peer >= 0 else None
+        x = c.outs[0].view(torch.uint8)
+        receipt = self._mailbox.post(x, c.tag, source, digest=c.digest, site=c.site)
+        view = self._view(c.peer)  # one of its own: no receive waits for another one
+        steps = self._mailbox.steps(receipt)
+        if c.copies is not None and c.copies.needed:
+            steps = c.copies.around(steps)
+        operation = Operation(self.pages, view, self.events, self.statistics, c, steps)
 
-    def _opens(self, call: Call, channel: Channel) -> bool:
-        """Whether the first step of a call only says where its tensor lies."""
-        if call.kind != "all_reduce" or call.copies is not None or call.algorithm in PROGRAMS:
-            return False
-        algorithm, forced = self._algorithm(call), call.algorithm is not None
-        if algorithm == "hierarchical":
-            return False
-        return offers_first(channel, call.outs[0], algorithm, forced=forced)
+        def received() -> None:
+            if c.source is not None:
+                c.source.append(receipt.source)
+            self._mailbox.withdraw(receipt)
+            self._views.append(view)
 
-    def _operation(
-        self,
-        call: Call,
-        channel: Channel | None,
-        scale: float | None = None,
-        residuals: Residuals | None = None,
-    ) -> Operation:
-        channel = channel or self._channel(call)
-        receipt = None
-        if call.kind == "recv":
-            receipt = self._post(call)
-            steps = self._mailbox.steps(receipt)
-        else:
-            steps = self._steps(call, channel, scale, residuals)
-        if call.copies is not None:
-            steps = call.copies.around(steps)
-        operation = Operation(
-            self.port,
-            channel,
-            call.text,
-            call.digest,
-            steps,
-            events=self._events,
-            nbytes=call.nbytes,
-            site=call.site,
-            timeout_s=call.timeout_s,
-            epoch=0,  # a member may have been lost while the group was made: that is news, too
-            tensors=call.outs,
-        )
-        if receipt is not None:
-            operation.on_done(partial(self._received, call, receipt, channel))
+        operation.on_done(received)
         return operation
-
-    def _channel(self, call: Call) -> Channel:
-        if call.kind == "send":
-            return self.port.channel(self.port.sending_index(call.peer))
-        if call.kind == "recv":  # none waits for another one
-            return self._view(call.peer)
-        return self._collectives
 
     def _view(self, source: int) -> Channel:
         try:
             view = self._views.popleft()
         except IndexError:
-            view = self.port.incoming()
+            view = self.pages.incoming()
         if self.progress.busy(view):
             self._views.append(view)
-            view = self.port.incoming()
+            view = self.pages.incoming()
         view.value = self._mailbox.position(source if source >= 0 else None)
         return view
 
-    def _steps(
-        self, call: Call, channel: Channel, scale: float | None, residuals: Residuals | None
+    def algorithm(self, c: Collective) -> str:
+        """The algorithm that was asked for or is fastest; wire formats are for what crosses a network."""
+        if c.kind == "all_reduce" and c.wire and not self.shares:
+            return "hierarchical"
+        return c.algorithm or self.selection.choose(c.kind, c.nbytes)
+
+    def steps(
+        self, c: Collective, channel: Channel, scale: float | None, residuals: Residuals | None
     ) -> Steps:
-        """The algorithm's generator; nothing happens before its first step."""
-        kind = call.kind
+        """The generator of an algorithm; nothing happens before its first step."""
+        kind = c.kind
         if kind == "barrier":
             return move.barrier(channel)
         if kind == "send":
-            return self._send(call, channel)
-        if call.algorithm in PROGRAMS:
-            return by_program(channel, self._programs, call, scale)
-        algorithm = self._algorithm(call)
+            return self._send(c, channel)
+        if c.algorithm in PROGRAMS:
+            return by_program(channel, self._programs, c, scale)
+        algorithm = self.algorithm(c)
         if kind == "all_reduce":
-            forced = call.algorithm is not None
-            x = call.outs[0]
-            if algorithm == "hierarchical":
-                return hierarchical(
-                    channel,
-                    x,
-                    call.op,
-                    scale,
-                    hosting=self.hosting,
-                    form=by_name(call.wire) if call.wire else None,
-                    residuals=residuals,
-                )
-            return all_reduce(channel, x, call.op, scale, algorithm=algorithm, forced=forced)
+            x = c.outs[0]
+            if algorithm != "hierarchical":
+                forced = c.algorithm is not None
+                return all_reduce(channel, x, c.op, scale, algorithm=algorithm, forced=forced)
+            return hierarchical(
+                channel,
+                x,
+                c.op,
+                scale,
+                nodes=self.nodes,
+                form=by_name(c.wire) if c.wire else None,
+                residuals=residuals,
+            )
         if algorithm == "hierarchical":
-            return self._by_relays(call, channel, scale)
-        return self._parts(call, channel, scale, private=algorithm == "pulled")
+            return self._by_relays(c, channel, scale)
+        return self._parts(c, channel, scale, private=algorithm == "pulled")
 
-    def _by_relays(self, call: Call, channel: Channel, scale: float | None) -> Steps:
-        outs, hosting = call.outs, self.hosting
-        if call.kind == "broadcast":
-            return relays.broadcast(channel, outs[0], call.peer, hosting)
-        x = call.ins[0]
-        if call.kind == "all_gather":
-            return relays.all_gather(channel, outs, x, hosting)
-        assert call.kind == "reduce_scatter", call.kind
-        offsets = _offsets(call, channel.size)
-        return relays.reduce_scatter(channel, outs[0], x, offsets, call.op, scale, hosting=hosting)
+    def opens(self, c: Collective, channel: Channel) -> bool:
+        """Whether the first step of a collective only tells where its tensor lies."""
+        if c.kind != "all_reduce" or c.algorithm in PROGRAMS:
+            return False
+        algorithm, forced = self.algorithm(c), c.algorithm is not None
+        if algorithm == "hierarchical":
+            return False
+        return offers_first(channel, c.outs[0], algorithm, forced=forced)
 
-    def _parts(self, call: Call, channel: Channel, scale: float | None, *, private: bool) -> Steps:
-        kind, outs = call.kind, call.outs
+    def _by_relays(self, c: Collective, channel: Channel, scale: float | None) -> Steps:
+        outs, nodes = c.outs, self.nodes
+        if c.kind == "broadcast":
+            return relays.broadcast(channel, outs[0], c.peer, nodes)
+        x = c.ins[0]
+        if c.kind == "all_gather":
+            return relays.all_gather(channel, outs, x, nodes)
+        assert c.kind == "reduce_scatter", c.kind
+        offsets = _offsets(c, channel.size)
+        return relays.reduce_scatter(channel, outs[0], x, offsets, c.op, scale, nodes=nodes)
+
+    def _parts(
+        self, c: Collective, channel: Channel, scale: float | None, *, private: bool
+    ) -> Steps:
+        kind, outs = c.kind, c.outs
         if kind == "broadcast":
-            return move.broadcast(channel, outs[0], call.peer, private=private)
-        x = call.ins[0]
+            return move.broadcast(channel, outs[0], c.peer, private=private)
+        x = c.ins[0]
         if kind == "all_gather":
             return move.all_gather(channel, outs, x, private=private)
         if kind == "all_to_all":
-            return move.all_to_all(channel, outs, x, call.widths, private=private)
+            return move.all_to_all(channel, outs, x, c.part_widths, private=private)
         if kind == "gather":
-            return move.gather(channel, outs, x, call.peer, private=private)
+            return move.gather(channel, outs, x, c.peer, private=private)
         if kind == "scatter":
-            widths = call.widths or ()
-            return move.scatter(channel, outs[0], x, widths, call.peer, private=private)
+            widths = c.part_widths or ()
+            return move.scatter(channel, outs[0], x, widths, c.peer, private=private)
         if kind == "reduce":
-            return reduce_scatter.reduce(channel, outs[0], x, call.op, call.peer, private=private)
+            return reduce_scatter.reduce(channel, outs[0], x, c.op, c.peer, private=private)
         if kind == "scan":
-            return reduce_scatter.scan(channel, outs[0], x, call.op, exclusive=call.exclusive)
+            return reduce_scatter.scan(channel, outs[0], x, c.op, exclusive=c.exclusive)
         assert kind == "reduce_scatter", kind
-        offsets = _offsets(call, channel.size)
+        offsets = _offsets(c, channel.size)
         return reduce_scatter.reduce_scatter(
-            channel, outs[0], x, offsets, call.op, scale, private=private
+            channel, outs[0], x, offsets, c.op, scale, private=private
         )
 
-    def _send(self, call: Call, channel: Channel) -> Steps:
-        port = self.port
-        acks = port.channel(port.acknowledging_index(port.rank))
-        private = self.selection.choose("send", call.nbytes) == "pulled"
-        x = call.ins[0].view(torch.uint8)
-        return message.send(channel, acks, x, call.peer, call.tag, private=private)
+    def _send(self, c: Collective, channel: Channel) -> Steps:
+        pages = self.pages
+        acks = pages.channel(pages.acknowledging_index(pages.rank))
+        private = self.selection.choose("send", c.nbytes) == "pulled"
+        x = c.ins[0].view(torch.uint8)
+        return message.send(channel, acks, x, c.peer, c.tag, private=private)
 
-    def _post(self, call: Call) -> Receipt:
-        x = call.outs[0].view(torch.uint8)
-        source = call.peer if call.peer >= 0 else None
-        return self._mailbox.post(x, call.tag, source, digest=call.digest, site=call.site)
 
-    def _received(self, call: Call, receipt: Receipt, view: Channel) -> None:
-        if call.source is not None:
-            call.source.append(receipt.source)
-        self._mailbox.withdraw(receipt)
-        self._views.append(view)
+class MemoryRequest:
+    """A persistent request in shared memory: a channel and an operation that are used at every start.
 
-    def _timed(
-        self, act: Callable[..., None], operation: Operation, *timeout_s: float | None
+    Args:
+        engine: Engine of the group.
+        collective: What is registered.
+        channel: Channel of the request.
+    """
+
+    def __init__(
+        self, engine: SharedMemoryEngine, collective: Collective, channel: Channel
     ) -> None:
-        now_ns = self.transport.clock.now_ns
-        start_ns = now_ns()
-        try:
-            act(operation, *timeout_s)
-        finally:
-            self.statistics.spent_ns += now_ns() - start_ns
+        self._engine = engine
+        self._collective = collective
+        self._channel = channel
+        self._residuals: Residuals | None = {} if collective.wire else None
+        self._opens_in: Selection | None = None  # the choices for which `_opens` holds
+        self._opens = False
+        self._operation: Operation | None = None
 
-    def _count(self, call: Call, operation: Operation) -> None:
-        statistics = self.statistics
-        statistics.num_operations += 1
-        statistics.nbytes += call.nbytes
-        statistics.waited_ns += operation.waited_ns
+    def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
+        """Publish this rank's part; take the steps that are possible now, unless whoever waits takes all.
+
+        Where publishing only tells where a tensor lies, it is done at once in any case: the others need not wait until
+        this rank takes steps.
+        """
+        engine, operation, progress = self._engine, self._operation, self._engine.progress
+        steps = engine.steps(collective, self._channel, scale, self._residuals)
+        if operation is None:
+            operation = Operation(
+                engine.pages, self._channel, engine.events, engine.statistics, collective, steps
+            )
+            self._operation = operation
+        else:
+            operation.restart(collective, steps)
+        if self._opens_in is not engine.selection:  # measured anew
+            self._opens_in = engine.selection
+            self._opens = engine.opens(collective, self._channel)
+        progress.start(operation, steps_by, opens=self._opens)
+        return Work(operation, progress.wait, progress.poll, collective.result)
+
+    def residual(self) -> torch.Tensor | None:
+        """What the wire format has left out on this rank."""
+        c, engine = self._collective, self._engine
+        if not self._residuals or c.wire is None:
+            return None
+        return left_out(
+            self._residuals,
+            c.outs[0].numel(),
+            c.op,
+            engine.pages.rank,
+            nodes=engine.nodes,
+            form=by_name(c.wire),
+        )
+
+    def reset_residual(self) -> None:
+        """Forget what the wire format has left out."""
+        if self._residuals is not None:
+            self._residuals.clear()
 
 
-def _offsets(call: Call, size: int) -> list[int]:
+def _offsets(c: Collective, size: int) -> list[int]:
     """First element of each part of a reduce_scatter, and the end."""
-    return [0, *accumulate(call.widths or [call.ins[0].numel() // size] * size)]
+    return [0, *accumulate(c.part_widths or [c.ins[0].numel() // size] * size)]

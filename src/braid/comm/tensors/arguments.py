@@ -21,7 +21,7 @@ import torch
 
 from braid.errors import ConfigError
 
-__all__ = ["Buffer", "Data", "Parts", "as_tensor"]
+__all__ = ["Buffer", "Data", "Parts", "as_tensor", "dense"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,29 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
         f"expected a torch.Tensor, a numpy array or a Buffer, found {type(x).__name__}: wrap numbers with torch.tensor"
     )
     raise ConfigError(msg)
+
+
+def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
+    """`x` as a flat tensor over the same memory; None where a collective on it needs checks or a copy.
+
+    Args:
+        x: What the user passed.
+        devices: Types of the devices whose tensors need no copy to another device.
+    """
+    if (
+        not isinstance(x, torch.Tensor)
+        or x.layout is not torch.strided
+        or x.device.type not in devices
+        or not x.is_contiguous()
+        or x.is_inference()
+        or x.is_conj()
+        or x.is_neg()
+        or x.is_quantized
+    ):
+        return None
+    flat = (x.detach() if x.requires_grad else x).view(-1)
+    # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
+    return flat if flat.stride(0) == 1 else None
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:

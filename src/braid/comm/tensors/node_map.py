@@ -1,12 +1,12 @@
 """Which members of a group are on one host, and which of several hosts work on the same part.
 
-Members of one host are *mates*. They divide a tensor into *lanes*, one for each of as many mates as every host has; the
-members that work on one lane, one per host, are *twins*:
+Members of one host are *local_peers*. They divide a tensor into *slices*, one for each of as many local_peers as every host has; the
+members that work on one slice, one per host, are *cross_node_peers*:
 
             host a         host b
-    lane 0  member 0  ...  member 3      twins
-    lane 1  member 1  ...  member 4      twins
-            member 2                     no lane: host b has only two members
+    slice 0  member 0  ...  member 3      cross_node_peers
+    slice 1  member 1  ...  member 4      cross_node_peers
+            member 2                     no slice: host b has only two members
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Hosting"]
+__all__ = ["NodeMap"]
 
 
-class Hosting(NamedTuple):
+class NodeMap(NamedTuple):
     """Members by host.
 
     Attributes:
@@ -27,7 +27,7 @@ class Hosting(NamedTuple):
     hosts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Hosting:
+    def of(cls, numbers: Sequence[int]) -> NodeMap:
         """From the number of each member's host."""
         members: dict[int, list[int]] = {}
         for member, number in enumerate(numbers):
@@ -45,38 +45,38 @@ class Hosting(NamedTuple):
         return max(map(len, self.hosts))
 
     @property
-    def num_lanes(self) -> int:
-        """Members of every host that have a lane."""
+    def num_slices(self) -> int:
+        """Members of every host that have a slice."""
         return self.fewest
 
-    def mates(self, member: int) -> tuple[int, ...]:
+    def local_peers(self, member: int) -> tuple[int, ...]:
         """Members of the host of `member`, it included."""
         return next(host for host in self.hosts if member in host)
 
-    def lane(self, member: int) -> int:
-        """The lane that `member` works on; -1 for none."""
-        index = self.mates(member).index(member)
-        return index if index < self.num_lanes else -1
+    def slice(self, member: int) -> int:
+        """The slice that `member` works on; -1 for none."""
+        index = self.local_peers(member).index(member)
+        return index if index < self.num_slices else -1
 
-    def twins(self, member: int) -> tuple[int, ...]:
-        """Members that work on the same lane, in the order of hosts, it included; itself alone without one."""
-        lane = self.lane(member)
-        return (member,) if lane < 0 else tuple(host[lane] for host in self.hosts)
+    def cross_node_peers(self, member: int) -> tuple[int, ...]:
+        """Members that work on the same slice, in the order of hosts, it included; itself alone without one."""
+        index = self.slice(member)
+        return (member,) if index < 0 else tuple(host[index] for host in self.hosts)
 
     def relay(self, member: int, other: int) -> int:
         """The relay of `member` on the host of `other`, which is another one."""
-        place, host = self.mates(member).index(member), self.mates(other)
+        place, host = self.local_peers(member).index(member), self.local_peers(other)
         return host[place % len(host)]
 
     def relays(self, member: int) -> tuple[int, ...]:
         """Relays of `member`, one on every other host."""
         return tuple(self.relay(member, host[0]) for host in self.hosts if member not in host)
 
-    def served(self, member: int) -> tuple[int, ...]:
+    def relayed(self, member: int) -> tuple[int, ...]:
         """Members of other hosts whose relay `member` is."""
-        mates = self.mates(member)
+        local_peers = self.local_peers(member)
         others = (m for host in self.hosts if member not in host for m in host)
-        return tuple(m for m in others if self.relay(m, mates[0]) == member)
+        return tuple(m for m in others if self.relay(m, local_peers[0]) == member)
 
     def bytes_out(self, to_every_other: float) -> float:
         """Bytes that the busiest host sends when each member sends every member of other hosts `to_every_other` bytes."""

@@ -97,7 +97,8 @@ def combine(
         apply(sources[0], sources[1], out=out)
         for source in sources[2:]:
             apply(out, source, out=out)
-    finish(out, op, len(sources), scale)
+    if op == "avg" or scale is not None:
+        finish(out, op, len(sources), scale)
 
 
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from braid.comm import Group, Request, Work
+from braid.comm import Group, Request, StepsBy, Work
 from braid.errors import ConfigError
 from braid.params import FlatBuffer, allocator
 
@@ -103,7 +103,7 @@ class ModuleBuffers:
             if request is None:
                 request = self._group.persistent("broadcast", packed.memory, root=root)
                 packed.requests[root] = request
-            works.append(request.start(lazily=True))
+            works.append(request.start(steps_by=StepsBy.WAITER))
         return works
 
     def _receive(self, root: int) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.data_parallel.flat_params import FlatParams
 from braid.errors import ConfigError
 from braid.params import GradBucket
@@ -100,7 +100,7 @@ def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> 
     theirs = [shaped(piece, part) for piece, part in zip(pieces, parts, strict=True)]
 
     def exchange(peer: int, *, sends: bool, into: torch.Tensor | None) -> Steps:
-        with group.coalesce(lazily=True) as batch:
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
             if sends:
                 batch.send(flat, peer, tag=TAG)
             if into is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.comm.formats import by_name
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks.powersgd import COMPRESSED, PowerSGDHook, PowerSGDOptions
@@ -52,7 +52,7 @@ class CastHook:
         buffer = bucket.buffer()
         longer = buffer.is_floating_point() and buffer.itemsize > self.dtype.itemsize
         cast = buffer.to(self.dtype) if longer else buffer
-        with group.coalesce(lazily=True) as batch:
+        with group.coalesce(steps_by=StepsBy.WAITER) as batch:
             batch.all_reduce(cast, "avg")
         yield batch.work
         if longer:

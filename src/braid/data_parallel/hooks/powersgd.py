@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from braid.comm import StepsBy
 from braid.comm.formats import ErrorFeedback, LowRank
 from braid.data_parallel.hooks.agreement import AgreedNames, agree
 from braid.data_parallel.step_counts import is_whole
@@ -123,7 +124,7 @@ class PowerSGDHook:
         if not matrices:
             whole = [bucket.buffer()]  # lies where no copies are made
         ps = [matrix.low_rank.compress(matrix.values) for matrix in matrices]
-        with bucket.group.coalesce(lazily=True) as batch:
+        with bucket.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             for part in whole:
                 batch.all_reduce(part, "avg")
             for p in ps:
@@ -132,7 +133,7 @@ class PowerSGDHook:
         if not matrices:
             return
         qs = [m.low_rank.project(m.values, p) for m, p in zip(matrices, ps, strict=True)]
-        with bucket.group.coalesce(lazily=True) as batch:
+        with bucket.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             for q in qs:
                 batch.all_reduce(q, "avg", wire=self._wire)
         yield batch.work

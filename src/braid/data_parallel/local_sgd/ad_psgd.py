@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from braid.comm.api.batch import Works
+from braid.comm import StepsBy
+from braid.comm.engines.work import Works
 from braid.data_parallel.flat_params import Params
 from braid.data_parallel.local_sgd.decentralized import Decentralized
 from braid.errors import StaleError
@@ -98,7 +99,7 @@ class ADPSGD(Decentralized):
         self._finished = True
         if self.active:
             head = torch.tensor([self.group.rank, FINISHES])
-            with self.group.coalesce(lazily=True) as batch:
+            with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
                 for passive in self._passive:
                     batch.send(head, passive, tag=ASK)
             batch.work.wait()
@@ -108,7 +109,7 @@ class ADPSGD(Decentralized):
     def _meet(self, passive: int) -> None:
         flats = self._flat.read()
         head = torch.tensor([self.group.rank, MEETS])
-        with self.group.coalesce(lazily=True) as batch:
+        with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             batch.send(head, passive, tag=ASK)
             for flat in flats:
                 batch.send(flat, passive, tag=GIVE)
@@ -132,7 +133,7 @@ class ADPSGD(Decentralized):
         """Be ready for the next that asks, as long as there are any."""
         self._asked = None
         if self.num_asking:
-            with self.group.coalesce(lazily=True) as batch:
+            with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
                 batch.recv(self._head, None, tag=ASK)
             self._asked = batch.work
 
@@ -144,14 +145,14 @@ class ADPSGD(Decentralized):
         if wants == FINISHES:
             self.num_asking -= 1
         else:
-            with self.group.coalesce(lazily=True) as batch:
+            with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
                 for theirs in self._theirs:
                     batch.recv(theirs, rank, tag=GIVE)
             batch.work.wait()
             flats = self._flat.read()
             for flat, theirs in zip(flats, self._theirs, strict=True):
                 flat.add_(theirs).mul_(0.5)
-            with self.group.coalesce(lazily=True) as batch:
+            with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
                 for flat in flats:
                     batch.send(flat, rank, tag=ANSWER)
             batch.work.wait()

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from braid.comm import StepsBy
 from braid.data_parallel.flat_params import (
     FlatParams,
     Params,
@@ -133,7 +134,7 @@ class _Synchronous(Decentralized):
         while len(self._rooms) < len(sources):
             self._rooms.append([torch.empty_like(x) for x in tensors])
         found = {rank: list(tensors), **dict(zip(sources, self._rooms, strict=False))}
-        with self.group.coalesce(lazily=True) as batch:
+        with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             for target in self.mixing.targets(rank, step):
                 for x in tensors:
                     batch.send(x, target, tag=TAG)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from braid.comm import StepsBy
 from braid.data_parallel.finite_check import FiniteCheck
 from braid.data_parallel.flat_params import (
     FlatParams,
@@ -130,7 +131,7 @@ class DiLoCo(WrappedOptimizer):
             torch.sub(start, flat, out=flat)
             flat[: owed.numel()].add_(owed)
         self._owed = [owed[:0] for owed in self._owed]
-        for work in [request.start(lazily=True) for request in self._requests]:
+        for work in [request.start(steps_by=StepsBy.WAITER) for request in self._requests]:
             work.wait()
         self._check(flats, self._ways.params, self.process_group, self.num_steps)
         for way, start, moment in zip(flats, self._starts, self._moments, strict=True):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from braid.comm import Group
+from braid.comm import Group, StepsBy
 from braid.data_parallel.hooks.agreement import AgreedNames, agree
 from braid.data_parallel.local_sgd.averaging import ModelAverager
 from braid.data_parallel.step_counts import is_whole
@@ -63,7 +63,7 @@ class PostLocalSGDHook:
         self._num_steps.update(bucket.names)
         group = bucket.group if begins else self.subgroup
         if group is not None:
-            with group.coalesce(lazily=True) as batch:
+            with group.coalesce(steps_by=StepsBy.WAITER) as batch:
                 batch.all_reduce(bucket.buffer(), "avg")
             yield batch.work
 

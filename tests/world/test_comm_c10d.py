@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.comm import Group
-from braid.comm.engines.c10d import DelegateEngine
+from braid.comm.engines.c10d import C10dEngine
 from braid.errors import CommTimeout, ConfigError, MismatchError
 from braid.testing.claims import of_rank, possible, reduced
 from braid.testing.delegated_world import delegated_world
@@ -14,7 +14,7 @@ from braid.testing.group_conformance import GROUP_CLAIMS
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.worlds import run_threads
 
-CLAIMS = possible(GROUP_CLAIMS, DelegateEngine.capabilities)
+WORK_COUNTER = possible(GROUP_CLAIMS, C10dEngine.capabilities)
 
 
 def _over_gloo(group: Group, main, *args):
@@ -28,7 +28,7 @@ def _over_gloo(group: Group, main, *args):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("claim", CLAIMS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("claim", WORK_COUNTER, ids=lambda c: c.__name__)
 def test_claim_holds_over_gloo(claim, size):
     run_threads(size, _over_gloo, claim)
 
@@ -92,9 +92,7 @@ def test_checked_mode_compares_every_call():
 
 
 def _attached(group: Group) -> None:
-    engine = DelegateEngine(
-        group.context, group.ranks, device_types=frozenset({"meta"}), name="meta"
-    )
+    engine = C10dEngine(group.context, group.ranks, device_types=frozenset({"meta"}), name="meta")
     group.attach(engine)
     assert group.all_reduce(torch.ones(2)).tolist() == [group.size] * 2
     assert engine.statistics.num_operations == 0

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from braid.comm.channel.work_counter import Claims
+from braid.comm.channel.work_counter import WorkCounter
 from braid.transport import atomic
 
 
@@ -42,13 +42,13 @@ def test_threads_that_add_at_once_lose_nothing():
 @pytest.mark.usefixtures("either_way")
 def test_every_block_is_taken_once_work_after_work_though_the_counter_begins_anew():
     word, address = counter(0)
-    members = [Claims(address, 3) for _ in range(3)]
+    members = [WorkCounter(address, 3) for _ in range(3)]
     ahead = atomic.MASK - 8  # the counter passes its end in the second work
     atomic.fetch_add(address, ahead - (1 << 32))
     for member in members:
         member._first = ahead
     for count in (5, 4, 0, 1):
-        takers = [member.take(count) for member in members]
+        takers = [member.blocks(count) for member in members]
         taken = []
         while takers:
             for taker in list(takers):
@@ -63,6 +63,6 @@ def test_every_block_is_taken_once_work_after_work_though_the_counter_begins_ane
 
 def test_a_member_that_comes_late_finds_nothing_left():
     _word, address = counter(0)
-    early, late = Claims(address, 2), Claims(address, 2)
-    assert (list(early.take(6)), list(late.take(6))) == ([0, 1, 2, 3, 4, 5], [])
-    assert (list(late.take(2)), list(early.take(2))) == ([0, 1], [])
+    early, late = WorkCounter(address, 2), WorkCounter(address, 2)
+    assert (list(early.blocks(6)), list(late.blocks(6))) == ([0, 1, 2, 3, 4, 5], [])
+    assert (list(late.blocks(2)), list(early.blocks(2))) == ([0, 1], [])

@@ -1,0 +1,368 @@
+"""One collective under way on this rank: the steps to take, the wait that blocks them, its deadline and its errors.
+
+An `Operation` holds the generator of an algorithm and the `Wait` that it stands at, and turns whatever stops it into the
+error that the user sees. Who takes the steps is decided by `Progress`. The operation of a persistent request lives as
+long as the request and is restarted; any other operation is used once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from braid.comm.channel.channel import Channel, Disagreement
+from braid.comm.channel.control_pages import ABANDONED, CLOSED, DISAGREED, ControlPages, State
+from braid.comm.engines.collective import Collective
+from braid.comm.engines.diagnostics import asked, mismatch_table, timeout_text
+from braid.comm.engines.engine import Statistics
+from braid.errors import (
+    BraidError,
+    CommError,
+    CommTimeout,
+    MismatchError,
+    PeerLostError,
+    StaleError,
+)
+from braid.events import Recorder, Span
+from braid.transport import Steps, Wait, WaitAny
+
+__all__ = ["Operation"]
+
+LEFT_GRACE_S = 0.1
+MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
+NO_NEWS = 0  # the epoch of `Health` before any loss: one while the group was made is news, too
+
+
+class Operation:
+    """One collective on one channel of one rank.
+
+    Args:
+        pages: The group's control pages.
+        channel: The channel that the steps go through; its `digest` and `site` are set from here.
+        events: Recorder of begin, end and waits.
+        statistics: Counters of the group.
+        collective: What is carried out.
+        steps: The algorithm.
+    """
+
+    __slots__ = (
+        "_collective",
+        "_deadline_ns",
+        "_ended",
+        "_events",
+        "_late",
+        "_left_ns",
+        "_lock",
+        "_span",
+        "_steps",
+        "_taken",
+        "_wait",
+        "channel",
+        "done",
+        "error",
+        "pages",
+        "statistics",
+        "submitted",
+    )
+
+    def __init__(
+        self,
+        pages: ControlPages,
+        channel: Channel,
+        events: Recorder,
+        statistics: Statistics,
+        collective: Collective,
+        steps: Steps,
+    ) -> None:
+        self.pages = pages
+        self.channel = channel
+        self.statistics = statistics
+        self._events = events
+        self._lock = threading.RLock()
+        self._restart(collective, steps)
+
+    def restart(self, collective: Collective, steps: Steps) -> None:
+        """Begin anew with `steps`, after the last ones have ended.
+
+        Args:
+            collective: What is carried out; described, with a deadline.
+            steps: The algorithm.
+        """
+        with self._lock:  # a thread that saw the last start may look at this one already
+            self._restart(collective, steps)
+
+    def _restart(self, collective: Collective, steps: Steps) -> None:
+        pages = self.pages
+        self.done = False
+        self.error: BaseException | None = None
+        self.submitted: threading.Event | None = (
+            None  # set at the end, if the thread carries it out
+        )
+        self._collective = collective
+        self._steps = steps
+        self._wait: Wait | WaitAny | None = None
+        self._taken = False  # a thread is taking steps
+        self._span: Span | None = None
+        self._ended: list[Callable[[], None]] = []
+        self._left_ns = 0  # when it was first seen that a rank that is needed has left
+        self._late = bool(pages.end_reason)
+        timeout_s = collective.timeout_s or 0.0
+        self._deadline_ns = pages.transport.clock.now_ns() + round(timeout_s * 1e9)
+        self.statistics.num_operations += 1
+        self.statistics.nbytes += collective.nbytes
+
+    @property
+    def text(self) -> str:
+        """Description of the collective."""
+        return self._collective.text
+
+    def advance(self, *, in_turn: bool = False, until_wait: bool = False) -> bool:
+        """Go on as far as possible without waiting; True when the operation has ended, well or badly.
+
+        Args:
+            in_turn: Wait for another thread that is taking steps, instead of leaving them to it. A thread that waits does:
+                a loop that polled again and again would keep the interpreter from the other thread.
+            until_wait: Stop at the first wait, whether or not it is over.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # what the steps make and keep is used outside, too
+                return self.advance(in_turn=in_turn, until_wait=until_wait)
+        if self.done or not self._lock.acquire(blocking=in_turn):
+            return self.done  # another thread is taking steps
+        self._taken = True
+        try:
+            if self._span is None:
+                self._begin()
+            steps, reached = self._steps, self.pages.reached
+            while self._wait is None or (not until_wait and reached(self._wait)):
+                self._wait = next(steps)
+        except StopIteration:
+            self._finish()
+        except PeerLostError as exc:
+            self.fail(self._confirmed(exc))
+        except BaseException as exc:
+            self.fail(exc)  # kept for whoever waits for it
+            if not isinstance(exc, Exception):  # an interrupt is for the thread, whatever it did
+                raise
+        finally:
+            self._taken = False
+            self._lock.release()
+        return self.done
+
+    def ready(self) -> bool:
+        """Whether it has ended, or its wait is over and no thread is taking steps."""
+        if self.done:
+            return True
+        return not self._taken and (self._wait is None or self.pages.reached(self._wait))
+
+    def awaited_line(self) -> tuple[memoryview | None, int]:
+        """The control line whose counter is waited for, and its value; None if it is no single line."""
+        wait = self._wait
+        if type(wait) is not Wait:
+            return None, 0
+        channel = self.channel if wait.channel == self.channel.index else None
+        return (channel or self.pages.channel(wait.channel)).line(wait.peer), wait.value
+
+    def _confirmed(self, exc: PeerLostError) -> PeerLostError:
+        """The verdict on a rank whose memory was found to be gone."""
+        loss = self.pages.transport.health.confirm(exc.rank)
+        if loss is None:
+            return exc
+        return PeerLostError(f"rank {exc.rank} {loss.reason}", rank=exc.rank)
+
+    def _begin(self) -> None:
+        pages, channel, collective = self.pages, self.channel, self._collective
+        if pages.end_reason:
+            raise self._stopped(" earlier")
+        channel.digest = collective.digest
+        channel.site = collective.site
+        self._span = self._events.span(
+            collective.text,
+            group=pages.number,
+            channel=channel.index,
+            seq=channel.value + 1,
+            nbytes=collective.nbytes,
+            site=collective.site,
+        )
+
+    def check(self) -> None:
+        """Raise if there is no point in waiting on."""
+        wait = self._wait
+        if wait is None or self.done:
+            return
+        pages = self.pages
+        if pages.end_reason:  # by another operation of this rank
+            raise self._stopped()
+        health = pages.transport.health
+        waits = wait.waits if isinstance(wait, WaitAny) else (wait,)
+        needed = [w.peer for w in waits if not pages.gone(w.peer)] or [waits[0].peer]
+        health.check(pages.ranks, NO_NEWS)  # a death says more than what survivors say of it
+        for member in self.channel.others:
+            state = pages.state(member)
+            if state.code == DISAGREED:
+                raise MismatchError(pages.text_of(member, state.reason))
+            if state.code == ABANDONED and not (self._told_of_loss() and self._may_know_more()):
+                raise self._abandoned(member, state)
+            # its state first: what it published before it closed the group still counts
+            if state.code == CLOSED and needed == [member] and not pages.reached(wait):
+                rank = pages.ranks[member]
+                if self._may_know_more():
+                    return
+                msg = f"rank {rank} has already left (it closed the group)"
+                raise PeerLostError(msg, rank=rank)
+        # after what the members say themselves: one that abandoned the group may have left since
+        if len(needed) == 1:
+            rank = pages.ranks[needed[0]]
+            loss = health.lost.get(rank)
+            if loss is None or not loss.left or not self._may_know_more():
+                health.check(pages.ranks, NO_NEWS, needed=rank)
+        if pages.transport.clock.now_ns() > self._deadline_ns:
+            awaited = [w.peer for w in waits]
+            raise CommTimeout(
+                timeout_text(
+                    pages, self.channel, self.text, self._collective.timeout_s or 0.0, awaited
+                )
+            )
+
+    def _stopped(self, when: str = "") -> BraidError:
+        """What to raise in a group that this rank has stopped."""
+        pages = self.pages
+        state = pages.state(pages.rank)
+        if state.code == DISAGREED and not self._late:  # found while this one was under way
+            return MismatchError(pages.end_reason)
+        if state.value and not pages.abort_reason:
+            return PeerLostError(pages.end_reason, rank=state.value - 1)
+        reason = pages.abort_reason or pages.end_reason
+        msg = f"expected a group in use for {self.text}, found that it ended{when}: {reason}"
+        return StaleError(msg)
+
+    def _told_of_loss(self) -> bool:
+        """Whether some member has stopped the group because it has lost a rank: news here, too, in a moment."""
+        states = [self.pages.state(member) for member in self.channel.others]
+        return any(state.code == ABANDONED and state.value for state in states)
+
+    def _abandoned(self, member: int, state: State) -> BraidError:
+        """What to raise when a member has stopped the group."""
+        for other in self.channel.others:  # who tells of a loss says more
+            said = self.pages.state(other)
+            if said.code == ABANDONED and said.value:
+                member, state = other, said
+        reason = self.pages.text_of(member, state.reason)
+        if state.value:  # it tells whom it has lost
+            return PeerLostError(reason, rank=state.value - 1)
+        msg = f"stopped because rank {self.pages.ranks[member]} abandoned the group: {reason}"
+        # whose deadline comes first is chance: all that wait for a missing rank raise the same
+        return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
+
+    def _may_know_more(self) -> bool:
+        """Whether to wait a moment before a rank that has left, or tells of a loss, is believed: another may have died first."""
+        now_ns = self.pages.transport.clock.now_ns()
+        if not self._left_ns:
+            self._left_ns = now_ns
+        return now_ns - self._left_ns < round(LEFT_GRACE_S * 1e9)
+
+    def fail(self, exc: BaseException) -> None:
+        """End with an error; a disagreement becomes the table that every rank raises."""
+        with self._lock:
+            if self.done:
+                return
+            # a stopped peer may store into these tensors when it goes on: they live as long as the group
+            self.pages.pinned.append((self._steps, self._collective.outs))
+            self.error = self._explain(exc)
+            if isinstance(self.error, MismatchError):
+                self.pages.stop(DISAGREED, reason=str(self.error))
+            elif isinstance(exc, PeerLostError):
+                loss = self.pages.transport.health.lost.get(exc.rank)
+                left = loss is not None and loss.left
+                if not (
+                    self.pages.shares or left
+                ):  # inside of a host every rank sees it for itself
+                    self.pages.stop(ABANDONED, value=exc.rank + 1, reason=f"{exc}")
+            else:
+                where = "" if self.text in str(exc) else f" in {self.text}"
+                self.pages.stop(ABANDONED, reason=f"{type(exc).__name__}{where}: {exc}")
+            self._finish()
+
+    def _explain(self, exc: BaseException) -> BaseException:
+        if isinstance(exc, Disagreement):
+            error: BaseException = MismatchError(self._table(exc))
+        elif isinstance(exc, PeerLostError):
+            rank = self.pages.ranks[self.pages.rank]
+            where = f"{self.text} of the group of ranks {list(self.pages.ranks)}"
+            error = PeerLostError(f"{exc}, while rank {rank} was in {where}", rank=exc.rank)
+        else:
+            return exc
+        error.__suppress_context__ = True  # how it was noticed is no news to the reader
+        return error
+
+    def _table(self, exc: Disagreement) -> str:
+        """Wait a moment for the ranks that have not come, then read everybody's line."""
+        pages, channel = self.pages, self.channel
+        members = range(pages.size) if exc.members is None else exc.members
+        clock = pages.transport.clock
+        deadline_ns = clock.now_ns() + round(MISMATCH_GRACE_S * 1e9)
+
+        def arrived() -> bool:
+            return all(
+                channel.counter(m) >= exc.value or pages.state(m).code or pages.ranks[m] in lost
+                for m in members
+                if m != pages.rank
+            )
+
+        lost = pages.transport.health.lost
+        while not arrived() and clock.now_ns() < deadline_ns:
+            pages.transport.health.collect()
+            clock.sleep(0.001)
+        answers = []
+        digest, site = exc.own or (self._collective.digest, self._collective.site)
+        for member in members:
+            answer = asked(pages, member, channel.entry(member, exc.value))
+            if member == pages.rank:
+                answer = answer._replace(
+                    text=pages.text_of(member, digest),
+                    site=pages.text_of(member, site) if site else "",
+                )
+            answers.append(answer)
+        return mismatch_table(answers, step=exc.value)
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have `call` called when this ends, well or badly, in the thread that ends it; at once if it has ended."""
+        with self._lock:
+            if not self.done:
+                self._ended.append(call)
+                return
+        _call_back(call)
+
+    def note_wait(self, waited_ns: int) -> None:
+        """Record that a thread has waited for this operation."""
+        if waited_ns:
+            self.statistics.waited_ns += waited_ns
+            now_ns = self.pages.transport.clock.now_ns()
+            self._events.complete(
+                "wait",
+                now_ns - waited_ns,
+                waited_ns,
+                group=self.pages.number,
+                channel=self.channel.index,
+                seq=self.channel.value,
+            )
+
+    def _finish(self) -> None:
+        self.done = True
+        if self._span is not None:
+            self._span.end()
+        if self._ended:
+            ended, self._ended = self._ended, []  # they hold what was returned
+            for call in ended:
+                _call_back(call)
+
+
+def _call_back(call: Callable[[], None]) -> None:
+    """Whoever takes the steps goes on, whatever the program's callback raises: that goes the way of a thread's errors."""
+    try:
+        call()
+    except Exception as exc:  # noqa: BLE001 - nobody is there to catch it
+        thread = threading.current_thread()
+        threading.excepthook(threading.ExceptHookArgs((type(exc), exc, exc.__traceback__, thread)))
