@@ -46,20 +46,9 @@ NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundre
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 
-# frames of these rooms are never the line that the user wants to see
-_PACKAGE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - a string is what frames carry
-_INNER_ROOMS = tuple(
-    os.path.join(_PACKAGE, room) + os.sep  # noqa: PTH118 - likewise
-    for room in (
-        "transport",
-        "comm",
-        "autograd",
-        "params",
-        "data_parallel",
-        "checkpoint",
-        "torch_backend",
-    )
-)
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - a string is what frames carry
+# programs that braid brings; frames of all its other files are never the line that the user wants to see
+_PROGRAMS = tuple(_PACKAGE + room + os.sep for room in ("train", "demo", "bench", "testing"))
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
 # decorators of these lie between as well: @deprecated on torch's functions, @no_grad and the like on the program's
 _DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
@@ -270,7 +259,8 @@ class _Inner(dict[str, bool]):
     """By file: whether its frames are passed over in the search for the program's line."""
 
     def __missing__(self, path: str) -> bool:
-        inner = path.startswith(_INNER_ROOMS) or _TORCH in path or path.endswith(_DECORATORS)
+        own = path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
+        inner = own or _TORCH in path or path.endswith(_DECORATORS)
         self[path] = inner
         return inner
 

@@ -29,7 +29,9 @@ def _backward(group: Group, num_layers: int) -> tuple[int, CallCounts]:
         return count_calls(loss.backward)
 
     counts = [step() for _ in range(30)]
-    return wrapped.num_buckets, min(counts[5:])  # the others have waited for a peer
+    return wrapped.num_buckets, min(
+        counts[5:], key=lambda c: c.calls
+    )  # the others have waited for a peer
 
 
 def _own(counts: CallCounts) -> int:
