@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from braid.store.client import StoreClient
+from braid.store.exchange import RanksMissingError, exchange, wait_for_ranks
 from braid.store.file_store import FileStore
 from braid.store.hash_store import HashStore
 from braid.store.interface import PrefixStore, Store
@@ -15,7 +16,10 @@ __all__ = [
     "FileStore",
     "HashStore",
     "PrefixStore",
+    "RanksMissingError",
     "Store",
     "StoreClient",
     "StoreServer",
+    "exchange",
+    "wait_for_ranks",
 ]

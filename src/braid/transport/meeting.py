@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from braid._version import __version__
 from braid.clock import Clock
-from braid.errors import BraidError, CommTimeout, ConfigError, PeerLostError, RendezvousError
-from braid.store import Store
+from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
+from braid.store import RanksMissingError, Store, exchange
 from braid.transport.health import Health
 
-__all__ = ["LOOK_S", "Meeting", "host_name"]
+__all__ = ["Meeting", "host_name"]
 
 PARTING_S = 5.0
-LOOK_S = 0.25  # how often a rank that waits for others to join looks whether one of them has died
 
 
 class Meeting:
@@ -78,18 +77,15 @@ class Meeting:
             ConfigError: They disagree.
         """
         word = f"{__version__}|{way}|{name}"
-        self.store.set(f"shm/host/{self.rank}", word.encode())
-        keys = [f"shm/host/{r}" for r in range(self.world_size)]
         try:
-            self.wait(keys)
-        except CommTimeout as exc:
-            missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
+            values = self._exchange("shm/host", word, range(self.world_size))
+        except RanksMissingError as exc:
             msg = (
-                f"expected {self.world_size} ranks within {self.timeout_s:g} s, found all but {missing} (this is rank "
+                f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} s (this is rank "
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
             raise RendezvousError(msg) from exc
-        said = [value.decode().split("|", 2) for value in self.store.multi_get(keys)]
+        said = [value.split("|", 2) for value in values]
         wrong = _disagreement(
             [word[0] for word in said],
             "have the same version of braid",
@@ -107,21 +103,12 @@ class Meeting:
 
     def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
         """Tell all ranks, or `ranks`, a word and hear theirs; each topic once."""
-        self.store.set(f"{topic}/{self.rank}", word.encode())
         members = list(range(self.world_size) if ranks is None else ranks)
-        keys = [f"{topic}/{r}" for r in members]
         try:
-            self.wait(keys)
-        except CommTimeout as exc:
-            missing = [
-                r for r, key in zip(members, keys, strict=True) if not self.store.check([key])
-            ]
-            msg = (
-                f"expected word of ranks {members} on {topic.rpartition('/')[2]} within {self.timeout_s:g} s, found all but "
-                f"{missing} (this is rank {self.rank}): see their errors"
-            )
+            return self._exchange(topic, word, members)
+        except RanksMissingError as exc:
+            msg = f"{exc} (this is rank {self.rank})"
             raise RendezvousError(msg) from exc
-        return [value.decode() for value in self.store.multi_get(keys)]
 
     def part(self) -> None:
         """Before all ranks raise the same error: rank 0, which may serve the store, goes when the others know it, too."""
@@ -130,24 +117,18 @@ class Meeting:
             with contextlib.suppress(BraidError):
                 self.store.wait([f"shm/parted/{r}" for r in range(self.world_size)], PARTING_S)
 
-    def wait(self, keys: list[str]) -> None:
-        """Wait for keys of all ranks, but not for ranks of which the launcher says that they have ended.
-
-        Raises:
-            CommTimeout: They did not come.
-            PeerLostError: See above.
-        """
-        deadline_ns = self.clock.now_ns() + round(self.timeout_s * 1e9)
-        while True:
-            left_s = (deadline_ns - self.clock.now_ns()) / 1e9
-            try:
-                self.store.wait(keys, max(0.0, min(left_s, LOOK_S)))
-            except CommTimeout:
-                self.look()
-                if left_s <= LOOK_S:
-                    raise
-            else:
-                return
+    def _exchange(self, topic: str, text: str, ranks: Sequence[int]) -> list[str]:
+        values = exchange(
+            self.store,
+            topic,
+            self.rank,
+            ranks,
+            text.encode(),
+            timeout_s=self.timeout_s,
+            clock=self.clock,
+            check=self.look,
+        )
+        return [value.decode() for value in values]
 
     def look(self) -> None:
         """Raise PeerLostError if a rank has died on its way here."""

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from braid.diagnose import reach_table
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
-from braid.transport.meeting import LOOK_S, Meeting
+from braid.store.exchange import LOOK_S
+from braid.transport.meeting import Meeting
 from braid.transport.reachability import knock, own_address_towards
 from braid.wire import Address, Identity, Listener, Secret, SocketConnection
 from braid.wire import connect as dial
@@ -189,11 +190,8 @@ def _agree_on_secret(
         raise ConfigError(msg)
     if secret is not None:
         return secret, job
-    key = "shm/secret"
-    if meeting.rank == 0:
-        meeting.store.set(key, secrets.token_hex(32).encode())
-    meeting.wait([key])
-    return Secret(bytes.fromhex(meeting.store.get(key).decode())), job
+    made = secrets.token_hex(32) if meeting.rank == 0 else ""
+    return Secret(bytes.fromhex(meeting.all_say("shm/secret", made)[0])), job
 
 
 def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:

@@ -36,7 +36,7 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.arguments import Data, as_tensor, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
-from braid.store import Store
+from braid.store import Store, exchange
 from braid.transport import MemoryTransport, RankContext
 
 __all__ = ["Group"]
@@ -112,10 +112,10 @@ class Group(Reductions, Movements, PointToPoint):
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))
-        first_pages = _meet(context.store, "group/world", context.rank, ranks, page.word)
+        first_pages = _exchange(context.store, "group/world", context.rank, ranks, page.word)
         pages = ControlPages(transport, ranks, context.rank, first_pages)
         # a rank that is quick to leave must not be gone before the others have mapped its page
-        _meet(context.store, "group/mapped", context.rank, ranks, 0)
+        _exchange(context.store, "group/mapped", context.rank, ranks, 0)
         engine = SharedMemoryEngine(
             transport,
             pages,
@@ -305,7 +305,7 @@ class Group(Reductions, Movements, PointToPoint):
             )
             raise ConfigError(msg)
         columns = [
-            _meet(store, f"select/{name}/{i}", self.context.rank, tuple(ranks), engine.token())
+            _exchange(store, f"select/{name}/{i}", self.context.rank, tuple(ranks), engine.token())
             for i, engine in enumerate(self._engines())
         ]
         tokens = [list(row) for row in zip(*columns, strict=True)]
@@ -490,9 +490,10 @@ class Group(Reductions, Movements, PointToPoint):
             raise StaleError(msg)
 
 
-def _meet(store: Store, topic: str, rank: int, ranks: tuple[int, ...], word: int) -> list[int]:
-    """Tell the ranks a word and hear theirs, in their order."""
-    store.set(f"{topic}/{rank}", str(word).encode())
-    keys = [f"{topic}/{other}" for other in ranks]
-    store.wait(keys, FIRST_DEADLINE_S)
-    return [int(value) for value in store.multi_get(keys)]
+def _exchange(
+    store: Store, topic: str, rank: int, ranks: tuple[int, ...], number: int
+) -> list[int]:
+    """Tell the ranks a number and return theirs, in their order."""
+    value = str(number).encode()
+    values = exchange(store, topic, rank, ranks, value, timeout_s=FIRST_DEADLINE_S)
+    return [int(value) for value in values]

@@ -32,7 +32,7 @@ from braid.comm.engines.work import StepsBy, Work
 from braid.comm.tensors.copies import Copies
 from braid.errors import BraidError, CommError, CommTimeout, MismatchError, StaleError
 from braid.events import Span
-from braid.store import PrefixStore, Store
+from braid.store import PrefixStore, RanksMissingError, Store, exchange
 from braid.store.torch_store import as_torch_store
 from braid.transport import RankContext
 
@@ -43,7 +43,6 @@ c10d: Any = distributed_c10d  # its stubs know a part of it only
 # (store of the group's members, group rank, size, seconds) -> process group of torch
 MakeProcessGroup = Callable[[Any, int, int, float], Any]
 
-LOOK_S = 0.25  # how often a rank that waits for the others' words looks whether they can still come
 BACKEND_TIMEOUT_S = 600.0
 
 
@@ -239,35 +238,32 @@ class C10dEngine:
     def _compare(self, c: Collective) -> None:
         """All ranks say what they ask for in this step, and read what the others say."""
         topic = f"signature/{self._sequence}"
-        self._say(topic, c.text)
-        self._await(topic, c)
-        keys = [f"{topic}/{rank}" for rank in self.ranks]
-        texts = [value.decode() for value in self._store.multi_get(keys)]
+
+        def check() -> None:
+            self._context.health.collect()
+            self._context.health.check(self.ranks, -1)
+            here = self._said(topic)
+            self._check_stopped([rank for rank in self.ranks if rank not in here])
+
+        try:
+            values = exchange(
+                self._store,
+                topic,
+                self._context.rank,
+                self.ranks,
+                c.text.encode(),
+                timeout_s=c.timeout_s or 0.0,
+                clock=self._context.clock,
+                check=check,
+            )
+        except RanksMissingError as exc:
+            raise self._late(c, exc.ranks) from None
+        texts = [value.decode() for value in values]
         if len(set(texts)) > 1:
             asked = [Asked(rank, text, "") for rank, text in zip(self.ranks, texts, strict=True)]
             error = MismatchError(mismatch_table(asked, step=self._sequence))
             self._stopped = str(error)
             raise error
-
-    def _await(self, topic: str, c: Collective) -> None:
-        """Wait until all ranks have spoken, but not for ranks that are lost or have left the group."""
-        keys = [f"{topic}/{rank}" for rank in self.ranks]
-        health, clock = self._context.health, self._context.clock
-        deadline_ns = clock.now_ns() + round((c.timeout_s or 0.0) * 1e9)
-        while True:
-            left_s = (deadline_ns - clock.now_ns()) / 1e9
-            try:
-                self._store.wait(keys, max(1e-3, min(left_s, LOOK_S)))
-            except CommTimeout:
-                health.collect()
-                health.check(self.ranks, -1)
-                here = self._said(topic)
-                missing = [rank for rank in self.ranks if rank not in here]
-                self._check_stopped(missing)
-                if left_s <= LOOK_S:
-                    raise self._late(c, missing) from None
-            else:
-                return
 
     def _check_stopped(self, ranks: Sequence[int]) -> None:
         for rank, text in self._said("stopped").items():

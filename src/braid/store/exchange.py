@@ -1,0 +1,93 @@
+"""All ranks tell each other a value through a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from braid.clock import Clock, MonotonicClock
+from braid.errors import CommTimeout
+from braid.store.interface import Store
+
+__all__ = ["RanksMissingError", "exchange", "wait_for_ranks"]
+
+LOOK_S = 0.25  # how often a rank that waits for others looks whether they can still come
+
+
+class RanksMissingError(CommTimeout):
+    """Some ranks have not told their value in time.
+
+    Attributes:
+        ranks: The missing ranks.
+
+    Args:
+        topic: What was exchanged.
+        ranks: The missing ranks.
+        timeout_s: Seconds that were waited.
+    """
+
+    def __init__(self, topic: str, ranks: Sequence[int], timeout_s: float) -> None:
+        super().__init__(
+            f"ranks {list(ranks)} have not come to {topic.rpartition('/')[2]!r} within {timeout_s:g} s: "
+            "see their errors, or whether they were started"
+        )
+        self.ranks = list(ranks)
+
+
+def exchange(
+    store: Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: bytes,
+    *,
+    timeout_s: float,
+    clock: Clock | None = None,
+    check: Callable[[], None] | None = None,
+) -> list[bytes]:
+    """Tell `ranks` a value and return theirs, in their order.
+
+    Args:
+        store: Where the ranks meet.
+        topic: Name of the exchange: each is used once, and is the same on all ranks.
+        rank: This rank, one of `ranks`.
+        ranks: Ranks that take part.
+        value: What this rank tells.
+        timeout_s: Seconds to wait for the others.
+        clock: For the deadline; the host's when None.
+        check: Called while others are missing; raises when they cannot come any more.
+
+    Raises:
+        RanksMissingError: Some did not come.
+    """
+    store.set(f"{topic}/{rank}", value)
+    wait_for_ranks(store, topic, ranks, timeout_s=timeout_s, clock=clock, check=check)
+    return store.multi_get([f"{topic}/{other}" for other in ranks])
+
+
+def wait_for_ranks(
+    store: Store,
+    topic: str,
+    ranks: Sequence[int],
+    *,
+    timeout_s: float,
+    clock: Clock | None = None,
+    check: Callable[[], None] | None = None,
+) -> None:
+    """Wait until all `ranks` have told their value; arguments and errors are those of `exchange`."""
+    clock = clock or MonotonicClock()
+    keys = [f"{topic}/{rank}" for rank in ranks]
+    deadline_ns = clock.now_ns() + round(timeout_s * 1e9)
+    while True:
+        left_s = (deadline_ns - clock.now_ns()) / 1e9
+        try:
+            store.wait(keys, max(1e-3, left_s if check is None else min(left_s, LOOK_S)))
+        except CommTimeout:
+            if check is not None:
+                check()
+            if left_s <= LOOK_S or check is None:
+                missing = [
+                    rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])
+                ]
+                raise RanksMissingError(topic, missing, timeout_s) from None
+        else:
+            return
