@@ -161,13 +161,13 @@ def _refused(group: Group) -> list[str]:
 
 def test_what_cannot_join_is_refused(world):
     words = [
-        "a list of at least one joinable, found []",
-        "a list of at least one joinable, found",
-        "found Linear: derive from Joinable",
-        "found Uninitialised that has not called Joinable.__init__",
-        "expected a JoinHook from join_hook() of every joinable, found None",
-        "expected each joinable once",
-        "write Join([a, b])",
+        "a list of at least one joinable, got []",
+        "a list of at least one joinable, got",
+        "Linear is no Joinable: derive from Joinable",
+        "Uninitialised has not called Joinable.__init__",
+        "join_hook() of every joinable must return a JoinHook, got None",
+        "pass each once",
+        "Write Join([a, b])",
     ]
     (said,) = world(1, _refused)
     for text, expected in zip(said, words, strict=True):
@@ -244,7 +244,7 @@ def _enters_again(group: Group) -> list[str]:
 
 def test_a_context_is_entered_once_at_a_time(world):
     refused, entered, left = world(1, _enters_again)[0]
-    assert "one join context of a group at a time" in refused
+    assert "a group has one join context at a time" in refused
     assert (entered, left) == ("nothing happened", "nothing happened")
 
 

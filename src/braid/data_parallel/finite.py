@@ -1,6 +1,7 @@
 """Reactions to gradients that are NaN or infinite: once per step, the same on all ranks, by name.
 
-Problem: a NaN on one rank is in everybody's average a moment later, and nobody can say whose it was.
+Problem: a NaN on one rank is in everybody's average a moment later, and nobody can say whose it
+was.
 
 Idea: every rank looks at its own gradients before they are sent (one number of each, or all), and
 reports the result beside them (`params.status`). So all ranks know the step, the ranks and the

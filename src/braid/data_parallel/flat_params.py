@@ -1,6 +1,7 @@
-"""All parameters as one flat tensor per dtype and device: what methods send that exchange parameters instead of gradients.
+"""All parameters as one flat tensor per dtype and device, for methods that exchange parameters.
 
-Unlike gradients, parameters belong to the user and stay where they are; they are copied out, exchanged in few long messages, and copied back.
+Unlike gradients, parameters belong to the user and stay where they are; they are copied out,
+exchanged in few long messages, and copied back.
 
 Cost: one copy of the parameters in memory, two passes over them an exchange.
 """
@@ -32,15 +33,15 @@ Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class FlatParams:
-    """Parameters and room for a copy of them.
+    """Parameters and memory for a copy of them.
 
     Args:
-        params: In the same order on all ranks.
-        group: Whose collectives the copies are for.
+        params: Parameters in the same order on all ranks.
+        group: Ranks that exchange the copies.
 
     Attributes:
-        params: The parameters.
-        flats: The copies, one for each dtype and device.
+        params: As given.
+        flats: Copies, one for each dtype and device.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], group: Group) -> None:
@@ -56,7 +57,7 @@ class FlatParams:
         self.flats = [buffer.tensor for buffer in self._buffers]
 
     def holds(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made for these."""
+        """Return whether it was made for these parameters."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
 
@@ -64,10 +65,10 @@ class FlatParams:
     def agreed(
         cls, params: Sequence[nn.Parameter], group: Group, **arguments: object
     ) -> FlatParams:
-        """After a look at whether all members have the same, and have said the same; a collective.
+        """Compare parameters and arguments of all members, and make flat copies; a collective.
 
         Raises:
-            MismatchError: They have others, or another order; the message shows where.
+            MismatchError: Members have other parameters, or another order; the message shows where.
         """
         named = ((str(number), param) for number, param in enumerate(params))
         ParamTable.named(named).compare(group, arguments)
@@ -88,7 +89,7 @@ class FlatParams:
             param.copy_(view)
 
     def views(self) -> list[list[torch.Tensor]]:
-        """The part of each parameter, for each of `flats`."""
+        """Return the views of the parameters, for each of `flats`."""
         return [buffer.views for buffer in self._buffers]
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -102,33 +103,33 @@ class FlatParams:
 
 
 def parameters_in(params: Params) -> list[nn.Parameter]:
-    """Trained parameters out of parameters or of an optimizer's groups.
+    """Return those of given parameters, or of an optimizer's groups, that require a gradient.
 
     Raises:
-        ConfigError: It is something else, or there are none.
+        ConfigError: `params` is something else, or there are none.
     """
-    found: list[nn.Parameter] = []
+    required: list[nn.Parameter] = []
     for item in params:
         members = item["params"] if isinstance(item, Mapping) else [item]
         strangers = [x for x in members if not isinstance(x, torch.Tensor)]
         if strangers:
             msg = (
-                "expected parameters, such as model.parameters(), or an optimizer's param_groups, found "
-                f"{type(strangers[0]).__name__}"
+                f"got {type(strangers[0]).__name__} in place of a parameter: pass "
+                "model.parameters(), or an optimizer's param_groups"
             )
             raise ConfigError(msg)
-        found += [param for param in members if param.requires_grad]
-    if not found:
-        msg = "expected at least one parameter that requires a gradient, found none: was an iterator used twice?"
+        required += [param for param in members if param.requires_grad]
+    if not required:
+        msg = "no parameter requires a gradient: was an iterator used twice?"
         raise ConfigError(msg)
-    return found
+    return required
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Parameters that are trained, but were not when `what` was made, would never be exchanged.
+    """Refuse parameters that require a gradient only since `what` was made: they are not exchanged.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: There are such parameters.
     """
     known = set(map(id, flat.params))
     others = [
@@ -136,8 +137,8 @@ def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -
     ]
     if others:
         msg = (
-            f"expected the parameters that were trained when {what} was made, found others, of shapes {', '.join(map(str, others[:8]))}, "
-            f"which have been unfrozen or added since: make {what} anew on all ranks"
+            f"parameters of shapes {', '.join(map(str, others[:8]))} have been unfrozen or added "
+            f"since {what} was made, and would not be exchanged: make {what} anew on all ranks"
         )
         raise ConfigError(msg)
 

@@ -1,4 +1,4 @@
-"""Numbers of steps that users say: 2.5 is none, and is found late or never by arithmetic that takes it."""
+"""Checks that a user-given step count is an integer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["is_whole"]
 
 
 def is_whole(number: object, least: int) -> bool:
-    """Whether it is a whole number, of whatever type, from `least`.
+    """Return whether `number` is an integer, of whatever type, of at least `least`.
 
     >>> is_whole(1, 1), is_whole(0, 1), is_whole(2.5, 1), is_whole("2", 1)
     (True, False, False, False)

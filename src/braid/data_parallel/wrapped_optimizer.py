@@ -31,9 +31,9 @@ class _Inside:
 class WrappedOptimizer(torch.optim.Optimizer):
     """Looks like its inner optimizer to learning rate schedulers, scalers and hooks.
 
-    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps out
-    on the rank whose gradients overflow, unless the inner optimizer is a fused one (`fused=True`),
-    which does so itself.
+    Steps are counted, so all ranks must take equally many. A `torch.amp.GradScaler` leaves steps
+    out on the rank whose gradients overflow, unless the inner optimizer is a fused one
+    (`fused=True`), which does so itself.
 
     Args:
         optim: Inner optimizer, which takes the steps.

@@ -1,4 +1,4 @@
-"""Parameters as data, and gradients in buckets: shared by the engines that split training over ranks."""
+"""Parameters as data, and gradients in buckets, for engines that split training over ranks."""
 
 from braid.params.bucket import Bucket
 from braid.params.bucket_layout import BucketLayout, Caps, plan_buckets

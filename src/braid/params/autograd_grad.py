@@ -42,7 +42,7 @@ def is_nested() -> bool:
 
 
 def is_returned(param: torch.Tensor) -> bool:
-    """Return whether `torch.autograd.grad` is under way, or ends now, and returns `param`'s gradient."""
+    """Return whether the present backward is `torch.autograd.grad` of `param`."""
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
         torch._C._will_engine_execute_node(node)  # noqa: SLF001 - no public way

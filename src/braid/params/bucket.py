@@ -169,7 +169,7 @@ class Bucket:
         return False
 
     def collect_all(self) -> bool:
-        """Move all gradients into the bucket, zeros where there are none; False if all are zeros."""
+        """Move all gradients into the bucket, and zeros for missing ones; False if all miss."""
         missing = [p for p in self.views if not self.collect(p)]
         self.zero(missing)
         return len(missing) < len(self.views)

@@ -35,7 +35,7 @@ ITEM_BYTES["float16"] = 2
 
 
 class Caps(NamedTuple):
-    """Sizes in bytes at which the first, second, ... bucket is full; the last holds for the rest."""
+    """Sizes in bytes of the first, second, ... bucket; the last holds for all further ones."""
 
     nbytes: tuple[int, ...] = (FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES)
 

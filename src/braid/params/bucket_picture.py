@@ -1,4 +1,4 @@
-"""The times of buckets as a picture: a lane for each rank, one axis for all, the critical bucket marked.
+"""The times of buckets as a picture: a lane for each rank, and the critical bucket marked.
 
 rank 0   |  0  |   1   |.............:         a bar ends when the bucket is full on this rank;
 rank 1   |   0   |         1         |         dots: it waits for the last rank's critical bucket

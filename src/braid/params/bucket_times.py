@@ -1,4 +1,4 @@
-"""Times at which buckets were ready, on every rank: who makes the others wait, with which parameters.
+"""Times at which buckets were ready, on every rank: who makes the others wait.
 
 Problem: how long a step takes shows nobody who is slow, since an all-reduce ends on all ranks at
 the same time. What tells is *before* it: when a rank had its bucket full.

@@ -97,7 +97,7 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def alone(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory with a storage of its own: saving it saves the view, not the buffer."""
+    """Return the same memory as a storage of its own: saving it does not save the buffer."""
     if not view.numel():
         return torch.empty_like(view)
     return torch.utils.dlpack.from_dlpack(view)

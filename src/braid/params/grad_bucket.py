@@ -68,7 +68,7 @@ class GradBucket:
         self.group = group
 
     def index(self) -> int:
-        """Return the index of the bucket. It may hold other parameters later: key state by `names`."""
+        """Return the index of the bucket, whose parameters may change: key state by `names`."""
         return self._index
 
     def buffer(self) -> torch.Tensor:

@@ -94,7 +94,7 @@ class GradientHooks:
         self.refresh()
 
     def refresh(self) -> None:
-        """Hear parts of gradients that were frozen before: a frozen parameter takes no such hook."""
+        """Register hooks on parameters that have been unfrozen: a frozen one takes no such hook."""
         if not self._hears_partial_grads:
             return
         for position in self._handles.keys() - self._partial_handles.keys():

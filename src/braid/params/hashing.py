@@ -1,7 +1,8 @@
-"""Whether parameters are the same on all ranks, bit by bit, at the cost of one checksum each.
+"""Comparison of parameters across ranks, bit by bit, at the cost of one checksum each.
 
-Replicas that should be equal can drift: by a buffer that one rank has changed, a kernel that is not deterministic, a bit that flipped. Nothing
-in training shows it until results are wrong. A checksum of each parameter, compared now and then, names the parameter and the ranks.
+Replicas that should be equal can drift: by a buffer that one rank has changed, a kernel that is not
+deterministic, a bit that flipped. Nothing in training shows it until results are wrong. A checksum
+of each parameter, compared now and then, names the parameter and the ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
     """Check that parameters have the same bits on all members; a collective.
 
     Args:
-        group: All that hold them.
-        records: The parameters.
-        when: In words, for the message.
+        group: Ranks that hold the parameters.
+        records: Parameters to compare.
+        when: Moment of the comparison in words, for the message.
 
     Raises:
-        MismatchError: On every member, with the names of those that differ and the ranks.
+        MismatchError: Parameters differ; raised on every member, with names and ranks.
 
     Cost: a pass over the parameters, and one all_gather of 8 bytes each.
     """
@@ -51,8 +52,9 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
         lines.append(f"  and {len(differ) - MAX_NAMES} more")
     listed = "\n".join(lines)
     msg = (
-        f"expected the same parameters on every rank {when}, found that {len(differ)} of {len(records)} differ:\n{listed}\nresume from a "
-        "checkpoint; what changes parameters outside of the optimizer, or is not deterministic, on those ranks?"
+        f"{len(differ)} of {len(records)} parameters differ between ranks {when}:\n{listed}\n"
+        "Resume from a checkpoint, and look for what changes parameters outside of the optimizer, "
+        "or is not deterministic, on those ranks"
     )
     raise MismatchError(msg)
 

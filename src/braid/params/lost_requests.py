@@ -1,4 +1,4 @@
-"""The channels of requests that no member of a group holds any more, such as those of dead wrappers.
+"""Channels of requests that no member of a group holds any more, as of dead wrappers.
 
 Each member notices for itself when a persistent request dies, at a time of its own. Its number may
 be used again only when all members have noticed, and only at the same point on all of them.

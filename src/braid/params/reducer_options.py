@@ -83,7 +83,7 @@ class ReducerListener:
         """Called before anything is sent."""
 
     def start_beside_status(self) -> Sequence[Work]:
-        """Start what travels beside the status; called on all ranks, also on joined and failed ones."""
+        """Start what travels beside the status; called on all ranks, whatever their state."""
         return ()
 
     def on_bucket_averaged(self, records: Sequence[ParamRecord], *, is_usable: bool) -> None:

@@ -1,11 +1,12 @@
-"""What a model's parameters are, as data: one record each, comparable across ranks.
+"""A model's parameters as data: one record each, comparable across ranks.
 
-Problem: engines address parameters by position (flat buffers, buckets, shards). If two ranks built their models in another
-order, or with another size, position 3 means different things and gradients are averaged into the wrong place, in silence.
+Problem: engines address parameters by position (flat buffers, buckets, shards). If two ranks built
+their models in another order, or with another size, position 3 means different things and gradients
+are averaged into the wrong place, in silence.
 
-Idea: walk the module once, the same way everywhere, into a table with one record per parameter: tied parameters have one
-record with several names. Ranks compare a digest of the table when a model is wrapped; if it differs, the error
-shows which lines differ on which rank.
+Idea: walk the module once, the same way everywhere, into a table with one record per parameter;
+tied parameters have one record with several names. Ranks compare a digest of the table when a model
+is wrapped. If it differs, the error shows which lines differ on which rank.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class ParamRecord(NamedTuple):
     """One parameter.
 
     Attributes:
-        names: Every name it has in the module, the first in registration order first.
-        spec: Shape, dtype and whether it was trained when the module was walked.
-        param: The parameter itself.
+        names: Names in the module, in the order of registration.
+        spec: Shape, dtype and whether it required a gradient when the module was walked.
+        param: Parameter of these names.
         sparse: Whether its gradients are sparse.
     """
 
@@ -43,7 +44,7 @@ class ParamRecord(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its first name."""
+        """First name of the parameter."""
         return self.names[0]
 
     def __str__(self) -> str:
@@ -62,10 +63,10 @@ class ParamTable:
 
     @classmethod
     def of(cls, module: nn.Module, ignored: Collection[str] = ()) -> ParamTable:
-        """Walk `module`.
+        """List the parameters of `module`.
 
         Args:
-            module: Any.
+            module: Module to walk.
             ignored: Names of parameters to leave out; a tied one by any of its names.
         """
         names: dict[nn.Parameter, list[str]] = {}
@@ -87,7 +88,7 @@ class ParamTable:
 
     @classmethod
     def named(cls, pairs: Iterable[tuple[str, nn.Parameter]]) -> ParamTable:
-        """Of parameters with their names, in this order; one that has several comes with each."""
+        """List named parameters in this order; one with several names comes with each of them."""
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in pairs:
             names.setdefault(param, []).append(name)
@@ -99,7 +100,7 @@ class ParamTable:
         return tuple(record for record in self.records if record.param.requires_grad)
 
     def digest_table(self) -> str:
-        """One line per parameter; equal tables mean models that can be trained together."""
+        """Return one line per parameter; models with equal tables can be trained together."""
         return "\n".join(map(str, self.records))
 
     def compare(self, group: Group, arguments: Mapping[str, object] | None = None) -> None:
@@ -154,14 +155,12 @@ def _difference(texts: list[str], ranks: tuple[int, ...]) -> str:
     tables = [behind.split("\n") if behind else [] for _, _, behind in parts]
     lines = []
     if any(own != arguments[0] for own in arguments):
-        lines.append("expected the same arguments on every rank, found")
+        lines.append("arguments differ between ranks:")
         lines += _differing("argument", arguments, ranks)
-        lines.append("give them the same on every rank")
+        lines.append("pass the same arguments on every rank")
     if any(own != tables[0] for own in tables):
         counts = ", ".join(f"{len(t)} on rank {r}" for r, t in zip(ranks, tables, strict=True))
-        lines.append(
-            f"expected the same parameters in the same order on every rank, found {counts}, which differ at"
-        )
+        lines.append(f"parameters or their order differ between ranks ({counts}):")
         lines += _differing("parameter", tables, ranks)
         lines.append("build the model the same way on every rank")
     return "\n".join(lines)

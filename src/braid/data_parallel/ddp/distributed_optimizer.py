@@ -8,10 +8,10 @@ A wrapper sees the outputs of its module, and so the begin of a backward. Here t
 is seen is a part of a gradient, about to be accumulated. It may belong to a backward inside of
 another one (re-entrant checkpointing), whose end is not that of the whole:
 
-    loss.backward()    |--head--|  checkpoint: [backward  p5 p4]  checkpoint: [...  p3 p2]  |--p1 p0--|
-                           ^ seen first: averages at the end of the whole
-                        without head:                    ^ local        ^ local     ^ averages at the end
-                        without p1 p0 either: averages in step()
+    loss.backward()   |--head--|  checkpoint: [... p5 p4]  checkpoint: [... p3 p2]  |--p1 p0--|
+                         ^ seen first: averages at the end of the whole
+                      without head:          ^ local               ^ local             ^ averages
+                      without p1 p0 either: averages in step()
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class _Averaging(ChangedOptimizer):
 def _before_step(
     reference: weakref.ref[Any], _inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Average gradients before a step of the optimizer, and those of a closure when it has ended."""
+    """Average gradients before a step of the optimizer, and after its closure."""
     optimizer = reference()
     if optimizer is None:
         return args, kwargs

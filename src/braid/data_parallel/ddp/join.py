@@ -1,9 +1,11 @@
-"""Ranks that run out of input earlier than others: those help, with nothing of their own, until all are through.
+"""Uneven inputs: a rank without input shadows the steps of the others until all ranks are through.
 
-Names and behaviour are those of `torch.distributed.algorithms.join`. A rank that leaves the context *joins*: it takes part in the collectives
-of the others' steps, which its joinables shadow (`JoinHook.main_hook`), until nobody works any more. One that is alone in its context and
-knows by itself whether others still work needs nothing else for that (`JoinHook.shadow`; DistributedDataParallel says it beside its
-gradients). Several need one small all-reduce a step, by which those that work say so.
+Names and behaviour are those of `torch.distributed.algorithms.join`. A rank that leaves the context
+*joins*: it takes part in the collectives of the others' steps, which its joinables shadow
+(`JoinHook.main_hook`), until nobody works any more. A joinable that is alone in its context and
+knows by itself whether others still work needs no message for that (`JoinHook.shadow`;
+DistributedDataParallel learns it beside its gradients). Several joinables need one small all-reduce
+a step, by which ranks that work say so.
 """
 
 from __future__ import annotations
@@ -24,38 +26,38 @@ from braid.errors import CommError, ConfigError
 __all__ = ["EARLY", "Join", "JoinHook", "Joinable", "syncs_in_forward"]
 
 EARLY = (
-    "expected inputs on all ranks as long as on one, found that a rank has no more (throw_on_early_termination=True): give all ranks equally "
-    "many batches, or let the others go on"
+    "a rank has no more input while others have (throw_on_early_termination=True): give all ranks "
+    "equally many batches, or let the others go on"
 )
 
-# what a program has entered, by group
+# contexts that a program has entered, by group
 _ENTERED: WeakKeyDictionary[Group, ReferenceType[Join]] = WeakKeyDictionary()
 
 
 class JoinHook:
-    """What a rank that has joined does for one joinable."""
+    """Actions of a rank that has joined, for one joinable."""
 
     def main_hook(self) -> None:
         """Shadow the collectives of one step of the others."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Called once on all ranks when all have joined.
+        """Finish; called once on all ranks when all have joined.
 
         Args:
             is_last_joiner: Whether this rank was among the last that worked.
         """
 
     def shadow(self) -> bool | None:
-        """Shadow one step of the others if they still work; None when this joinable cannot tell."""
+        """Shadow a step of the others; False if none works, None if the joinable cannot tell."""
         return None
 
     def refusal(self) -> str | None:
-        """Why others' steps cannot be shadowed; None if they can."""
+        """Return why others' steps cannot be shadowed; None if they can."""
         return None
 
 
 class Joinable(ABC):
-    """Something that takes part in collectives once a step."""
+    """An object that takes part in collectives once a step."""
 
     @abstractmethod
     def __init__(self) -> None:
@@ -63,31 +65,33 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What to do after this rank has joined; keywords are those of `Join`."""
+        """Return the actions after this rank has joined; keywords are those of `Join`."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where it communicates."""
+        """Device on which the joinable communicates."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Group:
-        """With whom it communicates."""
+        """Group in which the joinable communicates."""
 
 
 class Join:
     """Context in which ranks may have different numbers of inputs.
 
     Args:
-        joinables: What takes part in collectives; all of one group, and each calls `notify_join_context` before those of a step. Those of
-            a DistributedDataParallel are in backwards that average, all others have none.
-        enable: False makes it do nothing, for inputs that are known to be even.
+        joinables: Objects of one group that take part in collectives. Each calls
+            `notify_join_context` before those of a step; the collectives of a
+            DistributedDataParallel are in backwards that average.
+        enable: False makes the context do nothing, for inputs that are known to be even.
         throw_on_early_termination: Raise on all ranks as soon as one has no more input.
-        **kwargs: Handed to all join hooks.
+        **kwargs: Passed to all join hooks.
 
     Raises:
-        ConfigError: No joinables, or something else, one twice, or one in another such context, or of different groups, or one whose steps cannot be shadowed, and nothing shall be thrown.
+        ConfigError: No joinables, other objects, one twice, one in another such context, different
+            groups, or one whose steps cannot be shadowed while nothing shall be thrown.
         CommError: A rank has no more input, and that shall be raised.
     """
 
@@ -101,7 +105,7 @@ class Join:
         _check_joinables(joinables)
         groups = {id(joinable.join_process_group) for joinable in joinables}
         if len(groups) > 1:
-            msg = f"expected joinables of one group, found {len(groups)} groups"
+            msg = f"joinables belong to {len(groups)} groups: enter one context per group"
             raise ConfigError(msg)
         self.throws = throw_on_early_termination
         self._joinables = tuple(joinables)
@@ -109,7 +113,7 @@ class Join:
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
         odd = [hook for hook in self._hooks if not isinstance(hook, JoinHook)]  # type: ignore[redundant-expr]  # users without a type checker
         if odd:
-            msg = f"expected a JoinHook from join_hook() of every joinable, found {odd[0]!r}"
+            msg = f"join_hook() of every joinable must return a JoinHook, got {odd[0]!r}"
             raise ConfigError(msg)
         refusal = next(filter(None, (hook.refusal() for hook in self._hooks)), None)
         if enable and not self.throws and refusal is not None:
@@ -119,15 +123,16 @@ class Join:
 
     @property
     def tells_by_itself(self) -> bool:
-        """Whether the only joinable knows by itself, in the middle of a step, whether others work; too late to throw."""
+        """Whether the only joinable learns in its steps whether others work; too late to throw."""
         alone = len(self._hooks) == 1 and not self.throws
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
 
     def __enter__(self) -> Join:
         if self._enable and self._entered() is not None:
             msg = (
-                "expected one join context of a group at a time, found that another one has been entered: ranks that leave the inner one would help in "
-                "that alone; write Join([a, b])"
+                "a join context of this group has been entered already, and a group has one join "
+                "context at a time: ranks that leave the inner one would shadow that alone. Write "
+                "Join([a, b])"
             )
             raise ConfigError(msg)
         if self._enable:
@@ -148,18 +153,18 @@ class Join:
             del _ENTERED[self._group]
         if not self._enable or kind is not None:
             return
-        num_helped = 0
-        while self._help():
-            num_helped += 1
+        num_shadowed = 0
+        while self._shadow():
+            num_shadowed += 1
         for hook in self._hooks:
-            hook.post_hook(is_last_joiner=not num_helped)
+            hook.post_hook(is_last_joiner=not num_shadowed)
 
     def _entered(self) -> Join | None:
-        found = _ENTERED.get(self._group)
-        return None if found is None else found()
+        reference = _ENTERED.get(self._group)
+        return None if reference is None else reference()
 
-    def _help(self) -> bool:
-        """One step of the others; False when nobody works."""
+    def _shadow(self) -> bool:
+        """Shadow one step of the others; return False when nobody works."""
         if self.tells_by_itself:
             return bool(self._hooks[0].shadow())
         working = torch.zeros(1, device=self._device)
@@ -174,10 +179,11 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Say that this rank still works; called by a joinable before the collectives of a step.
+        """Tell other ranks that this one still works; called before the collectives of a step.
 
         Returns:
-            What is under way; None outside of a context, from all but the first joinable, and where nothing is needed.
+            The message under way; None outside of a context, from all but the first joinable, and
+            where no message is needed.
         """
         join = joinable._join  # noqa: SLF001 - the other half
         if join is None or joinable is not join._joinables[0] or join.tells_by_itself:  # noqa: SLF001
@@ -194,25 +200,27 @@ class Join:
 
 def _check_joinables(joinables: Sequence[Joinable]) -> None:
     if not isinstance(joinables, Sequence) or not joinables:  # type: ignore[redundant-expr]  # as above
-        msg = f"expected a list of at least one joinable, found {joinables!r}"
+        msg = f"Join takes a list of at least one joinable, got {joinables!r}"
         raise ConfigError(msg)
     for joinable in joinables:
         if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]  # as above
             kind = type(joinable).__name__
-            what = f"{kind} that has not called Joinable.__init__" * isinstance(joinable, Joinable)
-            msg = f"expected a Joinable, found {what or kind}: derive from Joinable, and call its __init__"
+            is_joinable = isinstance(joinable, Joinable)
+            problem = "has not called Joinable.__init__" if is_joinable else "is no Joinable"
+            msg = f"{kind} {problem}: derive from Joinable, and call its __init__"
             raise ConfigError(msg)
     if len({id(joinable) for joinable in joinables}) < len(joinables):
-        msg = f"expected each joinable once, found {len(joinables)} of which some are the same"
+        msg = f"some of the {len(joinables)} joinables are the same: pass each once"
         raise ConfigError(msg)
 
 
 def syncs_in_forward(module: nn.Module) -> str | None:
-    """Why ranks without input cannot shadow steps of this module; None if they can."""
+    """Return why ranks without input cannot shadow steps of a module; None if they can."""
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm | nn.SyncBatchNorm) and part.training:
             return (
-                f"expected a module whose forward waits for no other rank, found {type(part).__name__} {name!r}, which a rank without input cannot help "
-                "with: give all ranks equally many batches, say throw_on_early_termination=True, or use BatchNorm"
+                f"the forward of {type(part).__name__} {name!r} waits for other ranks, and a rank "
+                "without input runs none: give all ranks equally many batches, pass "
+                "throw_on_early_termination=True, or use BatchNorm"
             )
     return None

@@ -1,13 +1,14 @@
 """Forward and backward in 16 bits, parameters and their gradients in 32.
 
-Problem: matrices in bfloat16 multiply faster and their gradients are half as long, but an optimizer that adds small updates to
-16-bit parameters loses most of them.
+Problem: matrices in bfloat16 multiply faster and their gradients are half as long, but an optimizer
+that adds small updates to 16-bit parameters loses most of them.
 
-Idea: the module is called with a 16-bit copy of each parameter in its place (`torch.func.functional_call`). The copy is made by an operation
-that autograd follows, so gradients arrive at the 32-bit parameter by themselves, in 32 bits, and what averages them needs to know nothing.
+Idea: the module is called with a 16-bit copy in the place of each parameter
+(`torch.func.functional_call`). The copy is made by an operation that autograd follows, so gradients
+arrive at the 32-bit parameter by themselves, in 32 bits, and averaging needs to know nothing of it.
 
-Layers that keep running statistics (batch normalisation) take 16-bit inputs, but weight and bias of the statistics' dtype: theirs stay
-as they are where the statistics do.
+Layers that keep running statistics (batch normalisation) take 16-bit inputs, but weight and bias of
+the statistics' dtype: theirs stay as they are where the statistics do.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -29,7 +30,7 @@ from braid.errors import ConfigError
 
 __all__ = ["MixedPrecision", "Precision", "precision_of"]
 
-# whose kernels take 16-bit inputs beside wider weights and statistics; a subclass may have another forward
+# their kernels take 16-bit inputs beside wider weights; a subclass may have another forward
 KNOWN_NORMS = {
     kind.forward for kind in (_BatchNorm, nn.SyncBatchNorm, _InstanceNorm, SyncBatchNorm)
 }
@@ -38,12 +39,13 @@ WIRES = {torch.bfloat16: "bf16", torch.float16: "float16"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
-    """Which dtype is used for what; None leaves it as it is.
+    """Data types of a forward; None leaves them as they are.
 
     Attributes:
-        param_dtype: Of parameters and inputs in forward and backward; not of parameters beside running statistics of another dtype.
-        reduce_dtype: Of gradients on their way over a network.
-        buffer_dtype: Of floating buffers, from wrapping on.
+        param_dtype: Data type of parameters and inputs in forward and backward. Parameters beside
+            running statistics of another dtype keep theirs.
+        reduce_dtype: Data type of gradients on their way over a network.
+        buffer_dtype: Data type of floating buffers, from wrapping on.
         cast_forward_inputs: Whether floating inputs are cast, too.
     """
 
@@ -54,11 +56,11 @@ class MixedPrecision:
 
 
 class Precision:
-    """How a module is called.
+    """Calls a module in the wanted data types.
 
     Args:
-        wanted: What for which dtype is wanted.
-        module: Any.
+        wanted: Data types of the forward.
+        module: Module whose buffers are converted.
     """
 
     def __init__(self, wanted: MixedPrecision, module: nn.Module) -> None:
@@ -71,12 +73,12 @@ class Precision:
 
     @property
     def wire(self) -> str | None:
-        """Format of gradients on a network."""
+        """Wire format of gradients on a network."""
         dtype = self._wanted.reduce_dtype
         return None if dtype is None or dtype == torch.float32 else WIRES[dtype]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns."""
+        """Call the module and return its outputs."""
         dtype = self._wanted.param_dtype
         if dtype is None:
             return module(*args, **kwargs)
@@ -89,7 +91,7 @@ class Precision:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Parameters in `dtype` by every name that they have; tied ones share one copy."""
+    """Return parameters in `dtype` by all of their names; tied ones share one copy."""
     copies: dict[int, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
@@ -110,20 +112,20 @@ def _has_statistics_in_another(module: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def precision_of(wanted: Any, module: nn.Module) -> Precision:
-    """How `module` is called.
+    """Return how `module` is called.
 
     Args:
         wanted: A MixedPrecision, or torch's; None for no change.
-        module: Any.
+        module: Module to call.
 
     Raises:
-        ConfigError: It is neither, or a dtype is no floating one.
+        ConfigError: `wanted` is neither, or a dtype is not floating.
     """
     if wanted is None:
         return Precision(MixedPrecision(), module)
     names = ("param_dtype", "reduce_dtype", "buffer_dtype")
     if not all(hasattr(wanted, name) for name in names):
-        msg = f"expected mixed_precision to be a MixedPrecision, found {type(wanted).__name__}"
+        msg = f"mixed_precision must be a MixedPrecision, got {type(wanted).__name__}"
         raise ConfigError(msg)
     dtypes = {name: getattr(wanted, name) for name in names}
     wrong = [f"{n}={d}" for n, d in dtypes.items() if d is not None and not _floating(d)]
@@ -131,7 +133,10 @@ def precision_of(wanted: Any, module: nn.Module) -> Precision:
     if reduce_dtype not in {None, torch.float32, *WIRES}:
         wrong.append(f"reduce_dtype={reduce_dtype}")
     if wrong:
-        msg = f"expected floating dtypes, and float32, bfloat16 or float16 to reduce in, found {', '.join(wrong)}"
+        msg = (
+            f"mixed_precision got {', '.join(wrong)}: dtypes must be floating, and reduce_dtype "
+            "one of float32, bfloat16 and float16"
+        )
         raise ConfigError(msg)
     casts = bool(getattr(wanted, "cast_forward_inputs", True))
     return Precision(MixedPrecision(**dtypes, cast_forward_inputs=casts), module)

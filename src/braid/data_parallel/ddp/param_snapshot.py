@@ -59,9 +59,9 @@ class ParamSnapshot:
             if known[id(param)] != (param.dtype, param.device)
         ]
         msg = (
-            f"parameters have been converted or moved since the module was wrapped: {_some(changed)}"
-            ". Convert and move the module before wrapping (mixed_precision= computes in 16 bits), "
-            "or wrap it again"
+            "parameters have been converted or moved since the module was wrapped: "
+            f"{_some(changed)}. Convert and move the module before wrapping "
+            "(mixed_precision= computes in 16 bits), or wrap it again"
         )
         raise ConfigError(msg)
 

@@ -1,8 +1,9 @@
-"""The same step in one process: what every parallel run is held against.
+"""The same step in one process, with which every parallel run is compared.
 
-"Equal to one process" has an exact meaning here: one process, with as many threads as a rank has, runs the n shards in
-the order of ranks, sums their gradients in that order and divides once. That is what n ranks compute, bit by bit. (One
-forward over the whole batch adds numbers in another order and agrees only to a tolerance.)
+"Equal to one process" has an exact meaning here: one process, with as many threads as a rank has,
+runs the n shards in the order of ranks, sums their gradients in that order and divides once. That
+is what n ranks compute, bit by bit. (One forward over the whole batch adds numbers in another order
+and agrees only to a tolerance.)
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ __all__ = ["accumulate"]
 def accumulate(
     module: nn.Module, shard_losses: Sequence[Callable[[], torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Leave in `.grad` what `DistributedDataParallel` leaves on n ranks, and in buffers what the first shard leaves there.
+    """Compute in one process the gradients that `DistributedDataParallel` computes on n ranks.
+
+    Buffers are left as the first shard leaves them.
 
     Args:
-        module: The model.
-        shard_losses: One callable per rank, in order: runs the forward on that rank's shard, returns the loss.
+        module: Model whose `.grad` receives the averages.
+        shard_losses: Functions that run the forward on a rank's shard and return the loss, in the
+            order of ranks.
 
     Returns:
         The losses, detached.

@@ -1,22 +1,27 @@
-"""Adasum: a sum of gradients that knows when they say the same.
+"""Adasum: a sum of gradients that takes into account what they have in common.
 
-Problem: with n ranks the sum of gradients takes n times as long a step as one, the mean one as long as one. Where gradients point the same way, the sum
-goes too far; where they have nothing to do with each other, the mean goes 1/n as far as it could, and the learning rate has to be found anew for each n.
+Problem: with n ranks the sum of gradients takes n times as long a step as one of them, the mean one
+as long as one. Where gradients point the same way, the sum goes too far; where they have nothing to
+do with each other, the mean goes 1/n as far as it could, and the learning rate has to be found anew
+for each n.
 
 Idea: subtract from each of two gradients half of what both have in common:
 
-    Adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b        equal: a      orthogonal: a + b
+    Adasum(a, b) = (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b     equal: a     orthogonal: a + b
 
-for each tensor by itself, since layers differ; and for more than two by a tree of pairs. The tree is recursive doubling: in round k rank r and rank r xor 2^k
-exchange all they have, and both compute the same. Ranks behind the largest power of two hand theirs to one of the others before, and get the result
-afterwards.
+for each tensor by itself, since layers differ; and for more than two by a tree of pairs. The tree
+is recursive doubling: in round k rank r and rank r xor 2^k exchange all they have, and both compute
+the same. Ranks behind the largest power of two pass theirs to another rank before, and get the
+result afterwards.
 
-Cost: ceil(log2 n) (a + l b), and two more messages where n is no power of two. (Halving vectors would send 2 l in all, but needs a sum over
-more and more ranks for the dot products of every round.)
+Cost: ceil(log2 n) (a + l b), and two more messages where n is no power of two. (Halving vectors
+would send 2 l in all, but needs a sum over more and more ranks for the dot products of every
+round.)
 
 The order of ranks matters, except for two ranks, for equal tensors, and for orthogonal ones.
 
-Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, sections 3 and 4.
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", 2020, sections 3 and
+4.
 """
 
 from __future__ import annotations
@@ -38,29 +43,34 @@ TAG = 0x616461  # "ada"
 
 
 def adasum_hook(state: object, bucket: GradBucket) -> Steps:
-    """Communication hook: Adasum in place of the average, `model.register_comm_hook(None, adasum_hook)`; `state` is not looked at.
+    """Combine a bucket by Adasum: `model.register_comm_hook(None, adasum_hook)`.
 
-    Gradients are those of one rank in size, so the learning rate is that of one process.
+    Gradients are those of one rank in size, so the learning rate is that of one process. `state` is
+    ignored.
     """
     del state
     return _rounds(bucket.group, bucket.buffer(), bucket.gradients())
 
 
 def adasum(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Replace floating or complex tensors by their Adasum over all ranks, each by itself; a collective.
+    """Replace each floating or complex tensor by its Adasum over all ranks; a collective.
 
-    For gradients, or for what an optimizer's step has changed, as the paper does with optimizers that have momentum.
+    For gradients, or for the changes of an optimizer's step, as in the paper for optimizers with
+    momentum.
 
     Args:
-        tensors: The same shapes on all ranks.
-        group: The ranks.
+        tensors: Tensors of the same shapes on all ranks.
+        group: Ranks that take part.
 
     Raises:
-        ConfigError: Some are neither of floating point nor complex.
+        ConfigError: Some tensors are neither floating nor complex.
     """
     wrong = [str(x.dtype) for x in tensors if not (x.is_floating_point() or x.is_complex())]
     if wrong:
-        msg = f"expected floating or complex tensors for adasum, found {', '.join(wrong)}: leave them out, or cast them"
+        msg = (
+            f"adasum takes floating or complex tensors, got {', '.join(wrong)}: leave them out, or "
+            "cast them"
+        )
         raise ConfigError(msg)
     copies = FlatParams(tensors, group)
     for flat, parts in zip(copies.read(), copies.views(), strict=True):
@@ -92,7 +102,7 @@ def combine_adasum(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _rounds(group: Group, flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> Steps:
-    """Exchange `flat`, of which `parts` are views, and leave the result in it."""
+    """Exchange `flat`, of which `parts` are views; the result is left there."""
     rank, size = group.rank, group.size
     power = 1 << (size.bit_length() - 1)
     other = torch.empty_like(flat)

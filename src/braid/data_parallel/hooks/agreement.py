@@ -1,8 +1,10 @@
-"""Ranks that go on from a checkpoint with others that are new: hooks that count steps must count the same.
+"""Agreement on step counts between ranks that go on from a checkpoint and ranks that are new.
 
-Problem: a hook decides by its count what it sends. One that begins at 0 beside others that go on sends something else, or multiplies by another Q.
+Problem: a hook decides by its count what it sends. One that begins at 0 beside others that go on
+sends something else, or multiplies by another Q.
 
-Idea: before a bucket's first reduction ranks compare their counts. Those that count from 0 go on with the others; others that differ are refused.
+Idea: before a bucket's first reduction ranks compare their counts. Ranks that count from 0 go on
+with the others; other differences are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ __all__ = ["Agreed", "AgreedNames", "agree"]
 
 
 class Agreed(NamedTuple):
-    """What all ranks count.
+    """Counts that all ranks go on with.
 
     Attributes:
-        counts: Of the parameters asked for.
-        source: Group rank that has them, and what belongs to them.
-        is_new: By group rank, whether it had none.
+        counts: Counts of the given parameters.
+        source: Group rank that has these counts, and the state that belongs to them.
+        is_new: Whether a rank had no state, by group rank.
     """
 
     counts: list[int]
@@ -35,20 +37,20 @@ class Agreed(NamedTuple):
 
 
 class AgreedNames:
-    """Parameters on whose counts the ranks of a group have agreed; a hook may go from one group to another."""
+    """Names of parameters on whose counts ranks have agreed, by group: hooks may change groups."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Group, set[str]] = WeakKeyDictionary()
 
     def fresh(self, bucket: GradBucket) -> list[str]:
-        """Names in the bucket that are not among them, and are from now on."""
+        """Add the names in a bucket; return those that are new."""
         known = self._names.setdefault(bucket.group, set())
-        found = [name for name in bucket.names if name not in known]
-        known.update(found)
-        return found
+        new = [name for name in bucket.names if name not in known]
+        known.update(new)
+        return new
 
     def clear(self) -> None:
-        """There are others now."""
+        """Forget all names."""
         self._names.clear()
 
 
@@ -56,13 +58,13 @@ def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[
     """Compare counts; a collective.
 
     Args:
-        hook: Its name, for the message.
-        bucket: What is reduced.
-        names: Parameters, the same on all ranks.
-        counts: This rank's, the same number for each name; all 0 on a rank without a state.
+        hook: Name of the hook, for the message.
+        bucket: Bucket that is reduced.
+        names: Names of parameters, the same on all ranks.
+        counts: Counts of this rank, equally many for each name; all 0 on a rank without a state.
 
     Raises:
-        ConfigError: On all ranks: there are ranks with states of different steps.
+        ConfigError: Ranks have states of different steps; raised on all ranks.
 
     Cost: an all_gather of 8 bytes a count.
     """
@@ -74,12 +76,13 @@ def agree(hook: str, bucket: GradBucket, names: Sequence[str], counts: Sequence[
     odd = [r for r, row in enumerate(rows) if not is_new[r] and row != rows[source]]
     if odd:
         place = next(i for i, n in enumerate(rows[source]) if n != rows[odd[0]][i])
-        found = ", ".join(
+        listed = ", ".join(
             f"{row[place]} on rank {rank}" for rank, row in zip(group.ranks, rows, strict=True)
         )
         msg = (
-            f"expected the state of {hook} of the same step on every rank, found for parameter {names[place % len(names)]!r} {found}: load what "
-            "hook_state() returned on each rank in one and the same step, and nothing on ranks that are new"
+            f"the state of {hook} is of different steps on different ranks, for parameter "
+            f"{names[place % len(names)]!r}: {listed}. Load what hook_state() returned on each "
+            "rank in one and the same step, and nothing on ranks that are new"
         )
         raise ConfigError(msg)
     return Agreed(rows[source], source, is_new)

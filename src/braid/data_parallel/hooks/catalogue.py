@@ -1,11 +1,13 @@
 """Communication hooks by name: what is sent in place of whole gradients.
 
-    "bf16", "fp16", "int8", "topk:0.01"       the wire formats of `braid.comm`: numbers change on a network only, never in shared memory
-    "powersgd:rank=2,start=500"               two thin factors of each matrix (`powersgd`)
-    "bf16+powersgd:rank=2"                    the same, with the factors in 16 bits on a network
+    "bf16", "fp16", "int8", "topk:0.01"    wire formats of `braid.comm`: numbers change on a network
+                                           only, never in shared memory
+    "powersgd:rank=2,start=500"            two thin factors of each matrix (`powersgd`)
+    "bf16+powersgd:rank=2"                 the same, with the factors in 16 bits on a network
 
-What a format leaves out stays with the rank that left it out, and is added the next time. `bf16_hook` and `fp16_hook` are for who wants
-16 bits inside of a host as well: `model.register_comm_hook(None, bf16_hook)`.
+What a format leaves out stays with the rank that left it out, and is added the next time.
+`bf16_hook` and `fp16_hook` use 16 bits inside of a host as well:
+`model.register_comm_hook(None, bf16_hook)`.
 """
 
 from __future__ import annotations
@@ -34,20 +36,24 @@ WORDS = {"true": True, "false": False}
 
 
 class CastHook:
-    """Averages gradients in another dtype, everywhere, and casts them back; complex ones and those of 16 bits go as they are.
+    """Averages gradients in another dtype, everywhere, and casts them back.
+
+    Complex gradients and those of 16 bits are sent as they are.
 
     Args:
-        dtype: In which they are exchanged, of 16 bits; sums are taken in 32 bits and rounded once.
+        dtype: Data type of 16 bits in which gradients are exchanged. Sums are taken in 32 bits and
+            rounded once.
 
-    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost. Gradients beyond 65504 are infinite in float16, which
-    `nonfinite=` does not see, as it looks at them before.
+    Cost: half the bytes of float32, and two passes over the gradients; what is rounded is lost.
+    Gradients beyond 65504 are infinite in float16, which `nonfinite=` does not see, as it looks at
+    them before.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, state: Any, bucket: GradBucket) -> Steps:
-        """Average a bucket over `state`, a group or a process group of torch; over those that train together when None."""
+        """Average a bucket over the group `state`, or over the bucket's own group when None."""
         group = bucket.group if state is None else group_of(state)
         buffer = bucket.buffer()
         longer = buffer.is_floating_point() and buffer.itemsize > self.dtype.itemsize
@@ -67,24 +73,26 @@ fp16_hook = CastHook(torch.float16)
 
 
 def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hook | None]:
-    """What a name means: a wire format, or a hook.
+    """Return what a name means: a wire format, or a hook.
 
     Args:
-        text: See the module.
+        text: Name, see the module.
         group: Ranks that train together.
         table: Their parameters.
 
     Raises:
-        ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing to do.
+        ConfigError: There is no such hook, an option of it makes no sense, or it would find nothing
+            to do.
     """
     if not isinstance(text, str):
-        msg = f"expected the name of a communication hook, found {text!r}: hand functions and objects to register_comm_hook(state, hook)"  # type: ignore[unreachable]  # users without a type checker
+        msg = f"hook takes a name, got {text!r}: use register_comm_hook(state, hook) for functions"  # type: ignore[unreachable]  # users without a type checker
         raise ConfigError(msg)
     wire, _, rest = text.rpartition("+")
     kind, _, options = rest.partition(":")
     if kind == POWERSGD:
         if wire and wire not in FORMATS:
-            msg = f"expected a format out of {', '.join(DENSE)} for the factors of powersgd, found {wire!r} in {text!r}"
+            known = ", ".join(DENSE)
+            msg = f"hook={text!r}: {wire!r} is no format for factors of powersgd, choose of {known}"
             raise ConfigError(msg)
         hook = PowerSGDHook(_options_of(options, text), wire=FORMATS.get(wire))
         if wire:
@@ -92,7 +100,7 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
         _check_any_matrix(hook.options, table, text)
         return None, hook
     if wire or (text not in FORMATS and kind != "topk"):
-        msg = f"expected a communication hook out of {', '.join(NAMES)}, found {text!r}"
+        msg = f"hook={text!r} is unknown: choose one of {', '.join(NAMES)}"
         raise ConfigError(msg)
     name = FORMATS.get(text, text)
     by_name(name)  # refuses options that make no sense
@@ -103,33 +111,33 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
 def _check_wires(group: Group, text: str, instead: str) -> None:
     if not group.engine.capabilities.wires:
         msg = (
-            f"expected a group that can convert numbers for hook={text!r}, found one whose numbers a backend of torch moves: use {instead} "
-            "instead"
+            f"hook={text!r} needs a group that converts numbers, but a backend of torch moves "
+            f"those of this one: use {instead} instead"
         )
         raise ConfigError(msg)
 
 
 def _options_of(text: str, whole: str) -> PowerSGDOptions:
     kinds: dict[str, Callable[[str], Any]] = {
-        field.name: _word if isinstance(field.default, bool) else type(field.default)
+        field.name: _flag if isinstance(field.default, bool) else type(field.default)
         for field in dataclasses.fields(PowerSGDOptions)
     }
-    found: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for option in filter(None, text.split(",")):
         name, _, value = option.partition("=")
         try:
-            found[name] = kinds[name](value)
+            given[name] = kinds[name](value)
         except (KeyError, ValueError) as exc:
             known = ", ".join(
                 f"{field.name}={str(field.default).lower()}"
                 for field in dataclasses.fields(PowerSGDOptions)
             )
-            msg = f"expected options of powersgd such as {known}, found {option!r} in {whole!r}"
+            msg = f"hook={whole!r}: {option!r} is no option of powersgd, which has {known}"
             raise ConfigError(msg) from exc
-    return PowerSGDOptions(**found)
+    return PowerSGDOptions(**given)
 
 
-def _word(text: str) -> bool:
+def _flag(text: str) -> bool:
     return WORDS[text.lower()]
 
 
@@ -140,21 +148,14 @@ def _check_any_matrix(options: PowerSGDOptions, table: ParamTable, text: str) ->
     fit = [record for record in dense if record.param.dtype in COMPRESSED]
     others = len(table.requires_grad) - len(fit)
     largest = max(fit, key=lambda record: record.param.numel(), default=None)
-    found = (
-        f"none among {len(fit)} parameters of that kind"
-        if others
-        else f"none among {len(fit)} parameters"
-    )
-    if largest is not None:
-        found += f", the largest of which is {largest}"
-    if others:
-        found += f"; {others} more are sparse or of other dtypes, such as complex ones, which are never factored"
-    advice = (
-        "leave the hook out" if largest is None else "lower rank or rate, or leave the hook out"
-    )
+    kinds = ", ".join(map(_short, COMPRESSED))
+    shown = "" if largest is None else f", the largest of which is {largest}"
+    rest = f"; {others} more, sparse or of other dtypes, are never factored" if others else ""
+    advice = "" if largest is None else "lower rank or rate, or "
     msg = (
-        f"expected a matrix of {', '.join(map(_short, COMPRESSED))} with dense gradients that factors of rank {options.rank} make {options.rate} times "
-        f"smaller for hook={text!r}, found {found}: {advice}"
+        f"hook={text!r} finds nothing to compress: factors of rank {options.rank} make no matrix "
+        f"{options.rate} times smaller among {len(fit)} parameters of {kinds} with dense gradients"
+        f"{shown}{rest}. Use other options: {advice}leave the hook out"
     )
     raise ConfigError(msg)
 

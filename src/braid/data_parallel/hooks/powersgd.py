@@ -1,17 +1,19 @@
 """PowerSGD: each matrix of gradients travels as two thin factors, and what they miss is sent later.
 
-Problem: a wire format saves at most a factor of 30 and breaks sums apart; a gradient of 4096 x 4096 is often close to a matrix of rank 4,
-which is 500 times smaller.
+Problem: a wire format saves at most a factor of 30 and breaks sums apart; a gradient of 4096 x 4096
+is often close to a matrix of rank 4, which is 500 times smaller.
 
-Idea: `comm.formats.LowRank` takes a matrix apart, `comm.formats.ErrorFeedback` keeps what it missed; this hook does both for all matrices of a
-bucket at once, in two messages:
+Idea: `comm.formats.LowRank` takes a matrix apart, `comm.formats.ErrorFeedback` keeps what it
+missed; this hook does both for all matrices of a bucket at once, in two messages:
 
     1   P = M Q of each matrix; together with them, as it is, all that is not compressed
     2   Q = M^T P of each, after P's columns have been made orthonormal
 
-Everything is kept by the parameter's name, so it survives other buckets; how often a parameter has been reduced is counted by name as well.
+Everything is kept by the parameter's name, so it survives other buckets; how often a parameter has
+been reduced is counted by name as well.
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2. Torch has it as `powerSGD_hook`, with its state by number of bucket.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2. Torch has it as
+`powerSGD_hook`, with its state by number of bucket.
 """
 
 from __future__ import annotations
@@ -38,16 +40,17 @@ COMPRESSED = (torch.float32, torch.bfloat16, torch.float16)  # all others go who
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PowerSGDOptions:
-    """How matrices are compressed.
+    """Options of the compression.
 
     Attributes:
-        rank: Columns of the factors; at most the smaller side of a matrix.
-        start: Reductions of a parameter before it is compressed. Gradients of the first steps are far from low rank; a tenth of
-            all steps is a good choice when accuracy suffers (torch's hook has 1000).
+        rank: Number of columns of the factors; at most the smaller side of a matrix.
+        start: Number of reductions of a parameter before it is compressed. Gradients of the first
+            steps are far from low rank; a tenth of all steps is a good choice when accuracy suffers
+            (torch's hook has 1000).
         rate: How many times smaller the factors must be for a matrix to be compressed.
         warm_start: Begin with the last step's Q instead of a random one.
         error_feedback: Add what was missed to the next gradient; 4 bytes a number.
-        seed: Of the first Q.
+        seed: Seed of the first Q.
 
     Raises:
         ConfigError: A number is out of range.
@@ -71,11 +74,14 @@ class PowerSGDOptions:
             if not good
         ]
         if wrong:
-            msg = f"expected whole numbers as rank, from 1, and start, from 0, and a positive rate for powersgd, found {', '.join(wrong)}"
+            msg = (
+                f"powersgd got {', '.join(wrong)}: rank must be an int of at least 1, start "
+                "one of at least 0, and rate a positive number"
+            )
             raise ConfigError(msg)
 
     def compresses(self, param: torch.Tensor) -> bool:
-        """Whether a parameter is a matrix that is worth it: `rate` (rows + columns) rank < rows columns."""
+        """Return whether factors of a parameter are `rate` times smaller than the parameter."""
         if param.dim() < 2 or param.dtype not in COMPRESSED or not param.numel():
             return False
         rows, columns = param.shape[0], param.numel() // param.shape[0]
@@ -84,18 +90,21 @@ class PowerSGDOptions:
 
 
 class PowerSGDHook:
-    """Compresses gradients by low rank: `model.register_comm_hook(None, PowerSGDHook(PowerSGDOptions(rank=2)))`.
+    """Compresses gradients by low rank.
 
-    The same on all ranks; gradients come out equal on all of them. A tensor of more than two dims is a matrix of its first dim by all
-    others. Gradients of 16 bits are compressed in 32.
+    Register it by `model.register_comm_hook(None, PowerSGDHook(PowerSGDOptions(rank=2)))`, with the
+    same options on all ranks; gradients come out equal on all of them. A tensor of more than two
+    dims is a matrix of its first dim by all others. Gradients of 16 bits are compressed in 32.
 
     Args:
-        options: How.
-        wire: Format in which the factors cross a network. What it rounds is part of what was missed, so nothing is lost.
+        options: Options of the compression.
+        wire: Format in which the factors cross a network. What it rounds is part of what was
+            missed, so nothing is lost.
 
     Cost:
-        4 rank (rows + columns) bytes a matrix instead of 4 rows columns, in two messages; 6 rank rows columns operations, five passes over
-        the gradient for error feedback. Before a parameter's first reduction, an all_gather of 16 bytes.
+        4 rank (rows + columns) bytes a matrix instead of 4 rows columns, in two messages; 6 rank
+        rows columns operations, five passes over the gradient for error feedback. Before a
+        parameter's first reduction, an all_gather of 16 bytes.
 
     Source: see the module.
     """
@@ -107,7 +116,7 @@ class PowerSGDHook:
         self._agreed = AgreedNames()
 
     def __call__(self, state: object, bucket: GradBucket) -> Steps:
-        """Average a bucket; `state` is not looked at."""
+        """Average a bucket; `state` is ignored."""
         del state
         self._agree(bucket)
         whole, matrices = [], []
@@ -141,7 +150,7 @@ class PowerSGDHook:
             matrix.finish(p, q)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank remembers, for checkpoints; by the parameter's name.
+        """Return the state of this rank for checkpoints, by parameter name.
 
         Returns:
             `steps` (numbers), `q` and `error` (tensors; the latter flat).
@@ -154,14 +163,16 @@ class PowerSGDHook:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` of this rank returned, on all ranks of that time; ranks that are new go on with their steps and Q.
+        """Go on from what `state_dict` of this rank returned, on all ranks of that time.
+
+        Ranks that are new go on with the steps and Q of the others.
 
         Raises:
-            ConfigError: It is not that.
+            ConfigError: The state is something else.
         """
         missing = {"steps", "q", "error"} - set(state)
         if missing:
-            msg = f"expected steps, q and error in the state of powersgd, found {sorted(state)}"
+            msg = f"the state of powersgd must have steps, q and error, got {sorted(state)}"
             raise ConfigError(msg)
         self._memories = {
             name: _Memory(num_steps, q=state["q"].get(name), error=state["error"].get(name))
@@ -170,7 +181,9 @@ class PowerSGDHook:
         self._agreed.clear()
 
     def _agree(self, bucket: GradBucket) -> None:
-        """Let ranks without a state go on with those that have one; a collective before a parameter's first reduction.
+        """Give ranks without a state that of the others; a collective.
+
+        Called before a parameter's first reduction.
 
         Raises:
             ConfigError: Ranks have states of different steps.
@@ -221,14 +234,14 @@ class PowerSGDHook:
 
 @dataclass(slots=True)
 class _Memory:
-    """Of one parameter.
+    """State of one parameter.
 
     Attributes:
-        num_steps: How often it has been reduced.
-        q: Of a checkpoint, until it is needed.
-        error: Likewise.
-        low_rank: Holds Q.
-        feedback: Holds the error.
+        num_steps: Number of its reductions.
+        q: Q of a checkpoint, until it is needed.
+        error: Error of a checkpoint, until it is needed.
+        low_rank: Factors, with the present Q.
+        feedback: Error feedback, with the present error.
     """
 
     num_steps: int = 0
@@ -238,7 +251,7 @@ class _Memory:
     feedback: ErrorFeedback | None = None
 
     def kept(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Q and error."""
+        """Return Q and error."""
         q = self.q if self.low_rank is None else self.low_rank.state_dict()["q"]
         error = self.error if self.feedback is None else self.feedback.state_dict()["residual"]
         return q, error
@@ -248,10 +261,10 @@ class _Matrix(NamedTuple):
     """A gradient that is being compressed.
 
     Attributes:
-        values: float32: the gradient and what was missed before, as a matrix.
-        gradient: The gradient, where the result goes.
-        low_rank: Of the parameter.
-        feedback: Likewise.
+        values: The gradient and what was missed before, as a matrix in float32.
+        gradient: The gradient, which receives the result.
+        low_rank: Factors of the parameter.
+        feedback: Error feedback of the parameter.
     """
 
     values: torch.Tensor
@@ -260,7 +273,7 @@ class _Matrix(NamedTuple):
     feedback: ErrorFeedback | None
 
     def finish(self, p: torch.Tensor, q: torch.Tensor) -> None:
-        """Write the approximation, and keep what it misses."""
+        """Write the approximation, and keep its error."""
         gradient = self.gradient
         plain = gradient.dtype == torch.float32 and gradient.is_contiguous()
         flat = gradient.view(-1) if plain else torch.empty(gradient.numel(), device=gradient.device)
@@ -272,6 +285,6 @@ class _Matrix(NamedTuple):
 
 
 def _wide(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A tensor as a matrix with at most as many rows as columns: P, the factor with rows, is the one that is orthogonalised."""
+    """Return a tensor as a matrix with at most as many rows as columns: P is orthogonalised."""
     matrix = flat.view(shape[0], -1)
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T

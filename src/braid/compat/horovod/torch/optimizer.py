@@ -1,4 +1,4 @@
-"""DistributedOptimizer: gradients are reduced by name while backward goes on; `step` waits for them.
+"""DistributedOptimizer: gradients are reduced by name during backward; `step` waits for them.
 
 The optimizer that is handed in is changed in place, so that schedulers and scalers that know it go
 on. `gradient_reduction` reduces its gradients.
@@ -66,8 +66,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         msg = (
-            f"gradient_predivide_factor={gradient_predivide_factor} works with op=Average only, got "
-            f"op={ReduceOp(op).name}"
+            f"gradient_predivide_factor={gradient_predivide_factor} works with op=Average only, "
+            f"got op={ReduceOp(op).name}"
         )
         raise ConfigError(msg)
     if num_groups and groups is None:
