@@ -19,7 +19,6 @@ from torch.nn import functional
 from braid.autograd import checkpoint
 from braid.comm.tensors.reduction import combine
 from braid.data_parallel.replicas.data_parallel import DataParallel
-from braid.data_parallel.replicas.memory import DeviceMemory, MemoryReport
 from braid.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.data_parallel.replicas.replicate import replicate, write_back
 from braid.data_parallel.replicas.scatter import share_sizes
@@ -525,71 +524,12 @@ def test_what_cannot_work_is_refused(act, words):
         act()
 
 
-def test_the_report_counts_what_each_device_holds():
-    module = nn.Sequential(nn.Linear(4, 2, bias=False), nn.BatchNorm1d(2, affine=False))
-    wrapped = DataParallel(module, ["cpu"] * 2)
-    parameters = 8 * 4 + 2 * 2 * 4 + 8  # weight, two statistics, a count
-    assert wrapped.memory_report().rows == (DeviceMemory("cpu", 0, parameters, 32),)
-    wrapped(torch.ones(6, 4))
-    row = DeviceMemory("cpu", 2, parameters, 32, 2 * 2 * 4 + 8, 6 * 4 * 4, 6 * 2 * 4, 6 * 2 * 4)
-    assert wrapped.memory_report().rows == (row,)
-    assert wrapped.memory_report().imbalance == 1.0
-    assert row.total == sum(row[2:])
-
-
-def test_the_report_counts_a_tensor_that_is_passed_twice_once():
-    x = torch.ones(6, 4)
-    wrapped = DataParallel(nn.Bilinear(4, 4, 2), ["cpu"] * 2)
-    wrapped(x, x)
-    assert wrapped.memory_report().rows[0].inputs == 6 * 4 * 4
-
-
 def test_a_criterion_goes_where_the_module_goes():
     criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
     wrapped = DataParallel(nn.Linear(4, 3), ["meta"], criterion=criterion, reduction="sum")
     assert (
         criterion.weight.device == next(wrapped.module.parameters()).device == torch.device("meta")
     )
-
-
-def test_a_criterion_takes_the_outputs_off_the_first_device():
-    x, target = torch.ones(6, 4), torch.zeros(6, 4)
-    wrapped = DataParallel(nn.Linear(4, 4), ["cpu"] * 2, criterion=nn.MSELoss())
-    wrapped(x)
-    assert wrapped.memory_report().rows[0].gathered == 6 * 4 * 4
-    wrapped(x, target=target)
-    assert wrapped.memory_report().rows[0][-2:] == (8, 4)  # two losses, and their mean
-
-
-def test_copies_on_other_devices_are_counted_there():
-    module = nn.Linear(256, 256, bias=False)
-    wrapped = DataParallel(module, ["cpu", "meta", "meta"], "meta")
-    assert wrapped(torch.ones(6, 256)).shape == (6, 256)
-    report = wrapped.memory_report()
-    weight = 256 * 256 * 4
-    # two replicas share one copy, but where nothing has an address that cannot be seen
-    assert report.rows == (
-        DeviceMemory("cpu", 1, weight, weight, 0, 2048, 2048, 0),
-        DeviceMemory("meta", 2, 0, 0, 2 * weight, 4096, 4096, 6144),
-    )
-    assert report.imbalance == 538624 / 528384
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["device", "replicas", "run", *DeviceMemory._fields[2:], "total"]
-    sizes = ["256.0", "KiB", "256.0", "KiB", "0", "B", "2.0", "KiB", "2.0", "KiB", "0", "B"]
-    assert lines[1].split() == ["cpu", "1", *sizes, "516.0", "KiB"]
-
-
-def test_imbalance_is_that_of_the_fullest_and_the_emptiest():
-    rows = [DeviceMemory(str(i), 1, parameters=size) for i, size in enumerate([30, 10, 20, 0])]
-    found = [MemoryReport(tuple(rows[:count])).imbalance for count in range(5)]
-    assert found == [1.0, 1.0, 3.0, 3.0, float("inf")]
-
-
-def test_a_single_replica_is_no_copy_and_its_output_is_returned_as_it_is():
-    wrapped = DataParallel(nn.Linear(4, 2, bias=False), ["cpu"])
-    wrapped(torch.ones(3, 4))
-    row = DeviceMemory("cpu", 1, 32, 32, replicas=0, inputs=48, outputs=24, gathered=0)
-    assert wrapped.memory_report().rows == (row,)
 
 
 @needs_a_gpu

@@ -1,4 +1,4 @@
-"""Where ranks stand: NUMA nodes, hosts, GPUs, and who sends to whom for each level."""
+"""Where ranks stand: NUMA nodes and hosts, and who sends to whom for each level."""
 
 from __future__ import annotations
 
@@ -7,34 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braid.errors import ConfigError
-from braid.topology import Rings, cpus_of, gpu_levels, node_of, parse_links, rings
-
-TWO_PAIRS = """\
-\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
-GPU0\t X \tNV12\tSYS\tSYS\tPXB\t0-31,64-95\t0\t\tN/A
-GPU1\tNV12\t X \tSYS\tSYS\tPXB\t0-31,64-95\t0\t\tN/A
-GPU2\tSYS\tSYS\t X \tNV12\tSYS\t32-63,96-127\t1\t\tN/A
-GPU3\tSYS\tSYS\tNV12\t X \tSYS\t32-63,96-127\t1\t\tN/A
-NIC0\tPXB\tPXB\tSYS\tSYS\t X
-
-Legend:
-
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NV#  = Connection traversing a bonded set of # NVLinks
-
-NIC Legend:
-
-  NIC0: mlx5_0
-"""
-SWITCHES = """\
-\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
-GPU0\t X \tPIX\tPHB\tPHB\t0-15
-GPU1\tPIX\t X \tPHB\tPHB\t0-15
-GPU2\tPHB\tPHB\t X \tPIX\t0-15
-GPU3\tPHB\tPHB\tPIX\t X \t0-15
-"""
-NVSWITCH = "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X\n"
+from braid.topology import Rings, cpus_of, node_of, rings
 
 
 def test_every_level_has_rings_of_the_first_ranks_of_its_children():
@@ -94,35 +67,3 @@ def test_ranks_are_spread_evenly_over_nodes_or_not_at_all():
     assert [node_of(rank, 4, 2) for rank in range(4)] == [0, 0, 1, 1]
     assert [node_of(rank, 3, 2) for rank in range(3)] == [0, 0, 0]
     assert node_of(0, 1, 0) == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "levels"),
-    [
-        (TWO_PAIRS, [Rings("nvlink", 2, ((0, 1), (2, 3))), Rings("host", 2, ((0, 2),))]),
-        (SWITCHES, [Rings("switch", 2, ((0, 1), (2, 3))), Rings("socket", 2, ((0, 2),))]),
-        (NVSWITCH, [Rings("nvlink", 2, ((0, 1),))]),
-    ],
-)
-def test_gpus_that_are_near_each_other_form_a_unit(text, levels):
-    assert gpu_levels(parse_links(text)) == levels
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "words"),
-    [
-        ("No devices were found", None, "a matrix of GPUs"),
-        (NVSWITCH.replace("NV18", "XYZ"), None, "found 'XYZ'"),
-        (NVSWITCH.replace("GPU1\tNV18\t X", "GPU1\tNV18"), None, "a row of 2 links for GPU1"),
-        (NVSWITCH, 8, "expected 8 GPUs"),
-    ],
-)
-def test_matrices_that_make_no_sense_are_refused(text, count, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_links(text, count=count)
-
-
-@given(st.text(max_size=200))
-def test_any_other_text_is_refused_in_words(text):
-    with pytest.raises(ConfigError, match="GPU"):
-        parse_links(text)

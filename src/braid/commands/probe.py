@@ -23,7 +23,6 @@ def probe(
     out: str = "cluster.toml",
     rounds: int = 15,
     no_pin: bool = False,
-    gpus: bool = False,
     log_dir: str = "runs/probe",
 ) -> int:
     """Measure latency and bandwidth between the ranks of this host or of several, and write them as a cluster.
@@ -36,7 +35,6 @@ def probe(
         out: File that `braid schedule simulate --cluster` and `compare` read.
         rounds: Turns through all sizes, at least; medians count.
         no_pin: Let ranks run on any processor, rather than on those of one NUMA node each.
-        gpus: Measure copies between this host's GPUs instead, which are then the ranks of the cluster.
         log_dir: Directory for the logs of the ranks.
     """
     from pathlib import Path
@@ -46,24 +44,19 @@ def probe(
     from braid.bench.probe import probe as measure
     from braid.topology import to_toml
 
-    if gpus:
-        from braid.bench.probe_gpus import probe_gpus
-
-        found = probe_gpus(rounds)
-    else:
-        where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
-        if rsh and not hosts:
-            msg = "--rsh needs hosts: name them with -H"
-            raise ConfigError(msg)
-        wanted = Probe(ranks=n, rounds=rounds, where=where, pin=not no_pin, log_dir=Path(log_dir))
-        found = measure(wanted)
-    text = to_toml(found)
+    where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
+    if rsh and not hosts:
+        msg = "--rsh needs hosts: name them with -H"
+        raise ConfigError(msg)
+    wanted = Probe(ranks=n, rounds=rounds, where=where, pin=not no_pin, log_dir=Path(log_dir))
+    cluster = measure(wanted)
+    text = to_toml(cluster)
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as exc:
         msg = f"expected a place to write to, found {out}: {exc}; the cluster is\n{text}"
         raise ConfigError(msg) from exc
-    for level in found.levels:
+    for level in cluster.levels:
         ways = "each way" if level.full_duplex else "both ways together"
         print(
             f"{level.name} of {level.size}: latency {level.latency_s * 1e6:.1f} us; "

@@ -2,7 +2,6 @@
 
 from braid.topology.cluster import Cluster, Level, flat
 from braid.topology.cluster_file import from_toml, to_toml
-from braid.topology.gpu_links import gpu_levels, parse_links
 from braid.topology.places import LEVEL_NAMES, Rings, cpus_of, node_of, rings
 
 __all__ = [
@@ -13,9 +12,7 @@ __all__ = [
     "cpus_of",
     "flat",
     "from_toml",
-    "gpu_levels",
     "node_of",
-    "parse_links",
     "rings",
     "to_toml",
 ]

@@ -1,7 +1,7 @@
 """Wire formats: how numbers look on a wire when both sides agree to send less.
 
 Read `wire_format.py` (the interface), then `floats.py`, `integers.py`, `sparse.py`, `feedback.py` (what makes lossy
-formats safe to train with), `low_rank.py`, `small_floats.py`, `catalogue.py`.
+formats safe to train with), `low_rank.py`, `catalogue.py`.
 """
 
 from braid.comm.formats.catalogue import NAMES, by_name
@@ -9,7 +9,6 @@ from braid.comm.formats.feedback import ErrorFeedback
 from braid.comm.formats.floats import BF16, FLOAT16, FLOAT32, FloatFormat
 from braid.comm.formats.integers import Int8
 from braid.comm.formats.low_rank import LowRank
-from braid.comm.formats.small_floats import from_0_6_10, from_1_6_9, to_0_6_10, to_1_6_9
 from braid.comm.formats.sparse import TopK
 from braid.comm.formats.wire_format import WireFormat
 
@@ -25,8 +24,4 @@ __all__ = [
     "TopK",
     "WireFormat",
     "by_name",
-    "from_0_6_10",
-    "from_1_6_9",
-    "to_0_6_10",
-    "to_1_6_9",
 ]

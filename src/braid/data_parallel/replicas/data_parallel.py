@@ -32,7 +32,6 @@ from braid.data_parallel.replicas.loss import (
     reduction_of,
     share_of_mean,
 )
-from braid.data_parallel.replicas.memory import NOTHING_YET, LastForward, MemoryReport, memory_of
 from braid.data_parallel.replicas.parallel_apply import parallel_apply
 from braid.data_parallel.replicas.replicate import refuse_compiled, replicate, write_back
 from braid.data_parallel.replicas.scatter import num_samples, scatter
@@ -110,7 +109,6 @@ class DataParallel(nn.Module):
         self.module = module.to(self.device_ids[0])
         if isinstance(criterion, nn.Module):
             criterion.to(self.device_ids[0])
-        self._last = NOTHING_YET
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run one replica per share of the inputs; see the class."""
@@ -133,15 +131,10 @@ class DataParallel(nn.Module):
         if len(used) > 1:
             write_back(called, replicas[0])
         if counts:
-            gathered = mean_of(outputs, self.output_device)
-        elif judging and self.reduction != "none":
-            gathered = self._total_loss(outputs, [*zip(shares, options, strict=True)])
-        else:
-            gathered = self.gather(outputs, self.output_device)
-        self._last = LastForward.of(
-            called, used, replicas, [shares, options], outputs, gathered=gathered
-        )
-        return gathered
+            return mean_of(outputs, self.output_device)
+        if judging and self.reduction != "none":
+            return self._total_loss(outputs, [*zip(shares, options, strict=True)])
+        return self.gather(outputs, self.output_device)
 
     # Steps that subclasses replace, such as for batches of graphs; names and arguments are torch's.
 
@@ -165,10 +158,6 @@ class DataParallel(nn.Module):
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
         """One output of those of all replicas."""
         return gather(outputs, output_device, self.dim)
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes of parameters, gradients, replicas, inputs and outputs on each device; the last three of the last forward."""
-        return memory_of(self, [*self.device_ids, self.output_device], self._last)
 
     def __getattr__(self, name: str) -> Any:
         try:
