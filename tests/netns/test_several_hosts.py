@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 JOBS = str(Path(__file__).with_name("host_jobs.py"))
+UP_S = 60.0
 MEET = "tcp://10.77.0.1:29400"
 
 
@@ -32,7 +33,9 @@ def block(text: str) -> str:
 
 def up(cwd: Path, ranks: int) -> None:
     """Wait until the ranks of `host_jobs.fail` are there."""
+    deadline_s = time.monotonic() + UP_S
     while not all((cwd / f"here-{rank}").exists() for rank in range(ranks)):
+        assert time.monotonic() < deadline_s, f"fewer than {ranks} ranks came within {UP_S:g} s"
         time.sleep(0.02)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,7 @@ from braid.demo import show as room
 
 pytestmark = [pytest.mark.procs, pytest.mark.launcher]
 STEPS = 6
+CHAOS_STEPS = 150  # enough for a rank to be killed on the way
 
 
 def demonstrate(
@@ -29,31 +31,54 @@ def demonstrate(
     return code, out.getvalue()
 
 
-def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_same_weights(
-    tmp_path,
-):
-    code, text = demonstrate(str(tmp_path / "demo"), steps=300, chaos=True)
-    assert code == 0, text
-    assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", text)
-    assert re.search(r"\| cause +rank 1 \(pid \d+\): killed by signal 9", text)
-    assert re.search(r"resumed from step [1-9]\d* .* weights equal to 1: yes", text)
+class Shown(NamedTuple):
+    """What a demonstration has printed, where its runs are, and its stages in order."""
+
+    code: int
+    text: str
+    log_dir: str
+    stages: list[room._Stage]
 
 
-def test_the_demonstration_proves_that_parallel_is_equal(tmp_path):
-    code, text = demonstrate(str(tmp_path / "demo"))
-    assert code == 0, text
-    assert text.startswith("braid ")
-    losses = re.findall(r"^  \d \w+ +[^\n]* loss ([\d.]+ -> [\d.]+) +[\d.]+ s", text, re.MULTILINE)
-    assert len(losses) == 2
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> Shown:
+    """The whole demonstration: one run for all claims."""
+    log_dir, stages = str(tmp_path_factory.mktemp("demo")), []
+    train = room._train
+
+    def kept(*args, **options):
+        stages.append(train(*args, **options))
+        return stages[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "_train", kept)
+        return Shown(*demonstrate(log_dir, steps=CHAOS_STEPS, chaos=True), log_dir, stages)
+
+
+def test_a_rank_that_is_killed_is_named_and_the_resumed_training_ends_with_the_same_weights(shown):
+    assert shown.code == 0, shown.text
+    assert re.search(r"rank 1 was killed \(SIGKILL\) after step \d+", shown.text)
+    assert re.search(r"\| cause +rank 1 \(pid \d+\): killed by signal 9", shown.text)
+    assert re.search(r"resumed from step [1-9]\d* .* weights equal to 1: yes", shown.text)
+
+
+def test_the_demonstration_proves_that_parallel_is_equal(shown):
+    assert shown.text.startswith("braid ")
+    found = r"^  \d \w+ +[^\n]* loss ([\d.]+ -> [\d.]+) +[\d.]+ s"
+    losses = re.findall(found, shown.text, re.MULTILINE)
+    assert len(losses) >= 2
     assert losses[0] == losses[1]
-    assert "weights equal to 1: yes (max diff 0)" in text
-    assert [len(row) for row in re.findall(r"rank \d +([#=.]+) ", text)] == [room.BAR_WIDTH] * 2
-    assert f"braid report {tmp_path}/demo/parallel" in text
+    assert "weights equal to 1: yes (max diff 0)" in shown.text
+    bars = [len(row) for row in re.findall(r"rank \d +([#=.]+) ", shown.text)]
+    assert bars == [room.BAR_WIDTH] * 2
+    assert f"braid report {shown.log_dir}/parallel" in shown.text
 
 
-def test_a_proof_that_fails_is_said_and_is_the_exit_code(tmp_path, monkeypatch):
+def test_a_proof_that_fails_is_said_and_is_the_exit_code(shown, tmp_path, monkeypatch):
+    stages = iter(shown.stages)
+    monkeypatch.setattr(room, "_train", lambda *_, **__: next(stages))
     monkeypatch.setattr(room, "compare", lambda *_: Comparison(60, ("model/norm.weight",), 1e-7))
-    code, text = demonstrate(str(tmp_path / "demo"), num_ranks=1)
+    code, text = demonstrate(str(tmp_path / "demo"))
     assert code == 1
     assert "weights equal to 1: NO (max diff 1e-07)" in text
     assert "1 of 60 differ, first model/norm.weight" in text

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from braid.comm import Group
 from braid.comm.channel.control_pages import ControlPages
+from braid.data_parallel import DistributedDataParallel
 from braid.errors import BraidError, ConfigError, PeerLostError, RendezvousError
 from braid.events import Recorder
 from braid.store import HashStore
@@ -358,8 +360,30 @@ def _train(directory: Path, name: str, **environ: str) -> tuple[str, list[torch.
     return log.split()[-1], torch.load(weights)
 
 
+def _trained(group: Group) -> tuple[str, list[torch.Tensor]]:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 7))
+    ddp = DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * group.rank + step))
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+    return type(group.engine.transport).__name__, [p.detach() for p in model.parameters()]
+
+
+def test_training_ends_with_the_same_bits_as_in_shared_memory(procs, portable):
+    (way, weights), *_ = procs(3, _trained)
+    (portable_way, portable_weights), *_ = portable(3, _trained)
+    assert (way, portable_way) == ("MemoryTransport", "HostsTransport")
+    for found, expected in zip(portable_weights, weights, strict=True):
+        same(found, expected)
+
+
+@pytest.mark.proof
 @pytest.mark.launcher
-def test_training_ends_with_the_same_bits_as_in_shared_memory(tmp_path):
+def test_launched_training_ends_with_the_same_bits_as_in_shared_memory(tmp_path):
     way, weights = _train(tmp_path, "shared", BRAID_PORTABLE="0")
     portable_way, portable_weights = _train(tmp_path, "portable", BRAID_PORTABLE="1")
     assert (way, portable_way) == ("MemoryTransport", "HostsTransport")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
 import pytest
+from rich.console import Console
 
 from braid.cli import main
+from braid.comm import Group
+from braid.prove import load_task, prove
+from braid.prove.show import show
 
-pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+pytestmark = pytest.mark.procs
 
 TASK = """
 import braid, torch
@@ -42,23 +49,50 @@ def optimizer(params):
 """
 
 
-@pytest.mark.parametrize("ranks", ["2", "3"])
-def test_equal_bits_are_proved(tmp_path, capsys, ranks):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    told = ["prove", str(file), "-n", ranks, "--steps", "3", "--log-dir", str(tmp_path / "logs")]
-    assert main(told) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"proved 3 steps on {ranks} ranks: all 6 parameters" in out
+def _told(group: Group, file: str) -> str:
+    """The words of a proof of three steps, on the first rank."""
+    proof = prove(group, load_task(Path(file)), 3)
+    out = io.StringIO()
+    if proof is not None:
+        show(proof, Console(file=out, width=300))
+    return " ".join(out.getvalue().split())
 
 
-def test_a_slip_is_found_after_its_step(tmp_path, capsys):
+@pytest.fixture
+def proved(procs, tmp_path):
+    """`proved(size, task)`: what is told of a task on so many ranks."""
+
+    def prove_it(size: int, task: str) -> str:
+        file = tmp_path / "task.py"
+        file.write_text(task)
+        return procs(size, _told, str(file))[0]
+
+    return prove_it
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_equal_bits_are_proved(proved, ranks):
+    assert f"proved 3 steps on {ranks} ranks: all 6 parameters" in proved(ranks, TASK)
+
+
+@pytest.mark.launcher
+def test_a_slip_is_found_after_its_step_and_is_the_exit_code(tmp_path, capsys):
     file = tmp_path / "task.py"
     file.write_text(TASK + SLIPS)
     assert main(["prove", str(file), "--steps", "3", "--log-dir", str(tmp_path / "logs")]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "differs after step 1: 3.bias" in out
     assert "ulps apart" in out
+
+
+@pytest.mark.proof
+@pytest.mark.launcher
+def test_the_command_proves_equal_bits(tmp_path, capsys):
+    file = tmp_path / "task.py"
+    file.write_text(TASK)
+    told = ["prove", str(file), "-n", "2", "--steps", "3", "--log-dir", str(tmp_path / "logs")]
+    assert main(told) == 0
+    assert "proved 3 steps on 2 ranks" in " ".join(capsys.readouterr().out.split())
 
 
 DRIFTS = {
@@ -77,12 +111,8 @@ def loss(model, rank, size, step):
 
 
 @pytest.mark.parametrize(("how", "step", "name"), [("unwrapped", 1, "0"), ("changed", 2, "3.bias")])
-def test_ranks_that_drift_apart_are_a_difference(tmp_path, capsys, how, step, name):
-    file = tmp_path / "task.py"
-    file.write_text(TASK + DRIFTS[how])
-    told = ["prove", str(file), "-n", "3", "--steps", "3", "--log-dir", str(tmp_path / "logs")]
-    assert main(told) == 1
-    out = " ".join(capsys.readouterr().out.split())
+def test_ranks_that_drift_apart_are_a_difference(proved, how, step, name):
+    out = proved(3, TASK + DRIFTS[how])
     assert f"differs after step {step}: {name}" in out
     assert "on rank 1 and " in out or how == "unwrapped"
     assert "on rank 0, " in out

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from program_jobs import run_program
 
 from braid.launch import JobSpec, QuietConsole, Supervisor
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
-pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+pytestmark = pytest.mark.procs
 
 
 def _run(script: Path, ranks: int, log_dir: Path) -> str:
@@ -22,22 +23,35 @@ def _run(script: Path, ranks: int, log_dir: Path) -> str:
     return (log_dir / "rank0.log").read_text()
 
 
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_runs_with_the_command_in_its_docstring(example, tmp_path):
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def _command(example: Path) -> int:
+    """Number of ranks in the command of its docstring."""
     ranks = re.search(r"braid run -n (\d+) (examples/\S+)", example.read_text())
     assert ranks is not None
     assert ROOT / ranks[2] == example
-    assert "bit by bit" in _run(example, int(ranks[1]), tmp_path / "run")
+    return int(ranks[1])
+
+
+@pytest.mark.launcher
+def test_the_first_example_runs_with_the_command_in_its_docstring(tmp_path):
+    assert "bit by bit" in _run(EXAMPLES[0], _command(EXAMPLES[0]), tmp_path / "run")
+
+
+@pytest.mark.parametrize("example", EXAMPLES[1:], ids=lambda p: p.stem)
+def test_an_example_runs_on_as_many_ranks_as_its_docstring_says(procs, example):
+    assert "bit by bit" in run_program(procs, _command(example), example)[0]
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_a_snippet_of_the_readme_runs(snippet, tmp_path):
+def test_a_snippet_of_the_readme_runs(procs, snippet, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
-    _run(script, 2, tmp_path / "run")
+    run_program(procs, 2, script)
 
 
-def test_the_diff_of_the_readme_makes_a_loop_that_trains(tmp_path):
+def test_the_diff_of_the_readme_makes_a_loop_that_trains(procs, tmp_path):
     (diff,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
     loop = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     script = tmp_path / "train.py"
@@ -51,4 +65,4 @@ def test_the_diff_of_the_readme_makes_a_loop_that_trains(tmp_path):
         f"{loop}\n"
         "print('loss', loss.item())\n"
     )
-    assert _run(script, 2, tmp_path / "run").startswith("loss ")
+    assert run_program(procs, 2, script)[0].startswith("loss ")

@@ -62,8 +62,10 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize("backend", ["braid", "cpu:braid,cuda:nccl"])
-@pytest.mark.parametrize("end", ["work.wait()", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    ("backend", "end"),
+    [("braid", "work.wait()"), ("cpu:braid,cuda:nccl", "dist.destroy_process_group()")],
+)
 def test_importing_torch_is_enough(tmp_path: Path, backend: str, end: str) -> None:
     command = [sys.executable, program(tmp_path, backend=backend, end=end)]
     assert outcome(command, **ALONE) == (0, "")
