@@ -39,7 +39,7 @@ WORLDS = {
     "portable": {"portable": True},
     "hosts": {"ranks_per_host": 2},
 }
-MACHINE_WIDE = ("launcher", "netns", "sshd")  # marks
+MACHINE_WIDE = ("launcher", "sshd")  # marks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,12 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
     default_signals()
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start launchers or hosts meet each other on one worker only, and come first: they take longest."""
     first, others = [], []
     for item in items:
-        if any(item.get_closest_marker(name) for name in MACHINE_WIDE):
+        if item.path.parent.name == "netns" or any(map(item.get_closest_marker, MACHINE_WIDE)):
             item.add_marker(pytest.mark.xdist_group("machine"))
             first.append(item)
         else:
