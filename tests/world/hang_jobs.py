@@ -1,6 +1,6 @@
 """Programs of two or three ranks that stand still for a moment, each in another way.
 
-`python hang_jobs.py NAME` runs the function NAME. Rank 1 does not come, for long enough to be reported with a limit of half a
+`python hang_jobs.py NAME...` runs the functions one after the other. Rank 1 does not come, for long enough to be reported with a limit of half a
 second; then it comes, so that the run ends well.
 """
 
@@ -137,4 +137,5 @@ def steps(group: braid.Group, count: int) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    for name in sys.argv[1:]:
+        globals()[name]()
