@@ -13,11 +13,11 @@ demo: $(READY)
 
 test: $(READY)
 	@began=$$(date +%s); $(MAKE) check \
-	&& $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not proof"; code=$$?; \
+	&& $(BIN)/python -m pytest -n $(WORKERS) -m "not proof"; code=$$?; \
 	echo "make test took $$(($$(date +%s) - began)) s of $(BUDGET_S) s"; exit $$code
 
 proof: $(READY) check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --hypothesis-profile=proof
+	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile=proof
 	$(BIN)/python tests/proof.py
 
 check: $(READY)

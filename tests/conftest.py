@@ -39,7 +39,26 @@ WORLDS = {
     "portable": {"portable": True},
     "hosts": {"ranks_per_host": 2},
 }
-MACHINE_WIDE = ("launcher", "sshd")  # marks
+# tests that start launchers or namespaces: by the beginning of their path below tests/
+MACHINE_WIDE = (
+    "netns/",
+    "world/test_bench.py",
+    "world/test_command_line.py",
+    "world/test_demo.py",
+    "world/test_horovod_run.py",
+    "world/test_launch",
+    "world/test_leave_horovod.py",
+    "world/test_membership.py",
+    "world/test_observe.py",
+    "world/test_portable.py::test_launched",
+    "world/test_probe.py",
+    "world/test_proving.py",
+    "world/test_readme_and_examples.py",
+    "world/test_store_torch.py",
+    "world/test_torch_backend_faults.py",
+    "world/test_torch_backend_life.py",
+    "world/test_train.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,17 +75,32 @@ def pytest_configure(config: pytest.Config) -> None:
     default_signals()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
+def _scope(nodeid: str) -> str:
+    """Tests of one scope run on one worker, in their order."""
+    return "machine" if nodeid.removeprefix("tests/").startswith(MACHINE_WIDE) else nodeid
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start launchers or hosts meet each other on one worker only, and come first: they take longest."""
-    first, others = [], []
-    for item in items:
-        if item.path.parent.name == "netns" or any(map(item.get_closest_marker, MACHINE_WIDE)):
-            item.add_marker(pytest.mark.xdist_group("machine"))
-            first.append(item)
-        else:
-            others.append(item)
+    """Tests that start launchers or hosts come first: they take longest, and all on one worker."""
+    first = [item for item in items if _scope(item.nodeid) == "machine"]
+    others = [item for item in items if _scope(item.nodeid) != "machine"]
+    strays = [item.nodeid for item in others if item.get_closest_marker("launcher")]
+    if strays:
+        msg = f"MACHINE_WIDE in tests/conftest.py lacks tests that start launchers: {strays}"
+        raise pytest.UsageError(msg)
     items[:] = [*first, *others]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide tests among workers by `_scope`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 import braid
+import braid.compat.horovod.torch as hvd
 from braid.comm import Group
 
 
@@ -49,6 +50,7 @@ def _run(group: Group, path: str, words: tuple[str, ...], environ: dict[str, str
         try:
             runpy.run_path(path, run_name="__main__")
         finally:
+            hvd.shutdown()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
             braid.shutdown()

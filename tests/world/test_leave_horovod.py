@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from program_jobs import run_program
 
-pytestmark = [pytest.mark.procs, pytest.mark.launcher]
+pytestmark = pytest.mark.procs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "leave_horovod"
@@ -26,32 +27,25 @@ def test_one_line_is_changed_and_the_guide_shows_it():
     assert "\n".join(diff) in (ROOT / "docs" / "from-horovod.md").read_text()
 
 
-def _epochs(command: list[str], folder: Path) -> list[tuple[float, float]]:
-    folder.mkdir()
+def _epochs(printed: str) -> list[tuple[float, float]]:
+    found = re.findall(r"loss ([\d.]+), ([\d.]+)% of unseen", printed)
+    return [(float(loss), float(right)) for loss, right in found]
+
+
+@pytest.mark.launcher
+def test_both_ways_of_starting_it_train_the_same(procs, tmp_path):
+    script = EXAMPLE / "after.py"
+    by_braid = _epochs("".join(run_program(procs, 2, script)))
+    words = [sys.executable, str(script)]  # `python` may be another one
     done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=folder,
+        [sys.executable, "-m", "braid.compat.horovod.run", "-np", "2", *words],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"loss ([\d.]+), ([\d.]+)% of unseen", done.stdout)
-    return [(float(loss), float(right)) for loss, right in found]
-
-
-def test_both_ways_of_starting_it_train_the_same(tmp_path):
-    script = str(EXAMPLE / "after.py")
-    by_braid = _epochs(["braid", "run", "-n", "2", script], tmp_path / "braid")
-    start = [
-        "braid.compat.horovod.run",
-        "-np",
-        "2",
-        sys.executable,
-        script,
-    ]  # `python` may be another one
-    by_horovodrun = _epochs(start, tmp_path / "horovodrun")
-    assert by_braid == by_horovodrun
+    assert by_braid == _epochs(done.stdout)
     assert len(by_braid) == 5
     assert by_braid[-1][1] > 80

@@ -394,7 +394,6 @@ def _compiled(group: Group) -> tuple[int, list[torch.Tensor], list[torch.Tensor]
     return counters["stats"]["unique_graphs"], *found
 
 
-@pytest.mark.launcher
 def test_messages_are_no_part_of_a_compiled_graph(procs):
     for num_graphs, plain, compiled in procs(2, _compiled):
         assert num_graphs <= 2  # what comes before, and what comes behind
