@@ -30,6 +30,8 @@ from braid.bench.ddp import (
 )
 from braid.bench.faults import FaultReport, run_fault_trials
 from braid.bench.harness.lab import what_is_missing
+from braid.bench.harness.report import Verdict
+from braid.bench.harness.sizes import size_text
 from braid.bench.hooks import HooksBench, HooksReport, hooks_verdicts, run_hooks
 from braid.bench.horovod import FusionBench, fusion_verdicts, run_fusion
 from braid.bench.model import ModelReport, ModelRun, run_model, verdicts
@@ -149,7 +151,7 @@ def training_proof(commit: str) -> list[str]:
         *(f"* {line}" for line in [*ddp_verdicts(ddp), *ddp_doubts(ddp)]),
     ]
     replace_section("training", "\n".join(told), FIGURES)
-    return [line for line in ddp_verdicts(ddp) if line.startswith("missed")]
+    return missed(ddp_verdicts(ddp))
 
 
 def hooks_proof(commit: str) -> list[str]:
@@ -168,7 +170,7 @@ def hooks_proof(commit: str) -> list[str]:
         *(f"* {line}" for line in hooks_verdicts(hooks)),
     ]
     replace_section("hooks", "\n".join(told), FIGURES)
-    return [line for line in hooks_verdicts(hooks) if line.startswith("missed")]
+    return missed(hooks_verdicts(hooks))
 
 
 def busy_proof(commit: str) -> list[str]:
@@ -183,7 +185,7 @@ def busy_proof(commit: str) -> list[str]:
         *(f"* {line}" for line in lines),
     ]
     replace_section("busy", "\n".join(told), FIGURES)
-    return [line for line in lines if line.startswith("missed")]
+    return missed(lines)
 
 
 def horovod_proof(commit: str) -> list[str]:
@@ -195,7 +197,12 @@ def horovod_proof(commit: str) -> list[str]:
         *(f"* {line}" for line in fusion_verdicts(report)),
     ]
     replace_section("horovod", "\n".join(told), ROOT / "docs" / "from-horovod.md")
-    return [line for line in fusion_verdicts(report) if line.startswith("missed")]
+    return missed(fusion_verdicts(report))
+
+
+def missed(verdicts: Sequence[Verdict]) -> list[str]:
+    """Those that do not hold, in words."""
+    return [str(verdict) for verdict in verdicts if verdict.held is False]
 
 
 def commit_of_tree() -> str:
@@ -279,7 +286,7 @@ def network_proof(commit: str) -> list[str]:
     net = run_net(NetBench(out=ROOT / "runs" / "proof-net"))
     model = run_model(ModelRun(out=ROOT / "runs" / "proof-net"))
     replace_section("network", network_section(net, model, commit), FIGURES)
-    told = [line for line in verdicts(model) if line.startswith("missed")]
+    told = missed(verdicts(model))
     return [*(str(target) for target in targets(net) if not target.held), *told]
 
 
@@ -360,7 +367,8 @@ def comm_page(report: CommReport, commit: str) -> str:
         "|---|--:|--:|" + "--:|--:|" * len(libraries),
     ]
     for row in report.rows:
-        cells = [row.operation, size_text(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
+        size = size_text(row.nbytes) if row.nbytes else ""
+        cells = [row.operation, size, f"{row.seconds['gloo'] * 1e6:,.0f}"]
         for name in libraries:
             known = name in row.seconds
             cells.append(f"{row.seconds[name] * 1e6:,.0f}" if known else "")
@@ -383,10 +391,6 @@ def ddp_table(report: DdpReport) -> list[str]:
             gone = share_text(found, name)
             lines.append(f"| {what} | {HEADINGS[name]} | {step_s * 1e3:.0f} | {faster} | {gone} |")
     return lines
-
-
-def size_text(nbytes: int) -> str:
-    return "" if not nbytes else f"{nbytes // KIB} KiB" if nbytes < MIB else f"{nbytes // MIB} MiB"
 
 
 def targets_missed(

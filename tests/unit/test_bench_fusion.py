@@ -48,7 +48,7 @@ def _report(longer: float, seconds: float, calls: int) -> FusionReport:
     ],
 )
 def test_each_promise_is_held_or_missed(report, words):
-    assert [line.split()[0] for line in fusion_verdicts(report)] == words
+    assert [str(line).split()[0] for line in fusion_verdicts(report)] == words
 
 
 @pytest.mark.parametrize("wrong", [{"ranks": 1}, {"cases": (("x", 1),)}, {"cases": (("mlp", 0),)}])

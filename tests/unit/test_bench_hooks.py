@@ -28,4 +28,4 @@ def _report(first: float, exact: float, topk: float) -> HooksReport:
     ],
 )
 def test_losses_are_compared_where_something_has_been_learned(losses, words):
-    assert [line.split()[0] for line in hooks_verdicts(_report(*losses))] == words
+    assert [str(line).split()[0] for line in hooks_verdicts(_report(*losses))] == words

@@ -212,7 +212,7 @@ def test_errors_of_the_model_are_medians_and_held_against_what_was_promised():
         braid="0", torch="2", machine="2 cores", load=0.5, network="4 hosts", memory="2 ranks",
         far=[held(1.1), held(0.9), held(9.0)], near=[held(0.5)],
     )  # fmt: skip
-    assert model.verdicts(found) == [
+    assert list(map(str, model.verdicts(found))) == [
         "held    4 hosts: median error at most 15%, found 10.0% of 3",
         "missed  2 ranks: median error at most 25%, found 50.0% of 1",
     ]

@@ -8,7 +8,6 @@ mpi4py and mpiexec are installed, MPI (`candidates`). Bytes are those of the lar
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -20,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from braid._version import __version__
-from braid.bench.harness.machine import machine
 from braid.bench.harness.one_host import run_here
+from braid.bench.harness.report import Report, check_minimums, measured_on, new_table, save, show
+from braid.bench.harness.sizes import size_text
 from braid.bench.workers.candidates import LIBRARIES
 from braid.bench.workers.comm import Plan, Row
 from braid.errors import ConfigError
@@ -68,21 +66,15 @@ KNOWN_DTYPES = (
 )  # Gloo's
 
 
-class CommReport(msgspec.Struct, kw_only=True):
+class CommReport(Report, kw_only=True):
     """Rows and where they were measured.
 
     Attributes:
-        braid: Version.
-        torch: Version.
-        machine: Cores and processor.
         mpi: The MPI that was measured; empty if there was none.
         explained: Which algorithms braid chose, by number of ranks, in words.
         rows: Measurements.
     """
 
-    braid: str
-    torch: str
-    machine: str
     mpi: str
     explained: dict[str, str]
     rows: list[Row]
@@ -122,9 +114,7 @@ class CommBench:
         least = [("the number of ranks", n, 2) for n in self.ranks]
         least += [("the number of rounds", self.rounds, 1)]
         least += [("a size in bytes", size, 1) for size in self.sizes_bytes]
-        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_minimums(least)
 
 
 class _Bar:
@@ -135,7 +125,7 @@ class _Bar:
         self._progress = progress
         self._task = progress.add_task("measuring", total=total)
 
-    def hear(self, text: str) -> None:
+    def on_line(self, text: str) -> None:
         """Take a JSON object."""
         if text.startswith('{"explained"'):
             self.explained = str(msgspec.json.decode(text)["explained"])
@@ -155,21 +145,19 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
-    mpi = mpi_version()
+    where, mpi = measured_on(), mpi_version()
     explained, rows = {}, []
     for ranks in bench.ranks:
         words, measured = _run_ranks(bench, ranks, with_mpi=bool(mpi), console=console)
         explained[str(ranks)] = words
         rows += measured
     report = CommReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
+        **where,
         mpi=mpi,
         explained=explained,
         rows=rows,
     )
-    (bench.out / "comm.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    save(report, bench.out / "comm.json")
     return report
 
 
@@ -210,7 +198,9 @@ def _run_ranks(
         if with_mpi:
             _run_under_mpi((worker, encoded.decode()), ranks, bar)
         else:
-            run_here(ranks, worker, encoded, hear=bar.hear, log_dir=bench.out / f"run-{ranks}")
+            run_here(
+                ranks, worker, encoded, on_line=bar.on_line, log_dir=bench.out / f"run-{ranks}"
+            )
     measured = msgspec.json.decode(rows.read_bytes(), type=list[Row])
     rows.unlink()
     return bar.explained, measured
@@ -231,7 +221,7 @@ def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith(b"{"):
-                    bar.hear(line.decode())
+                    bar.on_line(line.decode())
         if process.returncode:
             errors.seek(0)
             msg = f"expected the ranks of mpiexec to end well, found exit code {process.returncode}:\n{errors.read()}"
@@ -246,19 +236,14 @@ def table(report: CommReport) -> Table:
         "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, on tensors of Group.empty; "
         "torch: torch.distributed over braid"
     )
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
-    grid.add_column("operation", no_wrap=True)
-    grid.add_column("ranks", justify="right", no_wrap=True)
-    grid.add_column("bytes", justify="right", no_wrap=True)
-    grid.add_column("gloo", justify="right", no_wrap=True)
-    for name in libraries:
-        grid.add_column(HEADINGS[name], justify="right", no_wrap=True)
-        grid.add_column("x", justify="right", no_wrap=True)
+    heads = [head for name in libraries for head in (HEADINGS[name], "x")]
+    grid = new_table(title, ("operation",), ("ranks", "bytes", "gloo", *heads))
+    grid.collapse_padding = True
     one_dtype = len({row.dtype for row in report.rows if row.nbytes}) == 1
     for row in report.rows:
         plain = one_dtype or not row.nbytes
         cells = [row.operation if plain else f"{row.operation} {row.dtype}", str(row.ranks)]
-        cells += [_size(row.nbytes), f"{row.seconds['gloo'] * 1e6:,.0f}"]
+        cells += [size_text(row.nbytes) if row.nbytes else "", f"{row.seconds['gloo'] * 1e6:,.0f}"]
         for name in libraries:
             known = name in row.seconds
             cells.append(_short(row.seconds[name] * 1e6) if known else "")
@@ -312,17 +297,4 @@ def plot(report: CommReport, path: Path) -> Path:
 
 def print_report(report: CommReport, out: Path) -> None:
     """Show the table and say where the files are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=120)
-    console.print(table(report))
-    for words in report.explained.values():
-        console.print(words, highlight=False)
-    console.print(f"rows  {out / 'comm.json'}")
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g} {unit}"
-    return str(nbytes) if nbytes else ""
+    show(table(report), report.explained.values(), out / "comm.json")

@@ -6,7 +6,6 @@ braid's own is the third. All run in the same processes in one run (`ddp_worker`
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +15,19 @@ from pathlib import Path
 from statistics import fmean, quantiles
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid._version import __version__
-from braid.bench.harness.machine import machine
 from braid.bench.harness.one_host import run_here
+from braid.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
 from braid.bench.workers.ddp import VARIANTS, Case, Measured, Plan
 from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.errors import ConfigError
@@ -60,12 +65,9 @@ HEADINGS = {
 }
 
 
-class DdpReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured; `busy` processes computed beside it."""
+class DdpReport(Report, kw_only=True):
+    """Figures of all models; `busy` processes computed beside them."""
 
-    braid: str
-    torch: str
-    machine: str
     models: list[Measured]
     busy: int = 0
 
@@ -97,9 +99,7 @@ class DdpBench:
             raise ConfigError(msg)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("busy", self.busy, 0)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]
-        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_minimums(least)
 
 
 def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport:
@@ -113,6 +113,7 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
+    where = measured_on()
     figures = bench.out / "figures.json"
     plan = Plan(
         cases=bench.cases,
@@ -127,13 +128,11 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
         encoded = msgspec.json.encode(plan)
         run_here(bench.ranks, "braid.bench.workers.ddp", encoded, log_dir=bench.out / "run")
     report = DdpReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
+        **where,
         models=msgspec.json.decode(figures.read_bytes(), type=list[Measured]),
         busy=bench.busy,
     )
-    (bench.out / "ddp.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    save(report, bench.out / "ddp.json")
     figures.unlink()
     return report
 
@@ -149,9 +148,9 @@ def _busy(count: int) -> Iterator[None]:
         yield
 
 
-def ddp_verdicts(report: DdpReport) -> list[str]:
-    """What was promised of braid's wrapper, and whether it holds, in words."""
-    lines = []
+def ddp_verdicts(report: DdpReport) -> list[Verdict]:
+    """What was promised of braid's wrapper, and whether it holds."""
+    verdicts = []
     least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
     for found in report.models:
         what = f"{found.model}, batch {found.batch}"
@@ -169,10 +168,10 @@ def ddp_verdicts(report: DdpReport) -> list[str]:
         beside = fmean(found.rounds_s["torch"]) / fmean(found.rounds_s["braid"])
         held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
         for text, figure, floor in held:
-            word = "told  " if figure is None else "held  " if figure >= floor else "missed"
             shown = "too little exposed to tell" if figure is None else f"found {figure:.2f}"
-            lines.append(f"{word}  {what}: {text}, {shown}")
-    return lines
+            holds = None if figure is None else figure >= floor
+            verdicts.append(Verdict(f"{what}: {text}", shown, holds))
+    return verdicts
 
 
 def ddp_doubts(report: DdpReport) -> list[str]:
@@ -204,11 +203,8 @@ def share_text(found: Measured, variant: str) -> str:
 def ddp_table(report: DdpReport) -> Table:
     """One row per model and wrapper."""
     title = f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over Gloo / this one's; exposed: means"
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name, justify in (("model", "left"), ("wrapper", "left")):
-        grid.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]  # a literal
-    for name in ("ms", "x", "exposed ms", "of Gloo's exposed gone"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    heads = ("ms", "x", "exposed ms", "of Gloo's exposed gone")
+    grid = new_table(title, ("model", "wrapper"), heads)
     for found in report.models:
         what = f"{found.model} {found.num_params / 1e6:.1f} M, batch {found.batch} x {found.ranks}"
         for index, variant in enumerate(VARIANTS):
@@ -230,10 +226,5 @@ def ddp_table(report: DdpReport) -> Table:
 
 def print_ddp(report: DdpReport, out: Path) -> None:
     """Show the table and say where the figures are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=120)
-    console.print(ddp_table(report))
-    for line in [*ddp_verdicts(report), *ddp_doubts(report)]:
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures  {out / 'ddp.json'}")
+    lines = [*ddp_verdicts(report), *ddp_doubts(report)]
+    show(ddp_table(report), lines, out / "ddp.json")

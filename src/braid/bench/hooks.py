@@ -6,22 +6,26 @@ whole step, and the loss after equally many steps beside that of exact gradients
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid._version import __version__
 from braid.bench.harness.lab import Lab
-from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
 from braid.bench.harness.several import Where, run_ranks
-from braid.bench.net import GBIT
+from braid.bench.harness.sizes import GBIT
 from braid.bench.workers.hooks import EXACT, Plan, Way
-from braid.errors import ConfigError
 
 __all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
 
@@ -31,13 +35,9 @@ LOSS_HELD = 1.1  # times the loss with exact gradients
 LEARNED = 0.5  # of the first loss, or nothing can be said about what hooks do to losses
 
 
-class HooksReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured; `load` is that of a core just before, by other processes."""
+class HooksReport(Report, kw_only=True):
+    """Figures of all hooks."""
 
-    braid: str
-    torch: str
-    machine: str
-    load: float
     gbit: float
     hosts: int
     batch: int
@@ -68,11 +68,8 @@ class HooksBench:
     def __post_init__(self) -> None:
         least = [("the number of hosts", self.num_hosts, 2), ("rounds", self.rounds, 2)]
         least += [("the batch", self.batch, 1)]
-        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
-        if self.gbit <= 0:
-            problems.append(f"the rate is {self.gbit:g} Gbit/s, expected more than 0")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        slow = [f"the rate is {self.gbit:g} Gbit/s, expected more than 0"] * (self.gbit <= 0)
+        check_minimums(least, slow)
 
 
 def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> HooksReport:
@@ -82,7 +79,7 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
         ConfigError: No namespaces can be made here, there is no such hook, or a rank failed.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
-    load = load_per_core()
+    where = measured_on()
     shown = console or RichConsole(stderr=True)
     plan = msgspec.json.encode(Plan(hooks=bench.hooks, batch=bench.batch, rounds=bench.rounds))
     ways: list[Way] = []
@@ -91,26 +88,22 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
         Lab(bench.num_hosts, bench.gbit * GBIT) as lab,
     ):
         hosts = ",".join(f"{host}:1" for host in lab.hosts)
-        where = Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside)
         run_ranks(
-            where,
+            Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside),
             "braid.bench.workers.hooks",
             plan,
-            hear=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
+            on_line=lambda text: ways.append(msgspec.json.decode(text, type=Way)),
             log_dir=bench.out / "run",
         )
     report = HooksReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
-        load=load,
+        **where,
         gbit=bench.gbit,
         hosts=bench.num_hosts,
         batch=bench.batch,
         rounds=bench.rounds,
         ways=ways,
     )
-    (bench.out / "hooks.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    save(report, bench.out / "hooks.json")
     return report
 
 
@@ -120,10 +113,8 @@ def hooks_table(report: HooksReport) -> Table:
         f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s, {report.machine}, load before "
         f"{report.load:.1f} a core, torch {report.torch}"
     )
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    grid.add_column("hook", no_wrap=True)
-    for head in ("ms a step", "x", "quartiles", "first loss", f"loss after {report.rounds} steps"):
-        grid.add_column(head, justify="right", no_wrap=True)
+    heads = ("ms a step", "x", "quartiles", "first loss", f"loss after {report.rounds} steps")
+    grid = new_table(title, ("hook",), heads)
     for way in report.ways:
         low, high = way.spread
         exact = way.name == EXACT
@@ -138,32 +129,24 @@ def hooks_table(report: HooksReport) -> Table:
     return grid
 
 
-def hooks_verdicts(report: HooksReport) -> list[str]:
-    """What was promised, and whether it holds, in words."""
+def hooks_verdicts(report: HooksReport) -> list[Verdict]:
+    """What was promised, and whether it holds."""
     exact = next(way for way in report.ways if way.name == EXACT)
     share = exact.last_loss / exact.first_loss
-    word = "held  " if share <= LEARNED else "missed"
-    lines = [f"{word}  {EXACT}: loss at most {LEARNED} x the first, found {share:.3f}"]
+    learned = f"{EXACT}: loss at most {LEARNED} x the first"
+    verdicts = [Verdict(learned, f"found {share:.3f}", share <= LEARNED)]
     for way in report.ways:
         least = LEAST.get(way.name.partition(":")[0])
         if least is None:
             continue
-        word = "held  " if way.speedup >= least else "missed"
-        lines.append(f"{word}  {way.name}: step at least {least} x, found {way.speedup:.2f}")
+        faster = f"{way.name}: step at least {least} x"
+        verdicts.append(Verdict(faster, f"found {way.speedup:.2f}", way.speedup >= least))
         ratio = way.last_loss / exact.last_loss
-        word = "held  " if ratio <= LOSS_HELD else "missed"
-        lines.append(
-            f"{word}  {way.name}: loss at most {LOSS_HELD} x that of exact gradients, found {ratio:.3f}"
-        )
-    return lines
+        as_good = f"{way.name}: loss at most {LOSS_HELD} x that of exact gradients"
+        verdicts.append(Verdict(as_good, f"found {ratio:.3f}", ratio <= LOSS_HELD))
+    return verdicts
 
 
 def print_hooks(report: HooksReport, out: Path) -> None:
     """Show the table and the verdicts, and say where the figures are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=120)
-    console.print(hooks_table(report))
-    for line in hooks_verdicts(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures  {out / 'hooks.json'}")
+    show(hooks_table(report), hooks_verdicts(report), out / "hooks.json")

@@ -6,7 +6,6 @@ state there, beside what the others have.
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 import sys
 import time
@@ -17,13 +16,19 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid._version import __version__
-from braid.bench.harness.machine import machine
 from braid.bench.harness.one_host import run_here
+from braid.bench.harness.report import (
+    Report,
+    Verdict,
+    check_minimums,
+    measured_on,
+    new_table,
+    save,
+    show,
+)
 from braid.bench.workers.ddp_models import MODEL_NAMES
 from braid.bench.workers.horovod import Exchange, Figures, Plan, Small, Step
 from braid.errors import ConfigError
@@ -67,12 +72,9 @@ class Thousand(msgspec.Struct, kw_only=True):
     lists: int
 
 
-class FusionReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured."""
+class FusionReport(Report, kw_only=True):
+    """Figures of the negotiated engine."""
 
-    braid: str
-    torch: str
-    machine: str
     ranks: int
     small: Small
     steps: list[Step]
@@ -106,9 +108,7 @@ class FusionBench:
             raise ConfigError(msg)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 2)]
         least += [(f"the batch of {model}", batch, 1) for model, batch in self.cases]
-        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_minimums(least)
 
 
 def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> FusionReport:
@@ -118,6 +118,7 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
         ConfigError: A rank failed; the message is the launcher's error block.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
+    where = measured_on()
     path = bench.out / "figures.json"
     plan = Plan(
         cases=bench.cases, rounds=bench.rounds, budget_s=bench.budget_s, out=str(path.resolve())
@@ -130,16 +131,14 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
         thousand = many_ranks(NUM_RANKS, NUM_TENSORS, NUM_CYCLES)
     figures = msgspec.json.decode(path.read_bytes(), type=Figures)
     report = FusionReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
+        **where,
         ranks=bench.ranks,
         small=figures.small,
         steps=figures.steps,
         exchanges=figures.exchanges,
         thousand=thousand,
     )
-    (bench.out / "fusion.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    save(report, bench.out / "fusion.json")
     path.unlink()
     return report
 
@@ -221,8 +220,8 @@ def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
     return 0.0, number, found
 
 
-def fusion_verdicts(report: FusionReport) -> list[str]:
-    """What was promised of the engine, and whether it holds, in words."""
+def fusion_verdicts(report: FusionReport) -> list[Verdict]:
+    """What was promised of the engine, and whether it holds."""
     held: list[tuple[str, bool, str]] = [
         (
             f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo",
@@ -251,16 +250,13 @@ def fusion_verdicts(report: FusionReport) -> list[str]:
             f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times",
         )
     )
-    return [f"{'held  ' if ok else 'missed'}  {what}, found {found}" for what, ok, found in held]
+    return [Verdict(what, f"found {figure}", ok) for what, ok, figure in held]
 
 
 def fusion_table(report: FusionReport) -> Table:
     """One row per thing measured."""
     title = f"{report.machine}, torch {report.torch}, {report.ranks} ranks; medians"
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    grid.add_column("what", no_wrap=True)
-    for name in ("ms", "ratio", "quartiles"):
-        grid.add_column(name, justify="right", no_wrap=True)
+    grid = new_table(title, ("what",), ("ms", "ratio", "quartiles"))
     small = report.small
     for way, seconds in small.seconds.items():
         ratio = f"{small.speedup:.1f} x" if way == "engine" else ""
@@ -290,10 +286,4 @@ def fusion_table(report: FusionReport) -> Table:
 
 def print_fusion(report: FusionReport, out: Path) -> None:
     """Show the table and say where the figures are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=120)
-    console.print(fusion_table(report))
-    for line in fusion_verdicts(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures  {out / 'fusion.json'}")
+    show(fusion_table(report), fusion_verdicts(report), out / "fusion.json")

@@ -7,22 +7,19 @@ that it is held against.
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid._version import __version__
 from braid.bench.harness.lab import Lab
-from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.report import Report, Verdict, measured_on, new_table, save, show
 from braid.bench.harness.several import Where, run_ranks
-from braid.bench.net import GBIT, KIB, MIB, size_text
+from braid.bench.harness.sizes import GBIT, KIB, MIB, size_text
 from braid.bench.probe import as_cluster
 from braid.bench.workers.model import Found, Near, Plan, Taken
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
@@ -72,24 +69,16 @@ class Held(msgspec.Struct, kw_only=True):
         return self.predicted_s / self.taken.seconds - 1
 
 
-class ModelReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured.
+class ModelReport(Report, kw_only=True):
+    """Figures of the cost model beside what was measured.
 
     Attributes:
-        braid: Version.
-        torch: Version.
-        machine: Cores and processor.
-        load: Of a core just before, by other processes.
         network: What the ranks were joined by, in words.
-        far: Over the network.
+        far: Algorithms over the network.
         memory: Which ranks shared memory, in words.
-        near: In shared memory.
+        near: Algorithms in shared memory.
     """
 
-    braid: str
-    torch: str
-    machine: str
-    load: float
     network: str
     far: list[Held]
     memory: str
@@ -121,7 +110,7 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
         ConfigError: No namespaces can be made here, or a rank failed.
     """
     wanted.out.mkdir(parents=True, exist_ok=True)
-    load = load_per_core()
+    measured = measured_on()
     shown = console or RichConsole(stderr=True)
     network = f"{wanted.num_hosts} hosts x 1 at {wanted.gbit:g} Gbit/s"
     memory = f"{wanted.ranks} ranks in shared memory"
@@ -146,10 +135,7 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
         where = Where(hosts=f"{lab.hosts[0]}:{wanted.ranks}", rsh=lab.rsh, inside=lab.inside)
         near = msgspec.json.decode(_measure(where, near_plan, wanted.out / "run-near"), type=Near)
     report = ModelReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
-        load=load,
+        **measured,
         network=network,
         far=predict(found),
         memory=memory,
@@ -158,14 +144,14 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
             for taken, seconds in zip(near.taken, near.predicted_s, strict=True)
         ],
     )
-    (wanted.out / "model.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    save(report, wanted.out / "model.json")
     return report
 
 
 def _measure(where: Where, plan: Plan, log_dir: Path) -> str:
     told: list[str] = []
     encoded = msgspec.json.encode(plan)
-    run_ranks(where, "braid.bench.workers.model", encoded, hear=told.append, log_dir=log_dir)
+    run_ranks(where, "braid.bench.workers.model", encoded, on_line=told.append, log_dir=log_dir)
     return told[-1]
 
 
@@ -205,11 +191,7 @@ def error(held: Sequence[Held]) -> float:
 def model_table(report: ModelReport) -> Table:
     """One row per place and algorithm; per size what was predicted, what was measured, and the error."""
     title = f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}"
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("", "algorithm"):
-        grid.add_column(name, no_wrap=True)
-    for number in range(5):
-        grid.add_column(f"size {number + 1}", justify="right", no_wrap=True)
+    grid = new_table(title, ("", "algorithm"), [f"size {number + 1}" for number in range(5)])
     for place, held in ((report.network, report.far), (report.memory, report.near)):
         sizes = sorted({one.taken.nbytes for one in held})
         grid.add_row(place, "", *map(size_text, sizes))
@@ -223,30 +205,22 @@ def model_table(report: ModelReport) -> Table:
     return grid
 
 
-def verdicts(report: ModelReport) -> list[str]:
-    """Whether the errors are as small as was promised, in words."""
-    lines = []
+def verdicts(report: ModelReport) -> list[Verdict]:
+    """Whether the errors are as small as was promised."""
+    judged = []
     for kind, place, held in (
         ("network", report.network, report.far),
         ("memory", report.memory, report.near),
     ):
         found, most = error(held), MOST_ERROR[kind]
-        word = "held  " if found <= most else "missed"
-        lines.append(
-            f"{word}  {place}: median error at most {most:.0%}, found {found:.1%} of {len(held)}"
-        )
-    return lines
+        claim = f"{place}: median error at most {most:.0%}"
+        judged.append(Verdict(claim, f"found {found:.1%} of {len(held)}", found <= most))
+    return judged
 
 
 def print_model(report: ModelReport, out: Path) -> None:
     """Show the table and the verdicts, and say where the figures are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=160)
-    console.print(model_table(report))
-    for line in verdicts(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"figures  {out / 'model.json'}")
+    show(model_table(report), verdicts(report), out / "model.json", width=160)
 
 
 def _ms(seconds: float) -> str:

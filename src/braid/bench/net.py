@@ -9,7 +9,6 @@ l bytes of the tensor, over time and rate. Headers are not counted, so of Ethern
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,16 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from braid._version import __version__
 from braid.bench.harness.lab import Lab, bucket_bytes
-from braid.bench.harness.machine import load_per_core, machine
+from braid.bench.harness.report import Report, check_minimums, measured_on, new_table, save, show
 from braid.bench.harness.several import Where, run_ranks
+from braid.bench.harness.sizes import GBIT, KIB, MIB, size_text
 from braid.bench.workers.net import BASE, Plan, Row
-from braid.errors import ConfigError
 from braid.launch import parse_hosts
 
 __all__ = [
@@ -38,15 +35,12 @@ __all__ = [
     "places",
     "print_net",
     "run_net",
-    "size_text",
     "targets",
 ]
 
-KIB, MIB = 1 << 10, 1 << 20
 SIZES_BYTES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WIRES = ("bf16", "int8", "topk:0.01")
 SMALL_BYTES, LARGE_BYTES = 64 * KIB, 4 * MIB
-GBIT = 1e9
 DRAINS = (
     2  # buckets' worth of numbers in an all-reduce that empties one at either end of each cable
 )
@@ -79,13 +73,9 @@ class Case(msgspec.Struct, kw_only=True):
         return f"{self.num_hosts} hosts x {self.ranks_per_host}{rate}"
 
 
-class NetReport(msgspec.Struct, kw_only=True):
-    """Figures and where they were measured; `load` is that of a core just before, by other processes."""
+class NetReport(Report, kw_only=True):
+    """Figures of all networks."""
 
-    braid: str
-    torch: str
-    machine: str
-    load: float
     cases: list[Case]
 
 
@@ -149,8 +139,7 @@ class NetBench:
     def __post_init__(self) -> None:
         least = [("the number of hosts", self.num_hosts, 2), ("the number of turns", self.turns, 1)]
         least += [("the number of ranks of a host", n, 1) for n in self.ranks_per_host]
-        problems = [f"{name} is {n}, expected {low} or more" for name, n, low in least if n < low]
-        problems += [
+        problems = [
             f"a rate is {rate:g} Gbit/s, expected more than 0"
             for rate in self.rates_gbit
             if not 0 < rate < float("inf")
@@ -162,8 +151,7 @@ class NetBench:
         ]
         if self.rsh and not self.hosts:
             problems.append("--rsh needs hosts: name them with --hosts")
-        if problems:
-            raise ConfigError("; ".join(problems))
+        check_minimums(least, problems)
 
 
 def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport:
@@ -177,14 +165,14 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
         ConfigError: No namespaces can be made here, a host cannot be reached, or a rank failed.
     """
     bench.out.mkdir(parents=True, exist_ok=True)
-    load = load_per_core()
+    machine = measured_on()
     shown = console or RichConsole(stderr=True)
     cases: list[Case] = []
     for place in places(bench):
         case, rows = place, place.rows
         with shown.status(f"{case}: starting ranks") as status, reached(bench, case) as where:
 
-            def hear(text: str, case: Case = case, rows: list[Row] = rows) -> None:
+            def on_line(text: str, case: Case = case, rows: list[Row] = rows) -> None:
                 rows.append(msgspec.json.decode(text, type=Row))
                 status.update(f"{case}: {size_text(rows[-1].nbytes)} done")
 
@@ -197,16 +185,10 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
                 drain_bytes=0 if bench.hosts else DRAINS * bucket_bytes(case.gbit_per_s * GBIT),
             )
             encoded = msgspec.json.encode(plan)
-            run_ranks(where, "braid.bench.workers.net", encoded, hear=hear, log_dir=log_dir)
+            run_ranks(where, "braid.bench.workers.net", encoded, on_line=on_line, log_dir=log_dir)
         cases.append(case)
-    report = NetReport(
-        braid=__version__,
-        torch=importlib.metadata.version("torch"),
-        machine=machine(),
-        load=load,
-        cases=cases,
-    )
-    (bench.out / "net.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    report = NetReport(**machine, cases=cases)
+    save(report, bench.out / "net.json")
     return report
 
 
@@ -286,14 +268,11 @@ def net_table(report: NetReport) -> Table:
         f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}; us, x: Gloo's time over this one's, "
         "%: payload over time and rate"
     )
-    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    grid.add_column("network", no_wrap=True)
     rows = [row for case in report.cases for row in case.rows]
     wires = [name for row in rows for name in row.ratio if name != "braid"]
     heads = ["bytes", "Gloo", "%", "braid", "x", "%"]
     names = list(dict.fromkeys(wires))
-    for head in [*heads, *(f"{name} x" for name in names)]:
-        grid.add_column(head, justify="right", no_wrap=True)
+    grid = new_table(title, ("network",), [*heads, *(f"{name} x" for name in names)])
     for case in report.cases:
         for number, row in enumerate(case.rows):
             cells = [str(case) if not number else "", size_text(row.nbytes)]
@@ -312,21 +291,7 @@ def net_table(report: NetReport) -> Table:
 
 def print_net(report: NetReport, out: Path) -> None:
     """Show the table and the targets, and say where the figures are."""
-    console = RichConsole()
-    if not console.is_terminal:
-        console = RichConsole(width=120)
-    console.print(net_table(report))
-    for target in targets(report):
-        console.print(str(target), highlight=False, soft_wrap=True)
-    console.print(f"figures  {out / 'net.json'}")
-
-
-def size_text(nbytes: float) -> str:
-    """Such as 64 KiB."""
-    for unit, scale in (("MiB", MIB), ("KiB", KIB)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:g} {unit}"
-    return f"{nbytes:g} B"
+    show(net_table(report), targets(report), out / "net.json")
 
 
 def _figure(value: float, unit: str) -> str:

@@ -94,10 +94,10 @@ def run_probe(wanted: Probe, *, console: RichConsole | None = None) -> Probed:
     told: list[str] = []
     if wanted.where is not None:
         with shown.status(f"sending messages between ranks on {wanted.where.hosts}"):
-            run_ranks(wanted.where, worker, plan, hear=told.append, log_dir=log_dir)
+            run_ranks(wanted.where, worker, plan, on_line=told.append, log_dir=log_dir)
     else:
         with shown.status(f"sending messages between {wanted.ranks} ranks"):
-            run_here(wanted.ranks, worker, plan, hear=told.append, log_dir=log_dir)
+            run_here(wanted.ranks, worker, plan, on_line=told.append, log_dir=log_dir)
     return msgspec.json.decode(told[-1] if told else "", type=Probed)
 
 

@@ -43,9 +43,9 @@ def prove(
         msg = f"expected numbers from 1, found {' and '.join(problems)}"
         raise ConfigError(msg)
     load_task(Path(file))  # so that a task that cannot be read is told once, not by every rank
-    heard: list[str] = []
+    lines: list[str] = []
     plan = msgspec.json.encode(Plan(file=str(Path(file).resolve()), steps=steps))
-    run_here(n, "braid.prove.worker", plan, log_dir=Path(log_dir), hear=heard.append)
-    proof = msgspec.json.decode(heard[-1], type=Told).proof
+    run_here(n, "braid.prove.worker", plan, log_dir=Path(log_dir), on_line=lines.append)
+    proof = msgspec.json.decode(lines[-1], type=Told).proof
     show(proof)
     return 0 if proof.holds else 1

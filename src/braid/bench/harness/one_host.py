@@ -17,7 +17,7 @@ def run_here(
     plan: bytes,
     *,
     log_dir: Path,
-    hear: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
 ) -> None:
     """Run a module on all ranks, to its end.
 
@@ -26,7 +26,7 @@ def run_here(
         module: Name.
         plan: Its argument.
         log_dir: Directory for the run's logs.
-        hear: Called with each JSON object that the first rank prints.
+        on_line: Called with each JSON object that the first rank prints.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -39,19 +39,19 @@ def run_here(
         log_dir=str(log_dir),
         hang_report_s=0.0,
     )
-    outcome = Supervisor(_Ear(hear)).run(job)
+    outcome = Supervisor(_LineConsole(on_line)).run(job)
     if not outcome.ok:
         raise ConfigError(str(outcome))
 
 
-class _Ear(QuietConsole):
+class _LineConsole(QuietConsole):
     """Passes on what the first rank prints as JSON."""
 
-    def __init__(self, hear: Callable[[str], None] | None) -> None:
+    def __init__(self, on_line: Callable[[str], None] | None) -> None:
         super().__init__()
-        self._hear = hear
+        self._on_line = on_line
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
         super().line(rank, stream, text, end)
-        if self._hear is not None and rank == 0 and text.startswith(b"{"):
-            self._hear(text.decode())
+        if self._on_line is not None and rank == 0 and text.startswith(b"{"):
+            self._on_line(text.decode())

@@ -55,7 +55,7 @@ class Where:
 
 
 def run_ranks(
-    where: Where, module: str, plan: bytes, *, hear: Callable[[str], None], log_dir: Path
+    where: Where, module: str, plan: bytes, *, on_line: Callable[[str], None], log_dir: Path
 ) -> None:
     """Run a module on all ranks, to its end.
 
@@ -63,7 +63,7 @@ def run_ranks(
         where: On which hosts.
         module: Name.
         plan: Its argument.
-        hear: Called with each JSON object that the first rank prints.
+        on_line: Called with each JSON object that the first rank prints.
         log_dir: Directory for the run's logs.
 
     Raises:
@@ -82,7 +82,7 @@ def run_ranks(
         try:
             for line in process.stdout:
                 if text := figures_in(line):
-                    hear(text)
+                    on_line(text)
         except BaseException:
             process.send_signal(signal.SIGINT)  # so that it ends its ranks on all hosts
             _end(process)

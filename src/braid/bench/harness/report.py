@@ -1,0 +1,125 @@
+"""What every benchmark does with its figures: say where they were measured, judge them, show them and keep them.
+
+A bench fills a `Report`, whose first fields are the same everywhere, draws one table of it, and holds it to what was
+promised (`Verdict`). `save` writes JSON, `show` prints the table and the verdicts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from braid._version import __version__
+from braid.bench.harness.machine import load_per_core, machine
+from braid.errors import ConfigError
+
+__all__ = ["Report", "Verdict", "check_minimums", "measured_on", "new_table", "save", "show"]
+
+WIDTH = 120  # columns of a table that no terminal shows
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """Where figures were measured; each bench adds its own.
+
+    Attributes:
+        braid: Version of braid.
+        torch: Version of torch.
+        machine: Cores and model of the processor.
+        load: Load of a core by other processes, just before.
+    """
+
+    braid: str
+    torch: str
+    machine: str
+    load: float = 0.0
+
+
+def measured_on() -> dict[str, Any]:
+    """The fields of a `Report`; call it before anything is started."""
+    return {
+        "braid": __version__,
+        "torch": importlib.metadata.version("torch"),
+        "machine": machine(),
+        "load": load_per_core(),
+    }
+
+
+class Verdict(NamedTuple):
+    """Something that was promised, and whether it holds.
+
+    Attributes:
+        claim: The promise in words.
+        found: The figure in words.
+        held: Whether it holds; None where too little was measured to tell.
+    """
+
+    claim: str
+    found: str
+    held: bool | None
+
+    def __str__(self) -> str:
+        word = {True: "held  ", False: "missed", None: "told  "}[self.held]
+        return f"{word}  {self.claim}, {self.found}"
+
+
+def check_minimums(
+    values: Iterable[tuple[str, float, float]], problems: Sequence[str] = ()
+) -> None:
+    """Refuse options that are too small.
+
+    Args:
+        values: Name, value and least value of each option.
+        problems: What else is wrong, in words.
+
+    Raises:
+        ConfigError: Names everything that is wrong.
+    """
+    small = [f"{name} is {n}, expected {least} or more" for name, n, least in values if n < least]
+    if small or problems:
+        raise ConfigError("; ".join([*small, *problems]))
+
+
+def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
+    """An empty table.
+
+    Args:
+        title: Line above it.
+        left: Headings of columns of words.
+        right: Headings of columns of figures, which come after them.
+    """
+    grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for name in left:
+        grid.add_column(name, no_wrap=True)
+    for name in right:
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
+
+
+def save(report: Report, path: Path) -> None:
+    """Write a report as JSON."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def show(table: Table, lines: Iterable[object], path: Path, *, width: int = WIDTH) -> None:
+    """Print a table, lines below it, and where the figures are.
+
+    Args:
+        table: The figures.
+        lines: Verdicts, or other lines.
+        path: Where the report was written to.
+        width: Columns where the output is no terminal.
+    """
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=width)
+    console.print(table)
+    for line in lines:
+        console.print(str(line), highlight=False, soft_wrap=True)
+    console.print(f"figures  {path}")
