@@ -192,7 +192,7 @@ def _wraps(group: Group, holds: bool) -> list[int]:
         if turn == 4:
             held.clear()
             gc.collect()
-        number = group.numbers.take()
+        number = group.numbers.next()
         group.numbers.give_back(number)
         counts.append(number)
     return counts

@@ -199,7 +199,7 @@ def _trains_at_random(group: Group) -> tuple[list[Gradients], int, int]:
         net.zero_grad()
         loss_of(wrapped(batch(group.rank, step))).backward()
         found.append(grads(net))
-    kept = wrapped._reducer._cache._kept
+    kept = wrapped._reducer._averager._cache._kept
     return found, len(kept), group.persistent("all_reduce", torch.ones(1))._number
 
 

@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import torch
 from torch._compile import _disable_dynamo
 
 from braid.comm import Group
-from braid.errors import CommError, ConfigError, MismatchError
+from braid.errors import ConfigError
 from braid.params.autograd_grad import (
     at_end_of_backward,
     is_in_backward,
@@ -39,24 +38,14 @@ from braid.params.autograd_grad import (
     is_returned,
     refuse_grad,
 )
+from braid.params.averager import Averager
 from braid.params.backward_state import Action, BackwardState, Event, Phase
-from braid.params.bucket import Bucket
-from braid.params.bucket_layout_cache import BucketLayoutCache
-from braid.params.bucket_times import BucketTimes, ReadyTimes
-from braid.params.disagreements import (
-    OWN_GRADIENTS,
-    failed_ranks,
-    requires_grad_differs,
-    weights_differ,
-)
+from braid.params.bucket_times import BucketTimes
+from braid.params.buckets import Buckets
 from braid.params.gradient_hooks import ForwardPass, GradientHooks, GradientListener
 from braid.params.hook_schedule import StateHook
 from braid.params.local_steps import LocalSteps
-from braid.params.reducer_options import Outcome, ReducerListener, ReducerOptions
-from braid.params.reducer_policy import ReducerPolicy
-from braid.params.sparse import average_sparse
-from braid.params.status import RankState, Status
-from braid.params.status_exchange import StatusExchange
+from braid.params.reducer_options import ReducerListener, ReducerOptions
 from braid.params.table import ParamTable
 
 __all__ = ["GradientReducer"]
@@ -74,13 +63,10 @@ class GradientReducer(GradientListener):
             backward begins with the first part of a gradient that is computed.
 
     Attributes:
-        buckets: Buckets of the parameters that require a gradient.
         synchronizes: False while gradients stay local and accumulate; read when backward begins.
         loss_weight: Weight of the gradients of forwards that begin now; every backward counts one
             when None.
-        buffers_used: Whether the module has been used in training mode since buffers were equal.
         owes_average: Whether nested backwards have left gradients that `finish` has to average.
-        num_reductions: Number of averagings so far.
     """
 
     def __init__(
@@ -92,28 +78,30 @@ class GradientReducer(GradientListener):
         *,
         hears_outputs: bool = True,
     ) -> None:
-        self._group = group
         self._records = table.records
         self._options = options or ReducerOptions()
-        self._policy = ReducerPolicy(self._options)
-        self._listener = listener or ReducerListener()
-        self._exchange = StatusExchange(group, len(self._records))
         self._hears_outputs = hears_outputs
-        self._hooks = GradientHooks(self._records, self, partial_grads=not hears_outputs)
-        self._cache = BucketLayoutCache(group, self._records, self._options)
-        self._has_hook = False
-        self._times = ReadyTimes(group.context.clock.now_ns, self._cache.current.layouts)
-        self._local_steps = LocalSteps()
         self._state = BackwardState()
-        self._nonfinite: set[int] = set()
-        self._raised: Exception | None = None  # by the listener, while buckets were under way
-        self.buckets = self._cache.current
+        self._averager = Averager(
+            group, self._records, self._options, listener or ReducerListener(), self._state
+        )
+        self._local_steps = LocalSteps()
+        self._has_hook = False
+        self._hooks = GradientHooks(self._records, self, partial_grads=not hears_outputs)
+        self._hooks.attach(self.buckets.positions)
         self.synchronizes = True
         self.loss_weight: float | None = None
-        self.buffers_used = False
         self.owes_average = False
-        self.num_reductions = 0
-        self._hooks.attach(self.buckets.positions)
+
+    @property
+    def buckets(self) -> Buckets:
+        """Buckets of the parameters that require a gradient."""
+        return self._averager.buckets
+
+    @property
+    def num_reductions(self) -> int:
+        """Number of averagings so far."""
+        return self._averager.num_reductions
 
     @property
     def accumulates(self) -> bool:
@@ -156,7 +144,7 @@ class GradientReducer(GradientListener):
             msg = "a backward is under way: register communication hooks between two steps"
             raise ConfigError(msg)
         self._has_hook = True
-        self._cache.use_hook(hook)
+        self._averager.use_hook(hook)
 
     def set_loss_weight(self, weight: float | None) -> None:
         """Set the weight of the gradients of forwards that follow; scaled where they accumulate."""
@@ -175,8 +163,7 @@ class GradientReducer(GradientListener):
             self._abandon_backward()
         if self._state.num_accumulated and all(r.param.grad is None for r in self._records):
             self.restart()
-        if self._cache.refresh(accumulating=self._state.num_accumulated > 0):
-            self.buckets = self._cache.current
+        if self._averager.refresh():
             self._hooks.attach(self.buckets.positions)
         else:
             self._hooks.refresh()
@@ -195,9 +182,17 @@ class GradientReducer(GradientListener):
         self._state.num_forwards_without_backward += 1
 
     @_disable_dynamo
-    def register_outputs(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Register the outputs of a forward pass. Call once per successful forward."""
-        opened = None if is_in_backward() else self.num_reductions
+    def register_outputs(
+        self, outputs: Sequence[torch.Tensor], *, buffers_used: bool = False
+    ) -> None:
+        """Register the outputs of a forward pass. Call once per successful forward.
+
+        Args:
+            outputs: Tensors that autograd follows.
+            buffers_used: Whether the forward may have changed buffers that are kept equal.
+        """
+        self._averager.buffers_used |= buffers_used
+        opened = None if is_in_backward() else self._averager.num_reductions
         forward = ForwardPass(self.loss_weight, opened)
         if not self._hooks.register_outputs(outputs, forward):
             self._close_forward(forward)  # no backward will reach it
@@ -210,36 +205,18 @@ class GradientReducer(GradientListener):
         Args:
             weight: Weight of this rank in the average when it has no gradients.
         """
-        state = self._state
-        has_gradients = state.num_accumulated > 0
-        if has_gradients:
-            self._collect()
-            weight = state.loss_weight
-        else:
-            self.buckets.zero()
-        own = RankState.FAILED if state.failed else RankState.JOINED
-        status = self._exchange_status(own, weight, present=has_gradients and not state.failed)
-        if all(other is RankState.JOINED for other in status.states):
-            return False
-        self._launch_needed(status)
-        self._conclude(status, own, has_gradients=has_gradients)
-        return True
+        self._local_steps.forget()
+        return self._averager.shadow(weight)
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all; `.grad` then holds the averages."""
         self.owes_average = False
-        for bucket in self._collect():
-            self._launch(bucket)
-        state = self._state
-        own = self._policy.rank_state(state, is_finite=not self._nonfinite)
-        status = self._exchange_status(own, state.loss_weight, present=not state.failed)
-        self._launch_needed(status)
-        self._conclude(status, own, has_gradients=True)
+        self._local_steps.forget()
+        self._averager.average()
 
     def bucket_times(self) -> BucketTimes:
         """Return when the buckets of the last averaging were ready, on all ranks; a collective."""
-        device = self._exchange.device
-        return self._times.gather(self._group, self._records, self.num_reductions, device)
+        return self._averager.bucket_times()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -282,30 +259,33 @@ class GradientReducer(GradientListener):
         if not state.has_gradient:
             state.has_gradient = True
             if state.phase is Phase.AVERAGING:
-                self._listener.on_averaging_begins()
-        buckets = self.buckets
+                self._averager.listener.on_averaging_begins()
+        averager = self._averager
+        buckets = averager.buckets
         bucket = buckets.of.get(position)
         if bucket is None or state.phase is not Phase.AVERAGING:
             return
         if not buckets.is_learnt:
             buckets.arrivals.setdefault(position)
-        if bucket.mark_ready(position) and self._policy.launches_early(
+        if bucket.mark_ready(position) and averager.policy.launches_early(
             bucket.layout, is_learnt=buckets.is_learnt
         ):
-            self._launch(bucket)
+            averager.launch(bucket)
         if position == buckets.trigger:
             for delayed in buckets:
                 if delayed.layout.delayed and delayed.is_ready and not delayed.is_launched:
-                    self._launch(delayed)
+                    averager.launch(delayed)
 
     def _backward_begins(self, phase: Phase | None = None) -> None:
         state = self._state
-        state.begin(phase or self._policy.next_phase(state, synchronizes=self.synchronizes))
+        state.begin(
+            phase or self._averager.policy.next_phase(state, synchronizes=self.synchronizes)
+        )
         at_end_of_backward(self._backward_ended)
 
     def _close_forward(self, forward: ForwardPass) -> None:
         """Count a forward no longer among those that no backward has reached."""
-        if forward.open == self.num_reductions:
+        if forward.open == self._averager.num_reductions:
             self._state.num_forwards_without_backward -= 1
         forward.open = None
 
@@ -326,128 +306,7 @@ class GradientReducer(GradientListener):
         if self._state.end(Event.ABANDON) is not Action.REPORT:
             return
         if not is_announced:
-            self._listener.on_averaging_begins()
-        for bucket in self.buckets:
-            if not bucket.is_launched:
-                bucket.zero()
-        status = self._exchange_status(RankState.FAILED, 1.0, present=False)
-        self._launch_needed(status)
-        self.buckets.wait()  # averages come, and may come over zeros of the program
-        self.buckets.zero()
-        self._end_step()
-
-    # The average.
-
-    def _launch(self, bucket: Bucket) -> None:
-        self._nonfinite.update(bucket.find_nonfinite(check_all=self._options.check_all))
-        self._times.bucket_is_ready(bucket.index)
-        bucket.launch()
-
-    def _collect(self) -> list[Bucket]:
-        """Move accumulated gradients into buckets; return those not launched that hold some."""
-        holding = [b for b in self.buckets if not b.is_launched and b.collect_all()]
-        for position in self.buckets.sparse:
-            grad = self._records[position].param.grad
-            if grad is None:
-                continue
-            values = grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
-            if not bool(values.isfinite().all()):
-                self._nonfinite.add(position)
-        return holding
-
-    def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
-        """Tell other ranks what this rank has, and learn what they have; a collective."""
-        state, required = self._state, self.buckets.requires_grad
-        has_gradient = [
-            present and requires and record.param.grad is not None
-            for record, requires in zip(self._records, required, strict=True)
-        ]
-        vector = self._exchange.layout.encode(
-            self._group.rank,
-            present=has_gradient,
-            nonfinite=list(map(self._nonfinite.__contains__, range(len(required)))),
-            requires_grad=required,
-            state=own,
-            num_forwards_without_backward=state.num_forwards_without_backward,
-            weight=weight,
-            is_weighted=state.is_weighted and own in OWN_GRADIENTS,
-            buffers_used=self.buffers_used and own is not RankState.JOINED,
-        )
-        status = self._exchange.run(vector, self._listener.start_beside_status())
-        differing = requires_grad_differs(status, self._records)
-        if differing is not None:
-            self._group.abort(differing)  # buckets under way will never be matched
-            raise MismatchError(differing)
-        self._cache.agree()
-        return status
-
-    def _launch_needed(self, status: Status) -> None:
-        """Launch buckets of which only other ranks have gradients."""
-        for bucket in self.buckets:
-            if not bucket.is_launched and self._policy.is_needed(bucket.layout, status):
-                self._launch(bucket)
-
-    def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
-        """Wait for the averages, and report what they have shown."""
-        failed = failed_ranks(status, self._group.ranks)
-        if failed is not None:
-            self.buckets.wait()
-            self._end_step()
-            if own is RankState.JOINED:
-                return
-            raise CommError(failed)
-        mean_weight = self._policy.mean_weight(status)
-        self.buckets.wait(partial(self._bucket_averaged, status, mean_weight))
-        for position in self.buckets.sparse:
-            if status.present[position]:
-                param = self._records[position].param
-                grad = param.grad if has_gradients else None
-                param.grad = average_sparse(self._group, param, grad, mean_weight)
-        self._times.averaging_ended(self.buckets.layouts)
-        if not self.buckets.is_learnt:
-            self._learn()
-        raised = self._raised
-        self._end_step()
-        differing = weights_differ(status)
-        if differing is not None:
-            raise MismatchError(differing)
-        self.buffers_used = False
-        self._listener.on_averaged(Outcome(self.num_reductions, status, self._records))
-        if raised is not None:
-            raise raised
-
-    def _learn(self) -> None:
-        """Use what the first whole backward has shown."""
-        if self._options.static_graph:
-            self.buckets.learn()
-        else:
-            self._cache.improve(self._exchange.device)
-            self.buckets = self._cache.current
-
-    def _bucket_averaged(self, status: Status, mean_weight: float, bucket: Bucket) -> None:
-        """Let `.grad` hold the averages of a bucket."""
-        if mean_weight != 1.0:
-            bucket.buffer.tensor.mul_(1.0 / mean_weight)
-        present = bucket.layout.members
-        if not all(map(status.present.__getitem__, present)):
-            bucket.keep_residuals([p for p in present if not status.present[p]])
-            present = tuple(p for p in present if status.present[p])
-        records = list(map(self._records.__getitem__, present))
-        for record, position in zip(records, present, strict=True):
-            if record.param.grad is None:  # another rank has used it
-                record.param.grad = bucket.views[position].detach()
-        is_usable = not any(status.nonfinite) and self._raised is None
-        try:
-            self._listener.on_bucket_averaged(records, is_usable=is_usable)
-        except Exception as error:  # noqa: BLE001 - raised when all ranks have ended the step
-            self._raised = error
-
-    def _end_step(self) -> None:
-        self.num_reductions += 1
+            self._averager.listener.on_averaging_begins()
         self.owes_average = False
-        self._raised = None
-        self._nonfinite.clear()
-        self._times.restart()
         self._local_steps.forget()
-        self._state.averaged()
-        self.buckets.reset()
+        self._averager.abandon()

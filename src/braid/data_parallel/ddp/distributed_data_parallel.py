@@ -217,9 +217,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         called = self._replicas[0] if self._replicas else self.module
         outputs = self._precision.call(called, args, kwargs)
         if has_backward:
-            if self._has_buffers and self.forward_sync_buffers and self.module.training:
-                self._reducer.buffers_used = True
-            self._reducer.register_outputs([x for x in tensors_in(outputs) if x.requires_grad])
+            changes = self._has_buffers and self.forward_sync_buffers and self.module.training
+            followed = [x for x in tensors_in(outputs) if x.requires_grad]
+            self._reducer.register_outputs(followed, buffers_used=changes)
         return outputs
 
     @contextlib.contextmanager
