@@ -1,6 +1,7 @@
 """braid: every classic way of training PyTorch models in parallel, on one communication core.
 
-Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is found in its
+Root names are loaded when first used, so `import braid` costs next to nothing. Everything else is
+found in its
 room: `braid.comm`, `braid.launch`, `braid.checkpoint`, ...
 """
 

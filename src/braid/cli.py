@@ -1,8 +1,9 @@
 """The command `braid`: one small function per subcommand, each importing its room when it runs.
 
-`braid --help` must be quick and `braid run` must not import torch, so this module imports nothing but the standard library
-and tyro, which makes options and help from the functions' signatures and docstrings. A new command is a function, here or
-with its family in `commands`, and a line of `COMMANDS`.
+`braid --help` must be quick and `braid run` must not import torch, so this module imports nothing
+but the standard library and tyro, which makes options and help from the functions' signatures and
+docstrings. A new command is a function, here or with its family in `commands`, and a line of
+`COMMANDS`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def _dispatch(given: list[str]) -> int:
     chosen: int = tyro.extras.subcommand_cli_from_dict(
         inside or dict(COMMANDS),
         prog=f"braid {family}" if inside else "braid",
-        description=f"Train PyTorch models in parallel, on one communication core (braid {__version__}).",
+        description="Train PyTorch models in parallel, on one communication core (braid "
+        f"{__version__}).",
         args=given[1:] if inside else given,
         config=TYRO_CONFIG,
     )
@@ -131,15 +133,19 @@ def run(
 
     Args:
         command: What to run. Everything after it belongs to it.
-        n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of this one.
+        n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of
+        this one.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
-        log_dir: Directory for logs, events and the record of the run (default: ./runs/<date>_<hex>).
+        log_dir: Directory for logs, events and the record of the run (default:
+        ./runs/<date>_<hex>).
         port: MASTER_PORT for torch.distributed, or auto.
-        timeout: Longest duration of the run, in seconds; then programs that called braid.init() give their stacks.
+        timeout: Longest duration of the run, in seconds; then programs that called braid.init()
+        give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
-        hang_report: How long ranks may wait for one that does not come before it is reported, in seconds; 0 for never.
+        hang_report: How long ranks may wait for one that does not come before it is reported, in
+        seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
         resume: Checkpoint to resume from; auto for the last complete one.
         on: On which hosts.
@@ -227,9 +233,11 @@ def train(
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         keep: Number of checkpoints to keep.
         resume: Checkpoint or run to resume from; auto for the last complete one.
-        log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with --resume auto the last run).
+        log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with
+        --resume auto the last run).
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        reference_shards: On one rank, run this many shards in turn: the same bits as that many ranks.
+        reference_shards: On one rank, run this many shards in turn: the same bits as that many
+        ranks.
         sample_bytes: Length of the text that is generated at the end.
     """
     from rich.console import Console
@@ -319,7 +327,8 @@ def checkpoint_verify(
     """Check every file of checkpoints against its sha256.
 
     Args:
-        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs for all of theirs.
+        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs for all
+            of theirs.
     """
     from pathlib import Path
 

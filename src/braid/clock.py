@@ -1,10 +1,11 @@
 """Time as an argument.
 
-Anything that waits is handed a `Clock`. Programs get `MonotonicClock`; tests of deadlines, heartbeats and
-rate limits get `VirtualClock`, which moves only when told to, so no test ever sleeps.
+Anything that waits is handed a `Clock`. Programs get `MonotonicClock`; tests of deadlines,
+heartbeats and rate limits get `VirtualClock`, which moves only when told to, so no test ever
+sleeps.
 
-`CLOCK_MONOTONIC` is shared by all processes of a host, so events of ranks of one host line up without
-any adjustment.
+`CLOCK_MONOTONIC` is shared by all processes of a host, so events of ranks of one host line up
+without any adjustment.
 """
 
 from __future__ import annotations

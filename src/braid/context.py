@@ -1,7 +1,7 @@
 """The one default context: `braid.init()`.
 
-Programs that are one job from beginning to end want to say `braid.init()` once and be a rank. This is the only place
-that remembers it; everything below is handed its group.
+Programs that are one job from beginning to end want to say `braid.init()` once and be a rank. This
+is the only place that remembers it; everything below is handed its group.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ _DEFAULT = _Default()
 def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
     """Become a rank of the job that the launcher started, and return the group of all ranks.
 
-    CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA tensors go to NCCL where every rank can have a GPU of its own (choose it
-    with `torch.cuda.set_device` before the first operation), and through pinned memory where ranks share one.
+    CPU tensors travel through shared memory inside a host and by sockets between hosts. CUDA
+    tensors go to NCCL where every rank can have a GPU of its own (choose it with
+    `torch.cuda.set_device` before the first operation), and through pinned memory where ranks share
+    one.
 
-    Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns the same group.
+    Works under `braid run`, under torchrun, and alone (a world of one). Calling it again returns
+    the same group.
 
     Args:
         timeout_s: Seconds to wait for the other ranks.
-        sum_order: `rank` to sum in the order of ranks over several hosts, too, as one process does; see `Group.world`.
+        sum_order: `rank` to sum in the order of ranks over several hosts, too, as one process does;
+            see `Group.world`.
 
     Raises:
         RendezvousError: Some ranks did not come; they are named.
@@ -111,7 +115,10 @@ def world() -> Group:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.group is None:
-        msg = "expected braid.init() to have been called, found no default group: call it once at the start"
+        msg = (
+            "expected braid.init() to have been called, found no default group: call it once at "
+            "the start"
+        )
         raise StaleError(msg)
     return _DEFAULT.group.current
 
@@ -123,6 +130,9 @@ def membership() -> Membership:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.membership is None:
-        msg = "expected braid.init() to have been called, found no membership: call it once at the start"
+        msg = (
+            "expected braid.init() to have been called, found no membership: call it once at "
+            "the start"
+        )
         raise StaleError(msg)
     return _DEFAULT.membership

@@ -12,8 +12,9 @@
     ├── RecomputeError   (RuntimeError)    a recomputed segment differs from the first time (in `braid.autograd`)
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
-Messages have four parts: what was expected, what was found, where (rank, group, operation, parameter)
-and what to do. `CommError` is also a RuntimeError because programs written for torch catch that.
+Messages have four parts: what was expected, what was found, where (rank, group, operation,
+parameter) and what to do. `CommError` is also a RuntimeError because programs written for torch
+catch that.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Black box: what each rank did last, readable after it has died.
 
-Problem: a rank that was killed cannot say what it was doing, and a rank that hangs will not. Logs are lost in
-buffers; profilers write their file at the end.
+Problem: a rank that was killed cannot say what it was doing, and a rank that hangs will not. Logs
+are lost in buffers; profilers write their file at the end.
 
-Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the *launcher* made and
-handed over by file descriptor. The pages outlive the writer, so the launcher reads the testimony of a dead rank
-and, after the run, builds the trace of all ranks from the same memory. Nothing is formatted and nothing is
-flushed while the program runs: beginning and ending a span costs about one microsecond.
+Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the
+*launcher* made and handed over by file descriptor. The pages outlive the writer, so the launcher
+reads the testimony of a dead rank and, after the run, builds the trace of all ranks from the same
+memory. Nothing is formatted and nothing is flushed while the program runs: beginning and ending a
+span costs about one microsecond.
 
     +--------------------+---------------------------------+--------------------------------+
     | header, 4 KiB      | records: capacity x 64 bytes    | names: append-only table       |
     +--------------------+---------------------------------+--------------------------------+
 
-A span is written when it *begins*, with `dur_ns` = `OPEN`; ending it fills in the duration. Open records are
-therefore what a rank is (or was) inside of. Texts (kinds, call sites) are stored once in the name table and
-referred to by a 63-bit digest; `NameTable` is also used by the collectives to tell peers what they ask for.
+A span is written when it *begins*, with `dur_ns` = `OPEN`; ending it fills in the duration. Open
+records are therefore what a rank is (or was) inside of. Texts (kinds, call sites) are stored once
+in the name table and referred to by a 63-bit digest; `NameTable` is also used by the collectives to
+tell peers what they ask for.
 """
 
 from __future__ import annotations
@@ -47,10 +49,12 @@ DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training st
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - a string is what frames carry
-# programs that braid brings; frames of all its other files are never the line that the user wants to see
+# programs that braid brings; frames of all its other files are never the line that the user wants
+# to see
 _PROGRAMS = tuple(_PACKAGE + room + os.sep for room in ("train", "demo", "bench", "testing"))
 _TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
-# decorators of these lie between as well: @deprecated on torch's functions, @no_grad and the like on the program's
+# decorators of these lie between as well: @deprecated on torch's functions, @no_grad and the like
+# on the program's
 _DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
 
 # header words
@@ -90,8 +94,8 @@ class NameTable:
     """Append-only digest -> text table in a piece of (shared) memory; one writing process, any readers.
 
     Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text.
-    A full table keeps what it has and returns digests that readers print as hexadecimal. Its last eighth is kept for
-    last words: why a rank stopped must be readable after any number of shapes.
+    A full table keeps what it has and returns digests that readers print as hexadecimal. Its last
+    eighth is kept for last words: why a rank stopped must be readable after any number of shapes.
     """
 
     def __init__(
@@ -298,8 +302,8 @@ class Span(NamedTuple):
 class Recorder:
     """Writes the events of one rank; one per process, carried by its `RankContext`.
 
-    Any thread may record. `listener`, when set, is called with (kind, seq) at the begin of every span; scripted
-    faults use it to strike at a given step.
+    Any thread may record. `listener`, when set, is called with (kind, seq) at the begin of every
+    span; scripted faults use it to strike at a given step.
 
     Args:
         ring: Memory to write to; a private one when None.

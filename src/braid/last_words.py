@@ -1,7 +1,8 @@
 """How a command ends when its output goes nowhere: the reader has gone, or the disk is full.
 
-Python would show a traceback, partly after `main` has returned, when the interpreter writes out what is left. Here a reader
-that has gone ends the command in silence, as SIGPIPE ends other programs, and a full disk is one error block.
+Python would show a traceback, partly after `main` has returned, when the interpreter writes out
+what is left. Here a reader that has gone ends the command in silence, as SIGPIPE ends other
+programs, and a full disk is one error block.
 """
 
 from __future__ import annotations

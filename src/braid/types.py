@@ -1,8 +1,8 @@
 """Words that several floors share: what a tensor looks like and what a collective is asked to do.
 
-Both are plain tuples without torch, so that state machines, planners and error reports can use them.
-Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache line instead
-of a message.
+Both are plain tuples without torch, so that state machines, planners and error reports can use
+them. Two ranks agree on an operation when the digests of their `OpDesc` agree: 64 bits in a cache
+line instead of a message.
 """
 
 from __future__ import annotations

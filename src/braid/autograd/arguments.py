@@ -1,7 +1,8 @@
 """What every collective with gradients is called with: a group, then a tensor.
 
-In torch the tensor comes first and the group last, if at all; here a group is what one speaks to, so it comes first. Whoever
-has it the other way round is told so, instead of which attribute a tensor lacks.
+In torch the tensor comes first and the group last, if at all; here a group is what one speaks to,
+so it comes first. Whoever has it the other way round is told so, instead of which attribute a
+tensor lacks.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def check_call(
         msg = f"expected {wanted}, found {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]  # likewise
         raise ConfigError(msg)
     if not hasattr(dim, "__index__") or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-        msg = f"expected a dim of {name}, whose shape is {list(x.shape)}, found {dim!r} for {operation}"
+        msg = (
+            f"expected a dim of {name}, whose shape is {list(x.shape)}, found {dim!r} for "
+            f"{operation}"
+        )
         raise ConfigError(msg)
 
 
@@ -57,7 +61,10 @@ def _advice(x: object) -> str:
     if isinstance(x, list | tuple) and any(isinstance(part, torch.Tensor) for part in x):
         return "pass torch.cat(...) of the parts, with their lengths as sizes where these differ"
     if isinstance(x, np.ndarray):
-        return "pass torch.from_numpy(...) of it; use the group's own functions for arrays without gradients"
+        return (
+            "pass torch.from_numpy(...) of it; use the group's own functions for arrays "
+            "without gradients"
+        )
     if isinstance(x, list | tuple | int | float | complex):
         return "pass torch.tensor(...) of it"
     return "pass a tensor"

@@ -1,18 +1,20 @@
 """Pairs for tensors that are replicated: one forward is the other's backward.
 
-Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum. Of a replicated tensor
-every rank has the same value and, if every rank computes the same loss, the same gradient: it is not summed over ranks,
-as in the rest of this room, since all ranks compute one loss, not n. Which of the two a tensor is, its use decides:
+Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum.
+Of a replicated tensor every rank has the same value and, if every rank computes the same loss, the
+same gradient: it is not summed over ranks, as in the rest of this room, since all ranks compute one
+loss, not n. Which of the two a tensor is, its use decides:
 
     identity_forward_all_reduce_backward     replicated -> input of different work on each rank     Megatron's f
     all_reduce_forward_identity_backward     terms of a sum -> replicated                           Megatron's g
     split_forward_all_gather_backward        replicated -> parts
     all_gather_forward_split_backward        parts -> replicated
 
-A layer made of such pairs and local work gives every rank the gradients of the single-process layer, without scaling.
+A layer made of such pairs and local work gives every rank the gradients of the single-process
+layer, without scaling.
 
-Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019),
-section 3, figure 3.
+Source: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism" (2019), section 3, figure 3.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch
 def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
     """Megatron's g: sum the ranks' terms to a replicated tensor.
 
-    Backward: identity: every rank has the gradient of the one result already, which is that of each term.
+    Backward: identity: every rank has the gradient of the one result already, which is that of each
+    term.
 
     Cost: 2 (n-1)/n l bytes forward, nothing backward.
     """
@@ -83,7 +86,8 @@ def split_forward_all_gather_backward(
     if x.dim() == 0 or x.shape[0] % group.size:
         found = "a zero-dim tensor" if x.dim() == 0 else str(x.shape[0])
         msg = (
-            f"expected the dim to split to be a multiple of the group's size {group.size}, found {found} (shape "
+            f"expected the dim to split to be a multiple of the group's size {group.size}, found "
+            f"{found} (shape "
             f"{list(x.shape)}): pad it"
         )
         raise ConfigError(msg)

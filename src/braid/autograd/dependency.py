@@ -1,15 +1,17 @@
 """Order without data: have one backward run after another.
 
-Autograd runs whatever is ready, in an order that nobody promises across devices and threads. Work that must keep one (the
-microbatches of a stage, messages between two ranks) needs an edge between things that exchange no numbers. `fork` gives a
-tensor and a phony that hangs on it; `join` ties a phony to another tensor. Everything behind the join then runs backward
-before anything in front of the fork:
+Autograd runs whatever is ready, in an order that nobody promises across devices and threads. Work
+that must keep one (the microbatches of a stage, messages between two ranks) needs an edge between
+things that exchange no numbers. `fork` gives a tensor and a phony that hangs on it; `join` ties a
+phony to another tensor. Everything behind the join then runs backward before anything in front of
+the fork:
 
     ── made x ──▶ fork ──▶ ...
                     ╲ edge
            y ──────▶ join ──▶ used y ──▶ ...        backward: used y, join, fork, made x
 
-They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors that require no grad are
+They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors
+that require no grad are
 welcome: without a graph there is nothing to order.
 
 Source: Kim et al., torchgpipe (2020), section 3.2, figure 3.

@@ -31,8 +31,9 @@ def measure(
 ) -> list[LayerCost]:
     """Run each layer forward and see what it costs.
 
-    Bytes are those of whole storages, each counted once; parameters, buffers and the layer's input do not count. Random
-    generators are left as they were; what else a forward changes (the statistics of a BatchNorm) changes.
+    Bytes are those of whole storages, each counted once; parameters, buffers and the layer's input
+    do not count. Random generators are left as they were; what else a forward changes (the
+    statistics of a BatchNorm) changes.
 
     Args:
         layers: Each is called with the result of the one before.

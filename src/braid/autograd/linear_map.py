@@ -1,9 +1,9 @@
 """Collectives as linear maps: each is differentiated by its transpose.
 
-Stack the tensors of all ranks to one vector: then all_gather, reduce_scatter, send and the like are matrices of zeros and
-ones, and what backward has to apply is the transposed matrix, which is again a collective. One `autograd.Function` serves
-them all: it is given how to run forward and which *differentiable* function is its dual, so the gradient of a gradient
-needs no further code.
+Stack the tensors of all ranks to one vector: then all_gather, reduce_scatter, send and the like are
+matrices of zeros and ones, and what backward has to apply is the transposed matrix, which is again
+a collective. One `autograd.Function` serves them all: it is given how to run forward and which
+*differentiable* function is its dual, so the gradient of a gradient needs no further code.
 
     forward                                   backward
     all_reduce(sum)                           all_reduce(sum)
@@ -24,20 +24,24 @@ needs no further code.
     split                                     all_gather            split_forward_all_gather_backward
     all_gather                                split                 all_gather_forward_split_backward
 
-The last four are not transposes. **What a gradient means:** in all other rows it is that of the *sum of all ranks' losses*.
-When every rank computes the same loss from a replicated result, that sum counts the loss n times: divide it by the size of
-the group, or use the last four, for which a replicated tensor has one gradient, the same on all ranks.
+The last four are not transposes. **What a gradient means:** in all other rows it is that of the
+*sum of all ranks' losses*. When every rank computes the same loss from a replicated result, that
+sum counts the loss n times: divide it by the size of the group, or use the last four, for which a
+replicated tensor has one gradient, the same on all ranks.
 
-**Who takes part.** Backward is a collective, too. In grad mode a result therefore always requires grad, even where the
-input does not, and every rank has to call backward through it (`depend` or `join` tie a result that a rank does not need to
-one that it does). Grad mode and `create_graph` must be the same on all ranks. A gradient that is zero because nothing flows
-is an attached zero, so that a second backward passes through all ranks as well, provided their inputs require grad.
+**Who takes part.** Backward is a collective, too. In grad mode a result therefore always requires
+grad, even where the input does not, and every rank has to call backward through it (`depend` or
+`join` tie a result that a rank does not need to one that it does). Grad mode and `create_graph`
+must be the same on all ranks. A gradient that is zero because nothing flows is an attached zero, so
+that a second backward passes through all ranks as well, provided their inputs require grad.
 
-**In which order.** torch runs the nodes of one device in exactly the reverse of the order in which one thread made them (the
-one with the highest sequence number first; a node's successors always have lower ones). So ranks that call collectives in
-one order in forward call their duals in one order in backward, whatever else their graphs contain.
+**In which order.** torch runs the nodes of one device in exactly the reverse of the order in which
+one thread made them (the one with the highest sequence number first; a node's successors always
+have lower ones). So ranks that call collectives in one order in forward call their duals in one
+order in backward, whatever else their graphs contain.
 
-Source: Shoeybi et al., "Megatron-LM" (2019), section 3, for f and g; the PETSc and Devito communities call the rest adjoints.
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3, for f and g; the PETSc and Devito
+communities call the rest adjoints.
 """
 
 from __future__ import annotations
@@ -85,9 +89,10 @@ def linear_map(
     """Apply a linear map to tensors.
 
     Args:
-        run: Makes the results out of `xs`, without autograd; must not hand an input on as it is (`detach` it).
-        dual: Makes the gradients of `xs` out of the results', with differentiable functions (None: none); keeps
-            no tensors alive.
+        run: Makes the results out of `xs`, without autograd; must not hand an input on as it is
+        (`detach` it).
+        dual: Makes the gradients of `xs` out of the results', with differentiable functions (None:
+            none); keeps no tensors alive.
         xs: What it is applied to.
         edge: A phony that requires grad where the results must do so in any case.
     """

@@ -1,7 +1,8 @@
 """send, recv and exchange with gradients: the gradient goes back along the message.
 
-A sender gets a token without elements. It stands for the message in the sender's graph: `join` it to something that
-backward is called on (`loss = join(loss, token)`), or the receiver waits for a backward that never comes.
+A sender gets a token without elements. It stands for the message in the sender's graph: `join` it
+to something that backward is called on (`loss = join(loss, token)`), or the receiver waits for a
+backward that never comes.
 
 l = bytes of the tensor.
 """
@@ -30,8 +31,8 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
     Returns:
         A token, shape (0,), to be joined to what backward is called on.
 
-    Backward: recv(to): the gradient that the receiver found. Messages of up to 256 KiB return at once; two ranks that send
-    each other more at the same time need `exchange`.
+    Backward: recv(to): the gradient that the receiver found. Messages of up to 256 KiB return at
+    once; two ranks that send each other more at the same time need `exchange`.
 
     Cost: l bytes sent forward, l received backward.
     """

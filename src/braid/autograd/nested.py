@@ -1,7 +1,8 @@
 """Tensors inside arguments: taken out of lists, tuples, dicts and dataclasses, and put back.
 
-Containers that hold tensors are copied, so that later changes to them do not matter; whatever holds none stays the same
-object. A tensor that occurs twice is one tensor afterwards, too: modules ask whether `query is key`.
+Containers that hold tensors are copied, so that later changes to them do not matter; whatever holds
+none stays the same object. A tensor that occurs twice is one tensor afterwards, too: modules ask
+whether `query is key`.
 """
 
 from __future__ import annotations

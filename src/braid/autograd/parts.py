@@ -1,7 +1,7 @@
 """all_gather, reduce_scatter and all_to_all with gradients: what every rank holds a part of.
 
-Parts are slices of one dim. They are equal unless `sizes` gives the length of each rank's. Equal parts of dim 0 are moved
-without a copy; other dims are brought to the front and back by torch.
+Parts are slices of one dim. They are equal unless `sizes` gives the length of each rank's. Equal
+parts of dim 0 are moved without a copy; other dims are brought to the front and back by torch.
 
 n = size of the group, l = bytes of the whole tensor; bytes are those that a rank receives.
 """
@@ -34,8 +34,9 @@ def all_gather(
     Shape:
         x: (..., d, ...) -> (..., n d, ...), or the sum of `sizes`.
 
-    Backward: reduce_scatter(sum): the gradients that the ranks found for this rank's part, summed. If all compute the same
-    loss from the result, take `all_gather_forward_split_backward` instead, or divide the loss by n.
+    Backward: reduce_scatter(sum): the gradients that the ranks found for this rank's part, summed.
+    If all compute the same loss from the result, take `all_gather_forward_split_backward` instead,
+    or divide the loss by n.
 
     Cost: (n-1)/n l bytes forward and backward.
     """
@@ -79,7 +80,8 @@ def reduce_scatter(
     Shape:
         x: (..., n d, ...) -> (..., d, ...), or `sizes[rank]`.
 
-    Backward: all_gather (divided by n for avg): each part's gradient comes from the rank that got the part.
+    Backward: all_gather (divided by n for avg): each part's gradient comes from the rank that got
+    the part.
 
     Cost: (n-1)/n l bytes forward and backward.
 
@@ -89,7 +91,8 @@ def reduce_scatter(
     check_call("reduce_scatter", group, x, dim)
     if op not in ("sum", "avg"):
         msg = (
-            f"expected op sum or avg for a differentiable reduce_scatter, found {op!r}: take this rank's part of "
+            f"expected op sum or avg for a differentiable reduce_scatter, found {op!r}: take this "
+            "rank's part of "
             f"all_reduce(group, x, {op!r}), which knows which rank the gradient belongs to"
         )
         raise ConfigError(msg)
@@ -97,7 +100,10 @@ def reduce_scatter(
         return reduce_scatter(group, x.movedim(dim, 0), op, sizes=sizes).movedim(0, dim)
     rows = None if sizes is None else check_sizes(group, sizes, None, "reduce_scatter")
     if rows is not None and sum(rows) != x.shape[0]:
-        msg = f"expected dim {dim} of x to be {sum(rows)}, the sum of sizes {rows}, found {x.shape[0]}"
+        msg = (
+            f"expected dim {dim} of x to be {sum(rows)}, the sum of sizes {rows}, found "
+            f"{x.shape[0]}"
+        )
         raise ConfigError(msg)
     scale = 1 if op == "sum" else group.size
 
@@ -123,13 +129,15 @@ def all_to_all(
     Args:
         group: Ranks that take part.
         x: Parts for all ranks, one after the other.
-        send_sizes: Length of the part for each rank; None, as `receive_sizes`, if all parts of all ranks are equal.
+        send_sizes: Length of the part for each rank; None, as `receive_sizes`, if all parts of all
+        ranks are equal.
         receive_sizes: Length of the part from each rank.
 
     Shape:
         x: (n d, ...) -> (n d, ...), or (sum of send_sizes, ...) -> (sum of receive_sizes, ...).
 
-    Backward: all_to_all with the sizes exchanged: every gradient goes back to where the number came from.
+    Backward: all_to_all with the sizes exchanged: every gradient goes back to where the number came
+    from.
 
     Cost: (n-1)/n l bytes forward and backward.
 
@@ -175,7 +183,8 @@ def check_sizes(group: Group, sizes: Sequence[int], own: int | None, what: str) 
         raise ConfigError(msg)
     if own is not None and rows[group.rank] != own:
         msg = (
-            f"expected this rank's part to be {rows[group.rank]} long, as {what} sizes {rows} say for group rank "
+            f"expected this rank's part to be {rows[group.rank]} long, as {what} sizes {rows} say "
+            "for group rank "
             f"{group.rank}, found {own}"
         )
         raise ConfigError(msg)

@@ -1,12 +1,15 @@
 """An edge without data: what makes autograd run a backward that no gradient asks for.
 
-Two things need it. A collective must run backward on every rank, also where the input needs no gradient; and one backward
-may have to wait for another although no number flows between them. Both are solved by a tensor without elements, a
-*phony*, that takes part in the graph and in nothing else.
+Two things need it. A collective must run backward on every rank, also where the input needs no
+gradient; and one backward may have to wait for another although no number flows between them. Both
+are solved by a tensor without elements, a *phony*, that takes part in the graph and in nothing
+else.
 
-There is one phony per device and answer to `requires_grad`, kept for good: making one costs as much as a small operation.
+There is one phony per device and answer to `requires_grad`, kept for good: making one costs as much
+as a small operation.
 
-Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models" (2020), section 3.2.
+Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models" (2020),
+section 3.2.
 """
 
 from __future__ import annotations

@@ -1,22 +1,27 @@
 """Recomputation: keep the arguments of a function instead of what it saves for backward, and call it again in backward.
 
-torch's non-reentrant `checkpoint` works this way, too; this one also names the line whose saved tensor came out differently,
-notices parameters that were changed in between, stops as soon as what backward *still* needs is there, and lets a saved
-tensor be read more than once.
+torch's non-reentrant `checkpoint` works this way, too; this one also names the line whose saved
+tensor came out differently, notices parameters that were changed in between, stops as soon as what
+backward *still* needs is there, and lets a saved tensor be read more than once.
 
     forward    every tensor that autograd would save becomes a slot: a number and a note of shape, dtype and line
     backward   the first slot that is read runs the function again. The n-th tensor saved then fills slot n if anything
-               still refers to it; after the last such slot the function is stopped. Reading a slot empties it
+               still refers to it; after the last such slot the function is stopped. Reading a slot
+               empties it
 
-The second run happens once per segment and backward pass, in the same state of random generators and autocast. Its own
-graph is thrown away. The arguments are saved tensors themselves, of whatever surrounds the call: in a nested checkpoint
-they are slots of the outer one, and no memory is held by the inner.
+The second run happens once per segment and backward pass, in the same state of random generators
+and autocast. Its own graph is thrown away. The arguments are saved tensors themselves, of whatever
+surrounds the call: in a nested checkpoint they are slots of the outer one, and no memory is held by
+the inner.
 
-Cost: of forward, once more, up to the last needed tensor. Memory: the arguments until backward; while backward passes
-the segment, all of its saved tensors, which are freed one by one. `recompute_plan` chooses the segments.
+Cost: of forward, once more, up to the last needed tensor. Memory: the arguments until backward;
+while backward passes the segment, all of its saved tensors, which are freed one by one.
+`recompute_plan` chooses the segments.
 
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016); Griewank and Walther, "Algorithm
-799: revolve" (2000); hooks instead of a re-entrant Function as in PyTorch 1.11's `use_reentrant=False`.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016); Griewank
+and Walther, "Algorithm
+799: revolve" (2000); hooks instead of a re-entrant Function as in PyTorch 1.11's
+`use_reentrant=False`.
 """
 
 from __future__ import annotations
@@ -64,25 +69,30 @@ def checkpoint(
 ) -> Result:
     """Call `function` and keep nothing for backward but its arguments; backward calls it again.
 
-    The function must do the same both times, as far as tensors are concerned: no arguments changed in place, and no decisions
-    on what changes in between. What else it does happens twice: a BatchNorm in training updates its statistics again.
-    Collectives in it are called again, too, on all ranks at the same point of backward if their programs are the same.
+    The function must do the same both times, as far as tensors are concerned: no arguments changed
+    in place, and no decisions on what changes in between. What else it does happens twice: a
+    BatchNorm in training updates its statistics again. Collectives in it are called again, too, on
+    all ranks at the same point of backward if their programs are the same.
 
     Args:
-        function: What to call. Of an nn.Module, changes to all parameters are noticed; of other functions, to those saved.
-        args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept as it is.
-        preserve_rng_state: Draw the same random numbers again: from torch's default generators (True), these (a sequence),
-            or nothing of the kind (False), which saves copying 5 KB.
-        early_stop: End the second call when backward has all it needs; False for functions that must run to their end,
-            such as modules whose forward hooks release something.
-        around: `around(again)` makes a context for the function to run in; `again` is False in forward.
+        function: What to call. Of an nn.Module, changes to all parameters are noticed; of other
+        functions, to those saved.
+        args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept
+        as it is.
+        preserve_rng_state: Draw the same random numbers again: from torch's default generators
+            (True), these (a sequence), or nothing of the kind (False), which saves copying 5 KB.
+        early_stop: End the second call when backward has all it needs; False for functions that
+            must run to their end, such as modules whose forward hooks release something.
+        around: `around(again)` makes a context for the function to run in; `again` is False in
+        forward.
         kwargs: As args.
 
     Returns:
         What `function` returns. Without grad mode this is an ordinary call.
 
     Raises:
-        RecomputeError: In backward: the function saved other tensors, or a parameter has been changed in place.
+        RecomputeError: In backward: the function saved other tensors, or a parameter has been
+            changed in place.
 
     Source: see the module.
     """
@@ -222,8 +232,10 @@ class _Call:
         before = self._notes[index]
         if (before.shape, before.dtype, before.device) != (x.shape, x.dtype, x.device):
             msg = (
-                f"expected a function that computes the same in backward as in forward, found that saved tensor {index} "
-                f"of {len(self._notes)} was {before} in forward and is {_note(x)} now: it must depend on nothing that "
+                "expected a function that computes the same in backward as in forward, found "
+                f"that saved tensor {index} "
+                f"of {len(self._notes)} was {before} in forward and is {_note(x)} now: it must "
+                "depend on nothing that "
                 "changed in between"
             )
             raise RecomputeError(msg)
@@ -246,7 +258,8 @@ class _Call:
             else "forward saved fewer"
         )
         msg = (
-            f"expected a function that saves {expected} tensors in backward as in forward, found {num_saved}; {missing}: "
+            f"expected a function that saves {expected} tensors in backward as in forward, found "
+            f"{num_saved}; {missing}: "
             "it must depend on nothing that changed in between, such as a mode or a global"
         )
         raise RecomputeError(msg)
@@ -254,7 +267,8 @@ class _Call:
 
 def _changed(what: str, before: int, now: int) -> str:
     return (
-        f"expected parameters as they were in forward, found that {what} has been changed in place since (version "
+        f"expected parameters as they were in forward, found that {what} has been changed in "
+        "place since (version "
         f"{before}, now {now}): call backward before the optimizer's step"
     )
 

@@ -1,22 +1,26 @@
 """Which layers to recompute: what a choice costs in memory and time, and the best choice.
 
-A plan cuts a chain of layers into segments. A *recomputed* segment keeps its input only; a *kept* one keeps all that
-its layers save. For layer i let s_i be the bytes it saves, its output among them, and o_i those of the output alone.
-A segment's input is the output of the layer before; it comes for free behind a kept segment (whose layers saved it) and in
-front of the chain (the caller's). While backward passes segment j, what the segments before it keep is there, and all of j:
+A plan cuts a chain of layers into segments. A *recomputed* segment keeps its input only; a *kept*
+one keeps all that its layers save. For layer i let s_i be the bytes it saves, its output among
+them, and o_i those of the output alone. A segment's input is the output of the layer before; it
+comes for free behind a kept segment (whose layers saved it) and in front of the chain (the
+caller's). While backward passes segment j, what the segments before it keep is there, and all of j:
 
     kept before j:   K_j = sum over segments k < j of (input of k, unless free) + (s of k, if k is kept)
     peak             = max over j of K_j + (input of j, unless free) + (s of j)
     extra time       = forward time of the recomputed segments, at most one forward
 
-With n equal layers in k segments, the last one kept, the peak is (k - 1) + n / k outputs: 2 sqrt(n) - 1 for k = sqrt(n).
-Gradients, parameters and temporaries come on top, and are the same for all plans.
+With n equal layers in k segments, the last one kept, the peak is (k - 1) + n / k outputs: 2 sqrt(n)
+- 1 for k = sqrt(n). Gradients, parameters and temporaries come on top, and are the same for all
+plans.
 
-Models that are not chains are cut where a single tensor holds everything that goes on: see `articulation_points`.
-Plans are of one level. Checkpoints may also be nested, for less memory and more time: see the sources.
+Models that are not chains are cut where a single tensor holds everything that goes on: see
+`articulation_points`. Plans are of one level. Checkpoints may also be nested, for less memory and
+more time: see the sources.
 
-Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016), sections 3 and 4; Griewank
-and Walther, "Algorithm 799: revolve" (2000), for the optimal nesting of equal steps.
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016), sections
+3 and 4; Griewank and Walther, "Algorithm 799: revolve" (2000), for the optimal nesting of equal
+steps.
 """
 
 from __future__ import annotations
@@ -48,7 +52,8 @@ class LayerCost(NamedTuple):
     """What a layer costs.
 
     Attributes:
-        saved_bytes: What backward needs of it: the tensors that it saves and its output, not its input and parameters.
+        saved_bytes: What backward needs of it: the tensors that it saves and its output, not its
+        input and parameters.
         output_bytes: The output alone.
         forward_s: Seconds of one forward.
     """
@@ -120,7 +125,8 @@ class RecomputePlan(NamedTuple):
             or any(s.start >= s.stop for s in self.segments)
         ):
             msg = (
-                f"expected segments that hold layers 0 to {num_layers}, one after the other, found {self}: make the plan "
+                f"expected segments that hold layers 0 to {num_layers}, one after the other, "
+                f"found {self}: make the plan "
                 "for as many layers as there are"
             )
             raise ConfigError(msg)
@@ -145,7 +151,10 @@ def equal_segments(num_layers: int, num_segments: int) -> RecomputePlan:
         ConfigError: More segments than layers, or none.
     """
     if not 1 <= num_segments <= max(num_layers, 1):
-        msg = f"expected 1 to {max(num_layers, 1)} segments for {num_layers} layers, found {num_segments}"
+        msg = (
+            f"expected 1 to {max(num_layers, 1)} segments for {num_layers} layers, found "
+            f"{num_segments}"
+        )
         raise ConfigError(msg)
     cuts = [num_layers * i // num_segments for i in range(num_segments + 1)]
     return RecomputePlan(
@@ -172,20 +181,25 @@ def by_budget(
 ) -> RecomputePlan:
     """The plan that recomputes the least time with a peak of at most `budget_bytes`.
 
-    A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i, extra seconds) of all
-    plans for the layers before i that fit; a pair goes if another is as good in both. With M the budget:
+    A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i,
+    extra seconds) of all plans for the layers before i that fit; a pair goes if another is as good
+    in both. With M the budget:
 
         F(0) = {(0, 0)}
         keep layer i:            (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)                              if b + s_i <= M
         recompute layers i..j-1: (b, t) of F(i)  ->  (b + o_(j-1), t + t_i + .. + t_(j-1)) of F(j)
-                                                                                    if b + s_i + .. + s_(j-1) <= M
+                                                                                    if b + s_i + ..
+                                                                                    + s_(j-1) <= M
 
-    The answer is the least t in F(n). It is exact because later segments feel nothing of earlier ones but b and t.
+    The answer is the least t in F(n). It is exact because later segments feel nothing of earlier
+    ones but b and t.
 
     Args:
         layers: See `measure`.
-        budget_bytes: For what is kept for backward; gradients, parameters and temporaries come on top.
-        grain_bytes: Round sizes up to multiples. Coarser is faster; the plan still keeps within the budget.
+        budget_bytes: For what is kept for backward; gradients, parameters and temporaries come on
+        top.
+        grain_bytes: Round sizes up to multiples. Coarser is faster; the plan still keeps within the
+            budget.
 
     Cost: O(n^2 p) steps, p pairs per prefix: no more than budget / grain, in practice far fewer.
 
@@ -214,8 +228,10 @@ def by_budget(
                 needed += saved[j + 1] if j + 1 < n else 0
     if not reached[n]:
         msg = (
-            f"expected a budget of at least {least_budget(layers)} bytes for these {n} layers, found {budget_bytes} "
-            f"(in grains of {grain}): no plan of one level keeps less; give more memory or cut layers finer"
+            f"expected a budget of at least {least_budget(layers)} bytes for these {n} layers, "
+            f"found {budget_bytes} "
+            f"(in grains of {grain}): no plan of one level keeps less; give more memory or cut "
+            "layers finer"
         )
         raise ConfigError(msg)
     return _plan_of(min(reached[n].values(), key=lambda prefix: (prefix.extra_s, prefix.kept)))
@@ -224,7 +240,8 @@ def by_budget(
 def least_budget(layers: Sequence[LayerCost]) -> int:
     """The smallest peak, in bytes, that any plan of one level has.
 
-    Cost: O(n^2 log(bytes)): bisection; whether a budget suffices only the least kept bytes of each prefix decide.
+    Cost: O(n^2 log(bytes)): bisection; whether a budget suffices only the least kept bytes of each
+    prefix decide.
     """
     top = RecomputePlan((Segment(0, len(layers), recomputed=False),)).peak_bytes(layers)
     low, high = -1, top  # low does not suffice, high does
@@ -291,8 +308,8 @@ def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
 def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
     """Nodes that everything passes: all paths from a source of the graph to a sink go through each of them.
 
-    Behind such a node, and only there, one tensor is all that later nodes know of earlier ones, so a model of any shape is
-    a chain of what lies between them.
+    Behind such a node, and only there, one tensor is all that later nodes know of earlier ones, so
+    a model of any shape is a chain of what lies between them.
 
     Args:
         graph: For every node those that use its output; without cycles. A networkx.DiGraph will do.
@@ -304,7 +321,8 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
         ConfigError: The graph has a cycle.
 
     Cost: O(nodes + edges): in any order of computation, the nodes that no edge jumps over.
-    Source: Chen et al. (2016), section 4.2; they call them splitting points of the memory-optimal path.
+    Source: Chen et al. (2016), section 4.2; they call them splitting points of the memory-optimal
+    path.
     """
     order = _order(graph)
     position = {node: i for i, node in enumerate(order)}

@@ -28,15 +28,18 @@ def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         x: The same shape on all.
         op: sum, avg, max, min or product.
 
-    Backward: every rank has a gradient of the result; their sum (or average) is the gradient of each `x`, so this is
-    all_reduce again. For a loss that all ranks compute from the result, divide it by n or use
-    `all_reduce_forward_identity_backward`.
+    Backward: every rank has a gradient of the result; their sum (or average) is the gradient of
+    each `x`, so this is all_reduce again. For a loss that all ranks compute from the result, divide
+    it by n or use `all_reduce_forward_identity_backward`.
 
-    max and min: all of it goes to the rank that holds the extreme, of several to the lowest. NaN counts as extreme.
-    product: to each rank the product of the others times the summed gradient, exact where there are zeros.
+    max and min: all of it goes to the rank that holds the extreme, of several to the lowest. NaN
+    counts as extreme.
+    product: to each rank the product of the others times the summed gradient, exact where there are
+    zeros.
 
-    Cost: sum and avg 2 (n-1)/n l bytes forward and backward. max and min 4 (n-1)/n l and 2 (n-1)/n bytes of an int32 per
-    element forward, 2 (n-1)/n l backward. product (n-1) l both ways: it is computed from everybody's `x`.
+    Cost: sum and avg 2 (n-1)/n l bytes forward and backward. max and min 4 (n-1)/n l and 2 (n-1)/n
+    bytes of an int32 per element forward, 2 (n-1)/n l backward. product (n-1) l both ways: it is
+    computed from everybody's `x`.
 
     Raises:
         ConfigError: Another op; those on bits have no gradient.
@@ -53,7 +56,8 @@ def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "product":
         return _product(group, x)
     msg = (
-        f"expected op sum, avg, max, min or product for a differentiable all_reduce, found {op!r}: operations on bits "
+        "expected op sum, avg, max, min or product for a differentiable all_reduce, found "
+        f"{op!r}: operations on bits "
         "have no gradient, call group.all_reduce for them"
     )
     raise ConfigError(msg)
@@ -67,7 +71,8 @@ def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Ten
         x: The same shape on all.
         exclusive: Without this rank's own; rank 0 gets zeros.
 
-    Backward: the sum of the gradients of this rank and those after it (without its own if `exclusive`).
+    Backward: the sum of the gradients of this rank and those after it (without its own if
+    `exclusive`).
 
     Cost: (n-1) l bytes forward and backward.
     """

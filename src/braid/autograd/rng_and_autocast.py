@@ -1,6 +1,7 @@
 """What a function depends on without being passed it: random generators and autocast, noted and brought back.
 
-A function that runs a second time computes the same only if it draws the same random numbers and rounds in the same places.
+A function that runs a second time computes the same only if it draws the same random numbers and
+rounds in the same places.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """broadcast, reduce, gather and scatter with gradients: what one rank has and the others get, or the other way round.
 
-Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold the rank's place in the
-graph: whoever calls backward on the root's result must call it on theirs, too (`loss + y.sum()` adds nothing, or `join`).
+Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold
+the rank's place in the
+graph: whoever calls backward on the root's result must call it on theirs, too (`loss + y.sum()`
+adds nothing, or `join`).
 
-n = size of the group, l = bytes of the whole tensor; bytes are those that the busiest rank receives.
+n = size of the group, l = bytes of the whole tensor; bytes are those that the busiest rank
+receives.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
     check_call("reduce", group, x)
     if op not in ("sum", "avg"):
         msg = (
-            f"expected op sum or avg for a differentiable reduce, found {op!r}: use all_reduce(group, x, {op!r}), "
+            f"expected op sum or avg for a differentiable reduce, found {op!r}: use "
+            f"all_reduce(group, x, {op!r}), "
             "which knows which rank the gradient belongs to"
         )
         raise ConfigError(msg)
@@ -131,8 +135,8 @@ def scatter(
 
     Args:
         group: Ranks that take part.
-        x: On the root: the parts along dim 0. Elsewhere None, or a tensor without elements, such as `gather` returns,
-            which passes the graph on.
+        x: On the root: the parts along dim 0. Elsewhere None, or a tensor without elements, such as
+            `gather` returns, which passes the graph on.
         root: Group rank.
         like: Gives shape, dtype and device of this rank's part.
         sizes: Length of each rank's part in dim 0, on the root; None if they are equal.
@@ -157,7 +161,8 @@ def scatter(
         raise ConfigError(msg)
     if x is not None and x.numel() and not is_root:
         msg = (
-            f"expected the parts to scatter on the root only (group rank {root}), found shape {list(x.shape)} on "
+            f"expected the parts to scatter on the root only (group rank {root}), found shape "
+            f"{list(x.shape)} on "
             f"group rank {group.rank}: pass None"
         )
         raise ConfigError(msg)

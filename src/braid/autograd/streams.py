@@ -1,7 +1,8 @@
 """Streams as functions that know the CPU: no caller asks which device it is on.
 
-On CUDA, work is queued on streams that run beside each other; on the CPU every operation ends before the next begins, so
-there is one stream and nothing to wait for. `CPU_STREAM` stands for it. Everything here takes either.
+On CUDA, work is queued on streams that run beside each other; on the CPU every operation ends
+before the next begins, so there is one stream and nothing to wait for. `CPU_STREAM` stands for it.
+Everything here takes either.
 
 Source: Kim et al., torchgpipe (2020), section 3.2 (non-default streams for copies).
 """

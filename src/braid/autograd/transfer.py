@@ -1,8 +1,9 @@
 """Copies between devices that autograd knows, and waits between streams.
 
-A pipeline on one machine moves activations from device to device on streams of their own, so that copying overlaps with
-computing. Backward moves gradients the other way and has to wait the other way round: the dual of a copy from a to b is a
-copy from b to a, that of b waiting for a is a waiting for b.
+A pipeline on one machine moves activations from device to device on streams of their own, so that
+copying overlaps with computing. Backward moves gradients the other way and has to wait the other
+way round: the dual of a copy from a to b is a copy from b to a, that of b waiting for a is a
+waiting for b.
 
     compute on device 0 │ copy stream of 0 ── copy ─▶ copy stream of 1 │ wait │ compute on device 1
 
@@ -31,8 +32,9 @@ Tensors = tuple[torch.Tensor, ...]
 def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
     """The tensors on the device of `destination`.
 
-    Starts when what is queued on both streams so far has run. On one device nothing is copied, and the results share memory
-    with `xs`. Between devices the host goes on, unless the destination is the CPU.
+    Starts when what is queued on both streams so far has run. On one device nothing is copied, and
+    the results share memory with `xs`. Between devices the host goes on, unless the destination is
+    the CPU.
 
     Args:
         xs: On the device of `source`, made or awaited there.

@@ -1,8 +1,9 @@
 """`braid bench comm`: collectives against Gloo and MPI, as a table, as JSON and as a plot.
 
-What is compared, in the same processes in one run (`comm_worker`): braid's `Group` called directly, on ordinary tensors and
-on registered ones (`Group.empty`), and torch.distributed over braid, against torch.distributed over Gloo and, where
-mpi4py and mpiexec are installed, MPI (`candidates`). Bytes are those of the largest full buffer of a rank.
+What is compared, in the same processes in one run (`comm_worker`): braid's `Group` called directly,
+on ordinary tensors and on registered ones (`Group.empty`), and torch.distributed over braid,
+against torch.distributed over Gloo and, where mpi4py and mpiexec are installed, MPI (`candidates`).
+Bytes are those of the largest full buffer of a rank.
 """
 
 from __future__ import annotations
@@ -224,7 +225,10 @@ def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
                     bar.on_line(line.decode())
         if process.returncode:
             errors.seek(0)
-            msg = f"expected the ranks of mpiexec to end well, found exit code {process.returncode}:\n{errors.read()}"
+            msg = (
+                "expected the ranks of mpiexec to end well, found exit code "
+                f"{process.returncode}:\n{errors.read()}"
+            )
             raise ConfigError(msg)
 
 
@@ -233,7 +237,8 @@ def table(report: CommReport) -> Table:
     libraries = [name for name in LIBRARIES[1:] if any(name in row.seconds for row in report.rows)]
     title = (
         f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}\n"
-        "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, on tensors of Group.empty; "
+        "median us, x = Gloo's time / this one's. Group: called directly; registered: likewise, "
+        "on tensors of Group.empty; "
         "torch: torch.distributed over braid"
     )
     heads = [head for name in libraries for head in (HEADINGS[name], "x")]
@@ -264,7 +269,10 @@ def plot(report: CommReport, path: Path) -> Path:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        msg = "expected matplotlib for the plot, found that it is not installed: pip install 'braid-train[bench]'"
+        msg = (
+            "expected matplotlib for the plot, found that it is not installed: pip install "
+            "'braid-train[bench]'"
+        )
         raise ConfigError(msg)
     figure_type = importlib.import_module("matplotlib.figure").Figure
     names = list(dict.fromkeys(row.operation for row in report.rows if row.nbytes))

@@ -1,7 +1,8 @@
 """`braid bench ddp`: what data parallel training costs over one process, by wrapper, as a table and as JSON.
 
-Torch's wrapper over Gloo is what people have; the same over the backend "braid" is what changing one word gives them;
-braid's own is the third. All run in the same processes in one run (`ddp_worker`).
+Torch's wrapper over Gloo is what people have; the same over the backend "braid" is what changing
+one word gives them; braid's own is the third. All run in the same processes in one run
+(`ddp_worker`).
 """
 
 from __future__ import annotations
@@ -184,8 +185,10 @@ def ddp_doubts(report: DdpReport) -> list[str]:
         low_s, *_, high_s = quantiles(alone_s, n=10)
         if high_s > STEADY * low_s:
             lines.append(
-                f"unsteady  {found.model}, batch {found.batch}: steps without communication took {low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
-                "and ninetieth percentile): something else has slowed the machine down; measure again"
+                f"unsteady  {found.model}, batch {found.batch}: steps without communication took "
+                f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
+                "and ninetieth percentile): something else has slowed the machine down; measure "
+                "again"
             )
     return lines
 
@@ -202,7 +205,10 @@ def share_text(found: Measured, variant: str) -> str:
 
 def ddp_table(report: DdpReport) -> Table:
     """One row per model and wrapper."""
-    title = f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over Gloo / this one's; exposed: means"
+    title = (
+        f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over "
+        "Gloo / this one's; exposed: means"
+    )
     heads = ("ms", "x", "exposed ms", "of Gloo's exposed gone")
     grid = new_table(title, ("model", "wrapper"), heads)
     for found in report.models:

@@ -1,12 +1,14 @@
 """How often the launcher names the right rank: seeded faults in a real job.
 
-Each trial starts the same program on a few ranks and lets one of them die, stop, raise or exit at a random step and inside a
-random phase. The launcher is not told; it must find the culprit from what is left. A trial counts as correct when
-exactly the struck rank is cause, with certainty and for a fitting reason.
+Each trial starts the same program on a few ranks and lets one of them die, stop, raise or exit at a
+random step and inside a random phase. The launcher is not told; it must find the culprit from what
+is left. A trial counts as correct when exactly the struck rank is cause, with certainty and for a
+fitting reason.
 
-The program is any script that takes a fault as its last argument, `kill rank=1 step=7 in=backward` (the text form of a
-scripted fault), and strikes itself accordingly. For deaths by signal the time between the rank's last event and the launcher's
-knowledge of its end is measured; an exception or an exit takes the interpreter's teardown, which is not ours.
+The program is any script that takes a fault as its last argument, `kill rank=1 step=7 in=backward`
+(the text form of a scripted fault), and strikes itself accordingly. For deaths by signal the time
+between the rank's last event and the launcher's knowledge of its end is measured; an exception or
+an exit takes the interpreter's teardown, which is not ours.
 """
 
 from __future__ import annotations
@@ -45,9 +47,10 @@ class Trial:
         fault: Its text.
         correct: Whether the struck rank, and it alone, was found cause for the right reason.
         found: The verdict in words.
-        noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other faults than signals.
-        survived_s: From the rank's last event until the last survivor had left its collective with an error; None for
-            other faults than signals, and for jobs without collectives.
+        noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other
+        faults than signals.
+        survived_s: From the rank's last event until the last survivor had left its collective with
+            an error; None for other faults than signals, and for jobs without collectives.
     """
 
     fault: str
@@ -65,8 +68,8 @@ class FaultReport:
         trials: One by one.
         orphans: Processes left behind by all of them.
         ports_held: Trials after which nobody could listen on the run's MASTER_PORT.
-        memory_held: Files in memory that processes other than this one still map, and names in /dev/shm, that were not
-            there before.
+        memory_held: Files in memory that processes other than this one still map, and names in
+            /dev/shm, that were not there before.
     """
 
     trials: tuple[Trial, ...]
@@ -107,7 +110,8 @@ class FaultReport:
             for at in (self.noticed_s, self.survived_s)
         )
         return (
-            f"culprit right {self.correct}/{len(self.trials)}, left behind {self.left_behind}; death by signal known to "
+            f"culprit right {self.correct}/{len(self.trials)}, left behind {self.left_behind}; "
+            "death by signal known to "
             f"the launcher in {launcher}, to the survivors in {survivors}"
         )
 

@@ -1,7 +1,8 @@
 """`braid bench hooks`: what communication hooks do for training over a slow network, in time and in loss.
 
-Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25 million parameters, few samples. What counts is the
-whole step, and the loss after equally many steps beside that of exact gradients (`hooks_worker`).
+Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25
+million parameters, few samples. What counts is the whole step, and the loss after equally many
+steps beside that of exact gradients (`hooks_worker`).
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
 def hooks_table(report: HooksReport) -> Table:
     """One row per way."""
     title = (
-        f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at {report.gbit:g} Gbit/s, {report.machine}, load before "
+        f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at "
+        f"{report.gbit:g} Gbit/s, {report.machine}, load before "
         f"{report.load:.1f} a core, torch {report.torch}"
     )
     heads = ("ms a step", "x", "quartiles", "first loss", f"loss after {report.rounds} steps")

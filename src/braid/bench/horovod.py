@@ -1,7 +1,8 @@
 """`braid bench horovod`: the negotiated engine beside Gloo and beside our own wrapper, and alone at a thousand ranks.
 
-What needs ranks is measured in them (`fusion_worker`). The pure part is also run as a thousand ranks in one process: what the first rank has to do in steady
-state there, beside what the others have.
+What needs ranks is measured in them (`fusion_worker`). The pure part is also run as a thousand
+ranks in one process: what the first rank has to do in steady state there, beside what the others
+have.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Thousand(msgspec.Struct, kw_only=True):
 
     Attributes:
         ranks: Their number.
-        first_s: Seconds of the first rank in a cycle, median. It is the only one of so many that runs some lines, which are never in the caches then.
+        first_s: Seconds of the first rank in a cycle, median. It is the only one of so many that
+        runs some lines, which are never in the caches then.
         median_s: Of the median rank.
         first_calls: Calls of functions that the first rank needs for a cycle.
         most_calls: That another one needs.
@@ -241,7 +243,10 @@ def fusion_verdicts(report: FusionReport) -> list[Verdict]:
         held.append((what, found.state_s <= MOST_STATE_S, f"{found.state_s * 1e6:.0f} us"))
     many = report.thousand
     share = many.first_calls / many.most_calls
-    what = f"{many.ranks} ranks in steady state: the first needs at most {MOST_UNEVEN} times the calls of others"
+    what = (
+        f"{many.ranks} ranks in steady state: the first needs at most {MOST_UNEVEN} times the "
+        "calls of others"
+    )
     even = share <= MOST_UNEVEN and not many.lists
     held.append(
         (

@@ -1,8 +1,9 @@
 """`braid bench net --model`: what the cost model says of algorithms, beside what they take.
 
-Over a network the model is given what `braid probe` finds (latency, bandwidth by size, a barrier) and what an addition and a copy cost; it predicts every
-algorithm that is carried out by name. In shared memory it is `comm.selection`'s own, with the costs that it measures itself. Nothing is fitted to the times
-that it is held against.
+Over a network the model is given what `braid probe` finds (latency, bandwidth by size, a barrier)
+and what an addition and a copy cost; it predicts every algorithm that is carried out by name. In
+shared memory it is `comm.selection`'s own, with the costs that it measures itself. Nothing is
+fitted to the times that it is held against.
 """
 
 from __future__ import annotations
@@ -190,14 +191,18 @@ def error(held: Sequence[Held]) -> float:
 
 def model_table(report: ModelReport) -> Table:
     """One row per place and algorithm; per size what was predicted, what was measured, and the error."""
-    title = f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}"
+    title = (
+        f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} "
+        f"a core, torch {report.torch}"
+    )
     grid = new_table(title, ("", "algorithm"), [f"size {number + 1}" for number in range(5)])
     for place, held in ((report.network, report.far), (report.memory, report.near)):
         sizes = sorted({one.taken.nbytes for one in held})
         grid.add_row(place, "", *map(size_text, sizes))
         for pair in dict.fromkeys((one.taken.operation, one.taken.algorithm) for one in held):
             cells = {
-                one.taken.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.taken.seconds)} {one.error:+.0%}"
+                one.taken.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.taken.seconds)} "
+                f"{one.error:+.0%}"
                 for one in held
                 if (one.taken.operation, one.taken.algorithm) == pair
             }

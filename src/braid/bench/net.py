@@ -1,10 +1,13 @@
 """`braid bench net`: all-reduce between hosts against Gloo, and against what the link would carry; table, JSON, targets.
 
-Measured on namespaces of this machine (`lab`), or on hosts that are there; always in one interleaved run (`net_worker`).
+Measured on namespaces of this machine (`lab`), or on hosts that are there; always in one
+interleaved run (`net_worker`).
 
-What is counted as the share of a link: the bytes that an all-reduce must send over the card of each host, 2 (h-1)/h l with h hosts and
-l bytes of the tensor, over time and rate. Headers are not counted, so of Ethernet with 1500 bytes a packet nobody gets more than 1448 / 1514 =
-95.6 %. Shares above that are those of a bucket that was full (`lab`), and are shown for what they are: only large tensors tell.
+What is counted as the share of a link: the bytes that an all-reduce must send over the card of each
+host, 2 (h-1)/h l with h hosts and l bytes of the tensor, over time and rate. Headers are not
+counted, so of Ethernet with 1500 bytes a packet nobody gets more than 1448 / 1514 = 95.6 %. Shares
+above that are those of a bucket that was full (`lab`), and are shown for what they are: only large
+tensors tell.
 """
 
 from __future__ import annotations
@@ -103,7 +106,10 @@ class Target(NamedTuple):
 
     def __str__(self) -> str:
         word = "held  " if self.held else "missed"
-        return f"{word}  {self.what}: at least {_figure(self.floor, self.unit)}, found {_figure(self.found, self.unit)} at {self.at}"
+        return (
+            f"{word}  {self.what}: at least {_figure(self.floor, self.unit)}, found "
+            f"{_figure(self.found, self.unit)} at {self.at}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +271,8 @@ def _worst(
 def net_table(report: NetReport) -> Table:
     """One row per case and size."""
     title = (
-        f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch {report.torch}; us, x: Gloo's time over this one's, "
+        f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch "
+        f"{report.torch}; us, x: Gloo's time over this one's, "
         "%: payload over time and rate"
     )
     rows = [row for case in report.cases for row in case.rows]

@@ -1,8 +1,9 @@
 """`braid probe`: ranks of this host, or of several, as a cluster: latency and bandwidth by size of the message, level by level.
 
-What is measured is a message between ranks as `Group.send` and `Group.recv` carry it; the file is what `braid schedule simulate --cluster` and
-`compare` read. Levels are NUMA nodes where there are several, the host, and the network. Collectives inside a host do not
-send messages, so for them the selector's own costs count (`Group.engine.explain`).
+What is measured is a message between ranks as `Group.send` and `Group.recv` carry it; the file is
+what `braid schedule simulate --cluster` and `compare` read. Levels are NUMA nodes where there are
+several, the host, and the network. Collectives inside a host do not send messages, so for them the
+selector's own costs count (`Group.engine.explain`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Probe:
 
     Attributes:
         ranks: Of this host, when no others are named.
-        sizes: Bytes of messages, multiples of 4; when None, 64 KiB to 64 MiB in a host, 1 KiB to 16 MiB over several.
+        sizes: Bytes of messages, multiples of 4; when None, 64 KiB to 64 MiB in a host, 1 KiB to 16
+        MiB over several.
         rounds: Turns through all of them.
         where: Hosts that are reached; None for this one.
         pin: Whether ranks stay on the processors of one NUMA node.
@@ -78,7 +80,8 @@ def probe(wanted: Probe, *, console: RichConsole | None = None) -> Cluster:
         console: Where it is shown that something happens; standard error when None.
 
     Raises:
-        ConfigError: A rank failed, or a host cannot be reached; the message is the launcher's error block.
+        ConfigError: A rank failed, or a host cannot be reached; the message is the launcher's error
+            block.
     """
     return as_cluster(run_probe(wanted, console=console))
 
@@ -109,9 +112,10 @@ def as_cluster(found: Probed) -> Cluster:
 def level_of(found: Measured) -> Level:
     """What is not latency is bandwidth; messages that are hardly more than latency tell nothing of it.
 
-    No message is quicker than an empty one, so latency is the least that any took. A network's link has one rate, that of what the longest
-    message has beside the next: after a rest a link lets some bytes through faster, from a bucket of tokens, and what of them is in the
-    time of a message is told by the rate. Memory is as fast as at its best size.
+    No message is quicker than an empty one, so latency is the least that any took. A network's link
+    has one rate, that of what the longest message has beside the next: after a rest a link lets
+    some bytes through faster, from a bucket of tokens, and what of them is in the time of a message
+    is told by the rate. Memory is as fast as at its best size.
     """
     times = sorted(found.seconds.items())
     latency_s = min(found.latency_s, *found.seconds.values())

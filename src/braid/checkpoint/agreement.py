@@ -1,7 +1,8 @@
 """All ranks learn what each of them has to say, and draw the same conclusion.
 
-Problem: when rank 2's disk is full, rank 2 raises and the others wait in the next collective. Idea: every phase of a save or
-load ends with an exchange of small reports; an error in any of them makes every rank raise the same CheckpointError.
+Problem: when rank 2's disk is full, rank 2 raises and the others wait in the next collective. Idea:
+every phase of a save or load ends with an exchange of small reports; an error in any of them makes
+every rank raise the same CheckpointError.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) 
     """Raise unless every problem is empty; the same text on all ranks.
 
     Raises:
-        CheckpointError: Names each rank that has a problem; ranks with the same one are listed together.
+        CheckpointError: Names each rank that has a problem; ranks with the same one are listed
+            together.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):

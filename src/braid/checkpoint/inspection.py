@@ -42,7 +42,8 @@ class Comparison(NamedTuple):
     Attributes:
         num_tensors: Tensors that were compared.
         differing: Names of those whose bits are not the same; also those that only one of them has.
-        max_diff: Largest absolute difference of two elements; inf when something is missing or not finite.
+        max_diff: Largest absolute difference of two elements; inf when something is missing or not
+            finite.
     """
 
     num_tensors: int

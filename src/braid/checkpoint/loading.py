@@ -1,7 +1,8 @@
 """Loading: find the last complete checkpoint, say what was passed over, read only what a rank needs.
 
-A checkpoint is verified before anything is used: manifest against its own digest, files against the manifest's. Tensors are
-then assembled from whatever pieces overlap with what is wanted, so the number of ranks that wrote it does not matter.
+A checkpoint is verified before anything is used: manifest against its own digest, files against the
+manifest's. Tensors are then assembled from whatever pieces overlap with what is wanted, so the
+number of ranks that wrote it does not matter.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Checkpoint:
         path: Its directory.
         manifest: Its contents.
         skipped: Later ones that could not be used, and why.
-        own_of: Rank whose tensors are read where each rank wrote its own; None to read none of these.
+        own_of: Rank whose tensors are read where each rank wrote its own; None to read none of
+            these.
 
     Args:
         path: See above.
@@ -88,8 +90,10 @@ class Checkpoint:
         if wanted and self.own_of is None:
             num_owners = _num_owners(self.manifest)
             msg = (
-                f"expected to load {self.path} on {num_owners} ranks, as each wrote its own of {len(wanted)} tensors ({', '.join(wanted[:3])}, ...), "
-                "found another number: load(..., own_of=0) takes those of rank 0, or of the rank that is named"
+                f"expected to load {self.path} on {num_owners} ranks, as each wrote its own of "
+                f"{len(wanted)} tensors ({', '.join(wanted[:3])}, ...), "
+                "found another number: load(..., own_of=0) takes those of rank 0, or of the rank "
+                "that is named"
             )
             raise CheckpointError(msg)
 
@@ -112,7 +116,10 @@ class Checkpoint:
         if entry is None and self.own_of is not None:
             entry = self.manifest.tensors.get(own_name(self.own_of, name))
         if entry is None:
-            msg = f"expected tensor {name!r} in {self.path}, found {len(self.manifest.tensors)} others"
+            msg = (
+                f"expected tensor {name!r} in {self.path}, found {len(self.manifest.tensors)} "
+                "others"
+            )
             raise CheckpointError(msg)
         dtype = NAMES.get(entry.dtype)
         if dtype is None:
@@ -128,7 +135,8 @@ class Checkpoint:
         """Check that the checkpoint holds these tensors, and no others that begin like one of them.
 
         Args:
-            expected: Name -> shape and dtype. Names begin with what they belong to (`model/...`, `optimizer/...`).
+            expected: Name -> shape and dtype. Names begin with what they belong to (`model/...`,
+                `optimizer/...`).
 
         Raises:
             CheckpointError: The table of all missing, unexpected and differing ones.
@@ -156,8 +164,8 @@ class Checkpoint:
         if len(rows) > MAX_ROWS:
             table.append(f"  ... and {len(rows) - MAX_ROWS} more")
         msg = (
-            f"expected a checkpoint of this model in {self.path}, found {len(rows)} tensors that differ:\n"
-            + "\n".join(table)
+            f"expected a checkpoint of this model in {self.path}, found {len(rows)} tensors that "
+            "differ:\n" + "\n".join(table)
         )
         raise CheckpointError(msg)
 
@@ -198,10 +206,12 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
     Args:
         where: A checkpoint (`.../step-00000200`), or the directory of a run's checkpoints.
         group: The ranks that load together.
-        own_of: Rank whose tensors this one reads where each rank wrote its own; its own rank's when None, if as many ranks load as have written.
+        own_of: Rank whose tensors this one reads where each rank wrote its own; its own rank's when
+            None, if as many ranks load as have written.
 
     Raises:
-        CheckpointError: There is no complete checkpoint; each one that was looked at, with its reason.
+        CheckpointError: There is no complete checkpoint; each one that was looked at, with its
+        reason.
         ConfigError: No rank `own_of` has written any.
 
     Cost: rank 0 reads and hashes all files once.
@@ -218,7 +228,10 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
     if own_of is None and num_owners == group.size:
         own_of = group.rank
     if own_of is not None and num_owners and not 0 <= own_of < num_owners:
-        msg = f"expected own_of from 0 to {num_owners - 1}, the ranks that wrote {path}, found {own_of}"
+        msg = (
+            f"expected own_of from 0 to {num_owners - 1}, the ranks that wrote {path}, found "
+            f"{own_of}"
+        )
         raise ConfigError(msg)
     return Checkpoint(path, manifest, choice.skipped, own_of=own_of if num_owners else None)
 
@@ -244,7 +257,8 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         else:
             if found.nbytes != expected.nbytes:
                 problems.append(
-                    f"{name} is truncated or extended: {found.nbytes:,} bytes, expected {expected.nbytes:,}"
+                    f"{name} is truncated or extended: {found.nbytes:,} bytes, expected "
+                    f"{expected.nbytes:,}"
                 )
             elif found.sha256 != expected.sha256:
                 problems.append(f"sha256 mismatch in {name}")
@@ -302,7 +316,10 @@ def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int
     if box is None:
         return [(0, extent) for extent in entry.shape]
     if len(box) != len(entry.shape) or any(s.step not in {None, 1} for s in box):
-        msg = f"expected {len(entry.shape)} slices of step 1 for shape {list(entry.shape)}, found {box}"
+        msg = (
+            f"expected {len(entry.shape)} slices of step 1 for shape {list(entry.shape)}, found "
+            f"{box}"
+        )
         raise CheckpointError(msg)
     ranges = [s.indices(extent)[:2] for s, extent in zip(box, entry.shape, strict=True)]
     return [(low, max(low, high)) for low, high in ranges]

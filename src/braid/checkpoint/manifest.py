@@ -1,16 +1,18 @@
 """What a checkpoint says about itself: one JSON file that is written last.
 
-Problem: formats whose index is a pickle run whatever code is in it when they are looked at, and shards without digests are
-loaded with their flipped bits. Idea: a manifest without code that names every file with its length and SHA-256 and every
-tensor with the pieces that it is made of; it carries a digest of its own. Where there is no manifest there is no
-checkpoint, so a crash at any moment leaves a complete checkpoint or none.
+Problem: formats whose index is a pickle run whatever code is in it when they are looked at, and
+shards without digests are loaded with their flipped bits. Idea: a manifest without code that names
+every file with its length and SHA-256 and every tensor with the pieces that it is made of; it
+carries a digest of its own. Where there is no manifest there is no checkpoint, so a crash at any
+moment leaves a complete checkpoint or none.
 
     step-00000200/
         manifest.json           {"sha256": "...", "manifest": {step, tensors, files, state, numerics, braid}}
         rank-00000.safetensors  pieces that rank 0 owned
         rank-00001.safetensors  ...
 
-A manifest is input from outside: sizes, names and shapes are checked before anything is allocated or opened.
+A manifest is input from outside: sizes, names and shapes are checked before anything is allocated
+or opened.
 """
 
 from __future__ import annotations
@@ -100,8 +102,10 @@ class Manifest(msgspec.Struct, frozen=True):
         step: Steps that had been completed.
         tensors: By name.
         files: By name.
-        state: What is no tensor: position in the data, optimizer's numbers, seeds, digest of the data.
-        numerics: What the bits depend on: threads, order of sums, algorithms, world size, torch's version.
+        state: What is no tensor: position in the data, optimizer's numbers, seeds, digest of the
+        data.
+        numerics: What the bits depend on: threads, order of sums, algorithms, world size, torch's
+        version.
         braid: Who wrote it.
     """
 
@@ -145,7 +149,8 @@ def decode_manifest(data: bytes) -> Manifest:
     """Inverse of `encode_manifest`.
 
     Raises:
-        CheckpointError: Not a manifest, altered, of a newer format, or inconsistent: all problems at once.
+        CheckpointError: Not a manifest, altered, of a newer format, or inconsistent: all problems
+            at once.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         msg = f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES:,} bytes"
@@ -157,7 +162,10 @@ def decode_manifest(data: bytes) -> Manifest:
             raise CheckpointError(msg)
         origin = msgspec.json.decode(sealed.manifest, type=_Head).braid
         if origin.format > FORMAT:
-            msg = f"written by braid {origin.version} in format {origin.format}; this braid knows {FORMAT}"
+            msg = (
+                f"written by braid {origin.version} in format {origin.format}; this braid knows "
+                f"{FORMAT}"
+            )
             raise CheckpointError(msg)
         manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -208,16 +216,20 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
 def _overlap(entry: TensorEntry) -> str:
     """What is wrong with boxes inside of a tensor that have its volume, if they do not tile it: they overlap.
 
-    A box is known by its corners with signs, + - in one dim and + - - + in two (they are what is left of its indicator
-    function after one derivative per dim). Corners of neighbours cancel, so boxes tile the tensor if and only if
-    nothing but its own corners is left, whatever their number and order.
+    A box is known by its corners with signs, + - in one dim and + - - + in two (they are what is
+    left of its indicator function after one derivative per dim). Corners of neighbours cancel, so
+    boxes tile the tensor if and only if nothing but its own corners is left, whatever their number
+    and order.
 
     Cost: pieces x 2^(dims that are cut).
     """
     shape = entry.shape
     cut = [dim for dim, full in enumerate(shape) if any(p.shape[dim] != full for p in entry.pieces)]
     if len(entry.pieces) << len(cut) > MAX_CORNERS:
-        return f"is cut into {len(entry.pieces):,} pieces along {len(cut)} dims, more than can be checked"
+        return (
+            f"is cut into {len(entry.pieces):,} pieces along {len(cut)} dims, more than can be "
+            "checked"
+        )
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [(1, piece.offset, piece.shape) for piece in entry.pieces]
     for weight, offset, extent in [(-1, (0,) * len(shape), shape), *boxes]:

@@ -1,6 +1,7 @@
 """Nested values as JSON and tensors, and back: what an optimizer's `state_dict` holds besides the state of parameters.
 
-JSON knows no tensors, tuples or infinities, and would return them as something else or not at all. So each stands behind a tag:
+JSON knows no tensors, tuples or infinities, and would return them as something else or not at all.
+So each stands behind a tag:
 
     {"start": [x], "step": 3, "betas": (0.9, 0.99)}
     {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}      and x under NAME/start/0
@@ -45,8 +46,10 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     found = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
     found = "a second tensor of this name" if isinstance(value, torch.Tensor) else found
     msg = (
-        f"expected tensors, numbers, text, lists, tuples and dicts with text as keys in what the optimizer remembers, found {found} as {name!r}, "
-        "which a checkpoint cannot hold: let state_dict() return it as one of these, or leave it out there"
+        "expected tensors, numbers, text, lists, tuples and dicts with text as keys in what the "
+        f"optimizer remembers, found {found} as {name!r}, "
+        "which a checkpoint cannot hold: let state_dict() return it as one of these, or leave it "
+        "out there"
     )
     raise ConfigError(msg)
 
@@ -74,5 +77,8 @@ def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
             return tuple(from_plain(item, read) for item in items)
         case [("dict", dict(items))]:
             return {key: from_plain(item, read) for key, item in items.items()}
-    msg = f"expected a tensor, float, tuple or dict in the optimizer's state, found {str(value)[:80]!r}"
+    msg = (
+        "expected a tensor, float, tuple or dict in the optimizer's state, found "
+        f"{str(value)[:80]!r}"
+    )
     raise CheckpointError(msg)

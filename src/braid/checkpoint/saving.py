@@ -7,7 +7,8 @@
     rank 0      manifest, fsync, rename, remove older ones
     exchange    problem or none
 
-Whatever fails, and whenever a process is killed, earlier checkpoints are untouched and no half checkpoint can be seen.
+Whatever fails, and whenever a process is killed, earlier checkpoints are untouched and no half
+checkpoint can be seen.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def save(
     space = ""
     if plans[0].free < need:
         space = (
-            f"it needs {need:,} bytes, {plans[0].free:,} are free on this disk: remove something there, "
+            f"it needs {need:,} bytes, {plans[0].free:,} are free on this disk: remove something "
+            "there, "
             "or choose another directory"
         )
     try:
@@ -148,7 +150,10 @@ def _write(home: CheckpointDirectory, pieces: list[Slice], step: int, rank: int)
             free = -1
             with contextlib.suppress(OSError):
                 free = home.free_bytes()
-            problem += f", which needs {tensor_file_bytes(tensors):,} bytes; {free:,} are left on this disk"
+            problem += (
+                f", which needs {tensor_file_bytes(tensors):,} bytes; {free:,} are left on "
+                "this disk"
+            )
         return _Written(problem)
     entries: dict[str, TensorEntry] = {}
     for key, piece in zip(tensors, pieces, strict=True):
@@ -175,7 +180,8 @@ def _publish(
             known = tensors.setdefault(name, TensorEntry(entry.shape, entry.dtype, ()))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 return Report(
-                    f"ranks disagree about {name!r}: {known.dtype}{list(known.shape)} and, on rank {rank}, "
+                    f"ranks disagree about {name!r}: {known.dtype}{list(known.shape)} and, on "
+                    f"rank {rank}, "
                     f"{entry.dtype}{list(entry.shape)}"
                 )
             tensors[name] = TensorEntry(entry.shape, entry.dtype, (*known.pieces, *entry.pieces))

@@ -1,14 +1,16 @@
 """What a rank hands to `save`: the boxes of tensors that it owns.
 
-The checkpoint knows no engine. Whoever holds parameters, sharded in any way, says which pieces of which global tensors are
-here; together the ranks' pieces tile each tensor exactly once. `ReplicatedSnapshot` is that for data parallelism, where
-every rank has everything: each writes an n-th of the bytes.
+The checkpoint knows no engine. Whoever holds parameters, sharded in any way, says which pieces of
+which global tensors are here; together the ranks' pieces tile each tensor exactly once.
+`ReplicatedSnapshot` is that for data parallelism, where every rank has everything: each writes an
+n-th of the bytes.
 
     bytes of all tensors   |--- a ---|------------- b -------------|-- c --|
     ranks                  |      0      |      1      |      2      |         boundaries moved to whole rows (dim 0)
 
-What differs from rank to rank, such as the moments of an optimizer that takes steps alone, cannot be divided like that: each rank writes all of its
-own, and says so by a name: `own/model/w` here is `own/00001/model/w` of rank 1 in the checkpoint.
+What differs from rank to rank, such as the moments of an optimizer that takes steps alone, cannot
+be divided like that: each rank writes all of its own, and says so by a name: `own/model/w` here is
+`own/00001/model/w` of rank 1 in the checkpoint.
 """
 
 from __future__ import annotations
@@ -70,7 +72,8 @@ class ReplicatedSnapshot:
     """Tensors that every rank has; ownership is divided by bytes.
 
     Args:
-        tensors: By name; the same names, shapes and dtypes on every rank, and the same values, except for names that begin with `own/`.
+        tensors: By name; the same names, shapes and dtypes on every rank, and the same values,
+        except for names that begin with `own/`.
         rank: This rank.
         size: Number of ranks.
     """

@@ -1,8 +1,9 @@
 """Writing and reading one safetensors file: hashed while it is written, mapped when it is read.
 
-The format is 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte range), and the values. The
-library's own writer takes no hash on the way and builds the file in memory first; this one streams, so that saving
-needs no second copy of the model. Reading is the library's: it maps the file and checks the header.
+The format is 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte
+range), and the values. The library's own writer takes no hash on the way and builds the file in
+memory first; this one streams, so that saving needs no second copy of the model. Reading is the
+library's: it maps the file and checks the header.
 
 Source: safetensors format, github.com/huggingface/safetensors (README, "Format").
 """

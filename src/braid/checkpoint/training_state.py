@@ -1,16 +1,18 @@
 """Model and optimizer as named tensors and numbers, and back.
 
-Problem: `optimizer.state_dict()` counts parameters, so a model whose parameters are created in another order silently gets
-the wrong moments. Idea: everything is filed under the parameter's name.
+Problem: `optimizer.state_dict()` counts parameters, so a model whose parameters are created in
+another order silently gets the wrong moments. Idea: everything is filed under the parameter's name.
 
     model/blocks.0.attention.weight                     parameters (tied ones once) and persistent buffers
     optimizer/blocks.0.attention.weight/exp_avg         tensors of the optimizer's state
     optimizer_state_dict/diloco/start/0                 other tensors in its state_dict(), and such inside of lists
     own/...                                             those of the above that other ranks have another value of
-    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}], "numbers": {name: {...}}, "rest": {"diloco": {...}}}}
+    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}], "numbers": {name: {...}},
+    "rest": {"diloco": {...}}}}
     state: {"generators": {name: base64 of its state}}
 
-An optimizer whose ranks take steps alone has a method `is_own(name, tensor)` that tells of these names whether the tensor is this rank's own.
+An optimizer whose ranks take steps alone has a method `is_own(name, tensor)` that tells of these
+names whether the tensor is this rank's own.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def training_tensors(
     Names of those that are this rank's own begin with `own/`, as `ReplicatedSnapshot` knows them.
 
     Raises:
-        ConfigError: The optimizer holds a parameter that the model does not, or something that cannot be filed.
+        ConfigError: The optimizer holds a parameter that the model does not, or something that
+            cannot be filed.
     """
     tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(model).items()}
     if optimizer is not None:
@@ -86,8 +89,9 @@ def restore_training(
     """Put a checkpoint's values into a model, an optimizer and generators.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or optimizer: the table of what differs; or ranks wrote tensors of their own,
-            and other numbers of ranks load. Nothing has been changed.
+        CheckpointError: The checkpoint is of another model or optimizer: the table of what differs;
+            or ranks wrote tensors of their own, and other numbers of ranks load. Nothing has been
+            changed.
     """
     params = _model_tensors(model)
     checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
@@ -106,7 +110,10 @@ def restore_training(
     kept = checkpoint.manifest.state.get("generators", {})
     for name, generator in (generators or {}).items():
         if name not in kept:
-            msg = f"expected the state of generator {name!r} in {checkpoint.path}, found {sorted(kept)}"
+            msg = (
+                f"expected the state of generator {name!r} in {checkpoint.path}, found "
+                f"{sorted(kept)}"
+            )
             raise CheckpointError(msg)
         raw = bytearray(base64.b64decode(kept[name]))
         generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
@@ -124,7 +131,8 @@ def _optimizer_state(
     if kept.get("type") != kind or list(map(sorted, mine)) != [sorted(t or []) for t in theirs]:
         found = f"{kept.get('type', 'no optimizer')} with {[len(t or []) for t in theirs]}"
         msg = (
-            f"expected the state of {kind} with groups of {[len(group) for group in mine]} parameters in "
+            f"expected the state of {kind} with groups of {[len(group) for group in mine]} "
+            "parameters in "
             f"{checkpoint.path}, found {found}: use the optimizer and groups that it was made with"
         )
         raise CheckpointError(msg)
@@ -158,7 +166,8 @@ def _optimizer_state(
     rest = {key: from_plain(x, read) for key, x in kept.get("rest", {}).items()}
     if in_order and mine != theirs:
         msg = (
-            f"expected the parameters of {kind} in the order of {checkpoint.path}, as {in_order[0]!r} is not filed by parameter, found another "
+            f"expected the parameters of {kind} in the order of {checkpoint.path}, as "
+            f"{in_order[0]!r} is not filed by parameter, found another "
             "one: make the model and the optimizer as they were made then"
         )
         raise CheckpointError(msg)
@@ -212,7 +221,8 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         msg = (
-            f"expected an optimizer of the model's own parameters, found {len(strangers)} others, the first of "
+            f"expected an optimizer of the model's own parameters, found {len(strangers)} others, "
+            "the first of "
             f"shape {list(strangers[0].shape)}: make the optimizer from model.parameters()"
         )
         raise ConfigError(msg)

@@ -29,7 +29,8 @@ def probe(
 
     Args:
         n: Number of ranks of this host, all sending at the same time.
-        hosts: Measure between these hosts instead, with so many ranks each; braid must be installed there.
+        hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
+        there.
         rsh: Command that reaches {host} (default: ssh without questions).
         remote_python: Interpreter on the hosts (default: the path of this one).
         out: File that `braid schedule simulate --cluster` and `compare` read.
@@ -66,7 +67,8 @@ def probe(
             print(f"  {nbytes / 1024:>8,.0f} KiB  {rate / 1e9:6.3f} GB/s")
         if level.burst_bytes:
             print(
-                f"  after a rest {level.burst_bytes / 1024:,.0f} KiB beside its rate of {level.bytes_per_s / 1e9:.3f} GB/s"
+                f"  after a rest {level.burst_bytes / 1024:,.0f} KiB beside its rate of "
+                f"{level.bytes_per_s / 1e9:.3f} GB/s"
             )
     print(f"cluster  {out}")
     return 0

@@ -20,8 +20,9 @@ def prove(
 ) -> int:
     """Train on N ranks and in one process, and compare all parameters after every step, bit by bit.
 
-    FILE defines model() and loss(model, rank, size, step), which is the loss of one rank's share of a step; optimizer(params) and
-    wrap(model, group) if they shall be others than SGD and DistributedDataParallel. Exit code 1 means that the two differ.
+    FILE defines model() and loss(model, rank, size, step), which is the loss of one rank's share of
+    a step; optimizer(params) and wrap(model, group) if they shall be others than SGD and
+    DistributedDataParallel. Exit code 1 means that the two differ.
 
     Args:
         file: Python file.

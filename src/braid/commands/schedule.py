@@ -113,7 +113,8 @@ def schedule_simulate(
         operation: What it carries out (default: all_reduce where it can, else what it is for).
         root: Rank that has or gets everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
-        nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations of a micro-batch.
+        nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations
+        of a micro-batch.
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
@@ -135,7 +136,10 @@ def schedule_simulate(
     size = _bytes(nbytes)
     if not _is_known(name):
         if operation or root is not None or row is not None:
-            msg = f"expected no --operation, --root or --row with the file {name}, which says what it does"
+            msg = (
+                f"expected no --operation, --root or --row with the file {name}, which says "
+                "what it does"
+            )
             raise ConfigError(msg)
         program = _valid(_from_file(name), name)
     elif name in PIPELINES or ranks <= MOST_DRAWN:
@@ -144,14 +148,20 @@ def schedule_simulate(
         program = _program(name, ranks, operation, root, row, microbatches)
     else:
         if svg or trace:
-            msg = f"expected at most {MOST_DRAWN} ranks for a picture or a trace, found {ranks}: leave --svg and --trace out"
+            msg = (
+                f"expected at most {MOST_DRAWN} ranks for a picture or a trace, found {ranks}: "
+                "leave --svg and --trace out"
+            )
             raise ConfigError(msg)
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
         row = net.levels[0].size if row is None else row
         wanted = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
         return _estimate(wanted, size, net)
     if program.num_ranks > MOST_DRAWN:
-        msg = f"expected at most {MOST_DRAWN} ranks, each of which is drawn, found {program.num_ranks}"
+        msg = (
+            f"expected at most {MOST_DRAWN} ranks, each of which is drawn, found "
+            f"{program.num_ranks}"
+        )
         raise ConfigError(msg)
     net = _cluster(cluster, program.num_ranks, latency_us, gbytes_per_s)
     net.check_size(program.num_ranks)
@@ -245,7 +255,10 @@ def _valid(program: Program, file: str) -> Program:
 
     found = validate(program, RULES)
     if found:
-        msg = f"expected a valid program in {file}, found {'; '.join(map(str, found[:3]))}: see braid schedule check"
+        msg = (
+            f"expected a valid program in {file}, found {'; '.join(map(str, found[:3]))}: see "
+            "braid schedule check"
+        )
         raise ConfigError(msg)
     return program
 
@@ -368,7 +381,8 @@ def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
 
     found = simulate_rounds(rounds, nbytes, net)
     print(
-        f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} rounds: {time_text(found.seconds)}"
+        f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} "
+        f"rounds: {time_text(found.seconds)}"
     )
     _print_bytes(found.level_bytes)
     return 0

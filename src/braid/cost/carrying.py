@@ -10,10 +10,12 @@ Two ways in which the engine departs from rounds of messages:
                near | far          | out
                       near         |     far     | out
 
-Per chunk a stage needs its latency, in which nothing is busy, and work, in which its resource is. With D chunks under way besides the one that
-is begun, the period is the longest of: the work of any one resource, and all of a chunk's way over D + 1.
+Per chunk a stage needs its latency, in which nothing is busy, and work, in which its resource is.
+With D chunks under way besides the one that is begun, the period is the longest of: the work of any
+one resource, and all of a chunk's way over D + 1.
 
-Source: for the pipeline, the bound of software pipelining: M. Lam, PLDI (1988), sec. 2 (resources and recurrences).
+Source: for the pipeline, the bound of software pipelining: M. Lam, PLDI (1988), sec. 2 (resources
+and recurrences).
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ def program_s(
 ) -> float:
     """Seconds of a program that goes through the tensor in pieces, with a step of all ranks before and after each.
 
-    A rank sends without asking whether anybody waits for it, so what it sends in one round and in the next may share its link: a tree whose root
-    sends to two takes as long as its link needs for both.
+    A rank sends without asking whether anybody waits for it, so what it sends in one round and in
+    the next may share its link: a tree whose root sends to two takes as long as its link needs for
+    both.
 
     Args:
         written: The program.
@@ -88,7 +91,10 @@ def pipelined_s(phases: Sequence[Phase], num_chunks: int, depth: int) -> float:
         depth: Chunks under way besides the one that is begun.
     """
     if num_chunks < 1 or depth < 0:
-        msg = f"expected at least one chunk and a depth that is not negative, found {num_chunks} and {depth}"
+        msg = (
+            f"expected at least one chunk and a depth that is not negative, found {num_chunks} "
+            f"and {depth}"
+        )
         raise ConfigError(msg)
     busy: dict[str, float] = defaultdict(float)
     for phase in phases:
@@ -112,7 +118,8 @@ def hierarchical_s(
 
     Args:
         nbytes: l, bytes of the tensor.
-        cluster: The last level is the network between hosts; one below it, if there is one, is a host's memory.
+        cluster: The last level is the network between hosts; one below it, if there is one, is a
+        host's memory.
         sync_s: Seconds of a step of all ranks.
         chunk_bytes: Of one chunk.
         depth: Chunks on the wire besides the one that is summed.

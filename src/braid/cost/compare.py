@@ -70,7 +70,8 @@ def compare(
     for name in names:
         if name in {"naive", "pairwise"} and num_ranks > LARGEST_NAIVE:
             left_out[name] = (
-                f"has a round of its own for every rank, too many to compute above {LARGEST_NAIVE} ranks"
+                "has a round of its own for every rank, too many to compute above "
+                f"{LARGEST_NAIVE} ranks"
             )
             continue
         if name == "hierarchical" and cluster.levels[0].size >= num_ranks:

@@ -2,11 +2,14 @@
 
     T = messages * a  +  nbytes * b  +  flops * c
 
-a: seconds per message, b: seconds per byte, c: seconds per byte added up; p: ranks; l: bytes of the largest full buffer of a rank (the gathered
-one for gather, scatter and all-gather; what a rank sends in all for all-to-all); lg = ceil(log2 p). Counted along the longest chain of
-messages that wait for each other. The simulator, which knows none of these, gives the same numbers (tests), so either can be read as proof of the other.
+a: seconds per message, b: seconds per byte, c: seconds per byte added up; p: ranks; l: bytes of the
+largest full buffer of a rank (the gathered one for gather, scatter and all-gather; what a rank
+sends in all for all-to-all); lg = ceil(log2 p). Counted along the longest chain of messages that
+wait for each other. The simulator, which knows none of these, gives the same numbers (tests), so
+either can be read as proof of the other.
 
-Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005); the terms for other than powers of two are those of the programs here.
+Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005); the terms for other than powers of
+two are those of the programs here.
 """
 
 from __future__ import annotations
@@ -148,13 +151,19 @@ def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> C
     """
     check_ranks(p)
     if l < 0 or row < 1 or p % row:
-        msg = f"expected bytes, not negative, and rows that divide {p} ranks, found {l} bytes and rows of {row}"
+        msg = (
+            f"expected bytes, not negative, and rows that divide {p} ranks, found {l} bytes and "
+            f"rows of {row}"
+        )
         raise ConfigError(msg)
     if (algorithm, operation) == ("hierarchical", "all_reduce"):
         return grid(p, l, row)
     found = FORMS.get((algorithm, operation))
     if found is None:
         known = sorted(name for name, op in FORMS if op == operation)
-        msg = f"expected an algorithm for {operation} out of {', '.join(known) or 'none'}, found {algorithm}"
+        msg = (
+            f"expected an algorithm for {operation} out of {', '.join(known) or 'none'}, found "
+            f"{algorithm}"
+        )
         raise ConfigError(msg)
     return found(p, l)

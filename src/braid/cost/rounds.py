@@ -1,13 +1,15 @@
 """The time of an algorithm on a hundred thousand ranks: by rounds, all ranks of a round at once.
 
-Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But ranks of a class do the same at the same time, so arrays will do: for each kind of round
-count how many messages are on every link, take for each message latency + bytes * (messages on its narrowest link), and let
+Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But ranks of a class do the same at the
+same time, so arrays will do: for each kind of round count how many messages are on every link, take
+for each message latency + bytes * (messages on its narrowest link), and let
 
     t[source], t[target]  =  max(t[source], t[target]) + seconds of the message
 
-A round that is repeated is computed until every rank is delayed by the same time per repetition, and then multiplied. Where ranks of a round start together, which is
-what sharing of links supposes here, this gives the numbers of the simulator (tests, up to 256 ranks);
-messages of different rounds do not share links here, though they may overlap.
+A round that is repeated is computed until every rank is delayed by the same time per repetition,
+and then multiplied. Where ranks of a round start together, which is what sharing of links supposes
+here, this gives the numbers of the simulator (tests, up to 256 ranks); messages of different rounds
+do not share links here, though they may overlap.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Estimate(NamedTuple):
 
     Attributes:
         seconds: Until the last rank is ready.
-        level_bytes: Bytes over all links to each level of the cluster, by name: every message counts on its way up and on its
-            way down.
+        level_bytes: Bytes over all links to each level of the cluster, by name: every message
+            counts on its way up and on its way down.
     """
 
     seconds: float

@@ -1,11 +1,13 @@
 """Text to learn from: the user's own files, or what every Python brings along.
 
-Problem: a demonstration that downloads a data set fails behind a firewall, and one with random numbers shows nothing. Idea:
-wherever Python runs there are 10 MB of good source code (the standard library) and 700 kB of good prose about it
-(`pydoc_data.topics`). Tokens are bytes: 256 of them, no vocabulary file, nothing to train, nothing that can differ.
+Problem: a demonstration that downloads a data set fails behind a firewall, and one with random
+numbers shows nothing. Idea: wherever Python runs there are 10 MB of good source code (the standard
+library) and 700 kB of good prose about it (`pydoc_data.topics`). Tokens are bytes: 256 of them, no
+vocabulary file, nothing to train, nothing that can differ.
 
-What is held out for evaluation is decided by the hash of a file's contents, so it is the same on every machine, does not
-change when files are added, and copies of a file are never on both sides. Few files (below `MIN_FILES_TO_SPLIT`) are cut
+What is held out for evaluation is decided by the hash of a file's contents, so it is the same on
+every machine, does not change when files are added, and copies of a file are never on both sides.
+Few files (below `MIN_FILES_TO_SPLIT`) are cut
 instead: the last tenth of each is held out.
 """
 
@@ -78,7 +80,8 @@ def standard_library() -> Corpus:
     documents += [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     if len(documents) < MIN_FILES_TO_SPLIT:
         msg = (
-            f"expected the sources of Python's standard library in {root}, found {len(documents) - 1} "
+            f"expected the sources of Python's standard library in {root}, found "
+            f"{len(documents) - 1} "
             "files: pass files of your own with --data"
         )
         raise ConfigError(msg)
@@ -106,7 +109,8 @@ def from_files(paths: Iterable[str | Path]) -> Corpus:
     if corpus.held_out.numel() < MIN_HELD_OUT_BYTES:
         total = corpus.train.numel() + corpus.held_out.numel()
         msg = (
-            f"expected enough text to hold {MIN_HELD_OUT_BYTES} bytes out for evaluation, found {total} bytes "
+            f"expected enough text to hold {MIN_HELD_OUT_BYTES} bytes out for evaluation, found "
+            f"{total} bytes "
             f"in all: give at least {10 * MIN_HELD_OUT_BYTES} bytes"
         )
         raise ConfigError(msg)

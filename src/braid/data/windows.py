@@ -31,7 +31,8 @@ class Windows:
     def __init__(self, tokens: torch.Tensor, context: int, *, name: str = "data") -> None:
         if not 1 <= context < tokens.numel():
             msg = (
-                f"expected a context of 1 to {max(1, tokens.numel() - 1)} tokens, which is what the {name} has, "
+                f"expected a context of 1 to {max(1, tokens.numel() - 1)} tokens, which is what "
+                f"the {name} has, "
                 f"found {context}: choose a shorter --context or more --data"
             )
             raise ConfigError(msg)

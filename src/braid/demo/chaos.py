@@ -1,6 +1,7 @@
 """A rank is killed in the middle of a training, which then goes on from its last checkpoint.
 
-The kill is a real one: SIGKILL, which no program can catch, from outside, when the training has come so far.
+The kill is a real one: SIGKILL, which no program can catch, from outside, when the training has
+come so far.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
     3 chaos       the same, but a rank is killed on the way, and the training goes on from its last checkpoint
     proof         the last checkpoints, weights and optimizer, are compared bit by bit
 
-Everything that is printed was measured in this run. The data is Python's own standard library, so nothing is downloaded.
+Everything that is printed was measured in this run. The data is Python's own standard library, so
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def show(
 
     Args:
         out: Where to show it.
-        num_ranks: Processes of the parallel training; at most two, and no more than cores, when None.
+        num_ranks: Processes of the parallel training; at most two, and no more than cores, when
+        None.
         log_dir: Where the two runs go.
         steps: Steps of each training.
         chaos: Whether to kill a rank, too.
@@ -130,7 +132,8 @@ def _header(size: int, cores: int) -> str:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     load = os.getloadavg()[0]  # what others use is missing from the figures below
     return (
-        f"braid {__version__} | torch {torch.__version__} | {cores} core{'s' if cores > 1 else ''} (load {load:.1f}), "
+        f"braid {__version__} | torch {torch.__version__} | {cores} "
+        f"core{'s' if cores > 1 else ''} (load {load:.1f}), "
         f"{gpu} | "
         f"{size} worker{'s' if size > 1 else ''} on 127.0.0.1 (loopback only)"
     )
@@ -162,7 +165,8 @@ def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tup
     block = str(broken).splitlines()
     _say(
         out,
-        f"  3 chaos       rank {victim} was killed (SIGKILL) after step {assassin.struck_at}; the launcher said",
+        f"  3 chaos       rank {victim} was killed (SIGKILL) after step {assassin.struck_at}; the "
+        "launcher said",
     )
     for row in block[:2]:
         _say(out, f"    | {row.strip()[:110]}", style="italic")
@@ -173,7 +177,8 @@ def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tup
     started = stage.console.started
     first = f"from step {started.first_step}" if started is not None else "from its checkpoint"
     line = Text(
-        f"  {'':<14}resumed {first:<24}loss ... -> {stage.finished.last_loss:.3f}{stage.finished.seconds:9.1f} s   "
+        f"  {'':<14}resumed {first:<24}loss ... -> "
+        f"{stage.finished.last_loss:.3f}{stage.finished.seconds:9.1f} s   "
     )
     out.print(line + _verdict(proof), soft_wrap=True, highlight=False)
     return proof.equal, 0
@@ -214,7 +219,8 @@ def _explain(
         speedup = alone.seconds / max(finished.seconds, 1e-9)
         _say(
             out,
-            f"  proof         {proof.num_tensors} tensors (weights and AdamW's moments) of both last checkpoints have "
+            f"  proof         {proof.num_tensors} tensors (weights and AdamW's moments) of both "
+            "last checkpoints have "
             f"the same bits; {num_ranks} ranks were {speedup:.2f} times as fast",
         )
     else:
@@ -227,7 +233,8 @@ def _explain(
         start = console.started
         _say(
             out,
-            f"  what was done {start.model} GPT, {start.num_params:,} parameters, {start.steps} steps of "
+            f"  what was done {start.model} GPT, {start.num_params:,} parameters, {start.steps} "
+            "steps of "
             f"{start.tokens_per_step:,} bytes of {start.data}; loss on held-out text "
             f"{console.evaluated.eval_loss:.3f} nats/byte",
         )

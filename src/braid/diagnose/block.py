@@ -1,12 +1,13 @@
 """The last thing a failed run prints: what happened, to whom, and what to do next, in at most a dozen lines.
 
-Problem: N ranks print N tracebacks, interleaved, and the launcher adds its own; the one that matters has scrolled
-away. Idea: one block, after everything else, always with the same labels in the same order, so that people and
-programs find the cause without reading.
+Problem: N ranks print N tracebacks, interleaved, and the launcher adds its own; the one that
+matters has scrolled away. Idea: one block, after everything else, always with the same labels in
+the same order, so that people and programs find the cause without reading.
 
     braid: run stopped at step 213 after 41 s (exit 1)
       cause    rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
-      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step - stopped cleanly
+      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step -
+      stopped cleanly
       saved    checkpoint step 200 (sha256 ok), 13 steps not saved
       resume   braid run --resume auto -n 4 train.py
       logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f

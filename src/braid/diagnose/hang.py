@@ -1,12 +1,14 @@
 """Who is stuck, in what, and because of whom: from what is seen of all ranks to one block of text.
 
-Problem: when one rank of a job does not come to a collective, all others stand still in it, without a word, until a
-deadline of minutes ends them; and the stack that their users then look at is that of an innocent rank.
+Problem: when one rank of a job does not come to a collective, all others stand still in it, without
+a word, until a deadline of minutes ends them; and the stack that their users then look at is that
+of an innocent rank.
 
-What exists: a time-out with the stacks of everybody (torch's flight recorder, `py-spy dump` on every rank), to be
-compared by eye. Idea: who waits for whom is a graph. An edge goes from each rank that waits to each member of its
-operation that has not come there. A rank that is reached and waits for nobody is *missing*; when there is none, the
-graph has a cycle, and the ranks wait for each other.
+What exists: a time-out with the stacks of everybody (torch's flight recorder, `py-spy dump` on
+every rank), to be compared by eye. Idea: who waits for whom is a graph. An edge goes from each rank
+that waits to each member of its operation that has not come there. A rank that is reached and waits
+for nobody is *missing*; when there is none, the graph has a cycle, and the ranks wait for each
+other.
 
     waits      rank 0 --all_reduce#176--> rank 1        rank 0 --barrier#3 of group a--> rank 1
     reached    rank 1: in a DataLoader                  rank 1 --barrier#9 of group b--> rank 0
@@ -17,15 +19,17 @@ graph has a cycle, and the ranks wait for each other.
       missing  rank 1 (pid 812)   in DataLoader.__next__  train.py:38 in main   cpu 0 %, sleeping
                last seen 10.1 s ago, as it ended all_reduce#175  train.py:41 in step, after step 87
       likely   rank 1 waits for its data
-               -> load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one fail
+               -> load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one
+               fail
 
 A rank that waits is never named as missing.
 
-Who takes part in an operation is known from who has used its group before. In the first operation of a group nobody has:
-there a rank that waits in another group is presumed to be awaited, and ranks that use two new groups in another order each
-are told so, too.
+Who takes part in an operation is known from who has used its group before. In the first operation
+of a group nobody has: there a rank that waits in another group is presumed to be awaited, and ranks
+that use two new groups in another order each are told so, too.
 
-Source: the wait-for graph of deadlock detection: E. G. Coffman et al., System Deadlocks, ACM Computing Surveys 3(2), 1971.
+Source: the wait-for graph of deadlock detection: E. G. Coffman et al., System Deadlocks, ACM
+Computing Surveys 3(2), 1971.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class HangReport:
         age_ns: How long the longest wait has lasted.
         step: Step of the ranks that wait; None when they recorded none.
         waiting: Ranks that wait, and in what.
-        missing: Ranks that they wait for, and where those are; empty when ranks wait for each other.
+        missing: Ranks that they wait for, and where those are; empty when ranks wait for each
+        other.
         causes: The likeliest ones.
         certain: False when it is not known that the missing ranks belong to the group.
     """

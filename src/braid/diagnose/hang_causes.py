@@ -46,7 +46,8 @@ class Blocked(NamedTuple):
         view: The rank.
         operation: What it waits in.
         absent: Ranks that have not come to it.
-        presumed: Whether they are those of whom it is likely, as it is not on record who takes part.
+        presumed: Whether they are those of whom it is likely, as it is not on record who takes
+            part.
     """
 
     view: RankView
@@ -165,13 +166,16 @@ ADVICE: Mapping[str, str] = {
     "stopped": "`kill -CONT {pid}` lets it go on; a debugger may hold it",
     "swapped": "use less memory (smaller batches, fewer ranks), or end what else fills this host",
     "io": "see whether the disk or the network file system answers (dmesg, df)",
-    "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one fail",
+    "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one "
+    "fail",
     "batches": "give every rank as many batches (drop the last short one, braid.sampling)",
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
-    "busy": "make it shorter, or let all ranks do it; a call that holds the interpreter's lock stops braid's threads, too",
+    "busy": "make it shorter, or let all ranks do it; a call that holds the interpreter's lock "
+    "stops braid's threads, too",
     "phase": "let all ranks take part, or raise --hang-report if it is meant to last",
     "unseen": "see its log; `py-spy dump --pid {pid}` or a debugger shows where it is",
-    "elsewhere": "look at that line: has it run out of batches, taken another branch, or does it wait for something else?",
+    "elsewhere": "look at that line: has it run out of batches, taken another branch, or does it "
+    "wait for something else?",
     "inside": "see the stacks in the run's directory; please report this with hang-*.txt",
     "order": "make all ranks call the same operations in the same order",
     "groups": "let all ranks use their groups in the same order",

@@ -1,11 +1,12 @@
 """Where the threads of a stuck rank are, from a dump by `faulthandler`: does it wait for others, and if not, what for?
 
-Problem: spans say which operation a rank began; they do not say whether it waits there now or went on to something
-else while the operation goes on in the background. Idea: the stack knows. A thread that waits for others has braid's
-own rooms on top of it; every other thread is at a line of the user's, perhaps inside of a library that it called.
+Problem: spans say which operation a rank began; they do not say whether it waits there now or went
+on to something else while the operation goes on in the background. Idea: the stack knows. A thread
+that waits for others has braid's own rooms on top of it; every other thread is at a line of the
+user's, perhaps inside of a library that it called.
 
-Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): innermost frame first, `Current thread` is the one
-that took the signal, which is the main thread unless that blocks it.
+Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): innermost frame first, `Current
+thread` is the one that took the signal, which is the main thread unless that blocks it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What can be seen of a rank from outside, and what follows from it: the input of a hang report.
 
-Nothing here asks the rank to cooperate. Its spans lie in memory of the launcher's, its process is the kernel's
-knowledge, and its stacks come by a signal handler that needs neither the interpreter's lock nor a living loop.
+Nothing here asks the rank to cooperate. Its spans lie in memory of the launcher's, its process is
+the kernel's knowledge, and its stacks come by a signal handler that needs neither the interpreter's
+lock nor a living loop.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ class RankView(NamedTuple):
     def waits(self) -> bool:
         """Whether it can do nothing but wait for others.
 
-        Its stack decides. Without one, its spans do: a rank that recorded anything after it had begun the collective
-        went on to something else.
+        Its stack decides. Without one, its spans do: a rank that recorded anything after it had
+        begun the collective went on to something else.
         """
         operations = self.operations
         if self.ended or self.process.stopped or not operations:

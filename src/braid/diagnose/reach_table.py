@@ -1,6 +1,7 @@
 """Who can reach whom, as a table and in words: the launcher asks it for hosts, ranks without a launcher for themselves.
 
-Problem: that a network is cut shows as a time-out of somebody, who cannot tell whether it is his, the other's or everybody's.
+Problem: that a network is cut shows as a time-out of somebody, who cannot tell whether it is his,
+the other's or everybody's.
 Idea: all results stand in one table, and a system's numbers for what went wrong are a word each.
 """
 

@@ -1,7 +1,8 @@
 """What a run says about itself: `run.json`, written by the launcher and read by whoever asks afterwards.
 
-Problem: a report of a run that words the run's end by itself soon says something else than the run did. Idea: the record
-holds what the error block is made of, not what was made of it, so that whoever reads it can print the very same block.
+Problem: a report of a run that words the run's end by itself soon says something else than the run
+did. Idea: the record holds what the error block is made of, not what was made of it, so that
+whoever reads it can print the very same block.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class RunRecord:
         run_id: Tells it from other runs.
         started: When, as ISO 8601 with the time zone.
         threads: OMP_NUM_THREADS of each rank, and the reason.
-        hosts: Where its ranks ran, in the order of their ranks; the launcher may have been elsewhere.
+        hosts: Where its ranks ran, in the order of their ranks; the launcher may have been
+        elsewhere.
         hangs: Reports of ranks that stood still, in order.
         outcome: How it ended; None while it lasts, or when its launcher was killed.
     """

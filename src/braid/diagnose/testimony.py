@@ -1,11 +1,12 @@
 """What a dead or stuck rank was inside of, read from its black box.
 
-Problem: "rank 2 died" does not say whether it was loading data, in backward or waiting for somebody, and the rank
-cannot be asked. A profiler's file is not there yet; a stack dump needs a living process.
+Problem: "rank 2 died" does not say whether it was loading data, in backward or waiting for
+somebody, and the rank cannot be asked. A profiler's file is not there yet; a stack dump needs a
+living process.
 
-Idea: the spans that have begun and not ended *are* the answer, from the outermost to the innermost. A moment in
-the past can be asked for as well: survivors unwind (and so close their spans) within milliseconds of the first
-death, and what matters is what they were doing when it happened.
+Idea: the spans that have begun and not ended *are* the answer, from the outermost to the innermost.
+A moment in the past can be asked for as well: survivors unwind (and so close their spans) within
+milliseconds of the first death, and what matters is what they were doing when it happened.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ __all__ = ["last_operation_end", "last_step", "testimony"]
 def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 - no test
     """What the rank of `ring` is inside of, or was inside of at `at_ns`.
 
-    `step` spans carry the step in `seq`; collectives are named by their `OpDesc` and carry number and call site;
-    `wait` inside a collective means that it waits for others; every other name is a phase.
+    `step` spans carry the step in `seq`; collectives are named by their `OpDesc` and carry number
+    and call site; `wait` inside a collective means that it waits for others; every other name is a
+    phase.
 
     Args:
         ring: The rank's black box; may still be written to.
         at_ns: Moment on the rank's clock; now when None.
 
     Returns:
-        Such as `in backward, bucket 1 of 2, at step 213`, or `waiting in all_reduce(float32[4096], sum)#176
-        called at train.py:41 in step`; empty when the rank recorded nothing.
+        Such as `in backward, bucket 1 of 2, at step 213`, or `waiting in all_reduce(float32[4096],
+        sum)#176 called at train.py:41 in step`; empty when the rank recorded nothing.
     """
     events = [event for event in ring.tail() if at_ns is None or event.t_ns <= at_ns]
     step = next((e for e in reversed(events) if ring.name(e.kind) == "step"), None)

@@ -1,17 +1,19 @@
 """What a process printed as it died, as data: the error's type, its message and the user's own line.
 
-Problem: the stderr of a dying rank ends with a traceback of forty frames, thirty-five of them torch's and braid's,
-followed by warnings of the interpreter's teardown; the line that its owner must look at is somewhere inside. The
-`traceback` module prints such texts and cannot read them; log scrapers take the last line and miss chained
-exceptions, notes, exception groups and `SyntaxError`, which has no header.
+Problem: the stderr of a dying rank ends with a traceback of forty frames, thirty-five of them
+torch's and braid's, followed by warnings of the interpreter's teardown; the line that its owner
+must look at is somewhere inside. The `traceback` module prints such texts and cannot read them; log
+scrapers take the last line and miss chained exceptions, notes, exception groups and `SyntaxError`,
+which has no header.
 
-Idea: find the blocks (`Traceback (most recent call last):`, a `File` line of a syntax error, `Fatal Python error`,
-C++'s `terminate called`), drop those of threads and finalizers unless nothing else is there, and show the deepest
-frame that belongs neither to an installed package, nor to the standard library, nor to braid.
+Idea: find the blocks (`Traceback (most recent call last):`, a `File` line of a syntax error, `Fatal
+Python error`, C++'s `terminate called`), drop those of threads and finalizers unless nothing else
+is there, and show the deepest frame that belongs neither to an installed package, nor to the
+standard library, nor to braid.
 
-Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`), libstdc++'s verbose
-terminate handler, rich's boxes (`rich/traceback.py`), and torch's `[rankN]: ` prefix (`_distributed_excepthook` in
-`torch/distributed/distributed_c10d.py`).
+Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`),
+libstdc++'s verbose terminate handler, rich's boxes (`rich/traceback.py`), and torch's `[rankN]: `
+prefix (`_distributed_excepthook` in `torch/distributed/distributed_c10d.py`).
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class ParsedError:
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
         message: First line of its message.
-        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; empty for an error of braid's
-            that no line of the user's led to, as in `braid train`: its message says it all.
+        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; empty for an
+            error of braid's that no line of the user's led to, as in `braid train`: its message
+            says it all.
         details: Further lines of the message and its notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
     """
@@ -102,7 +105,8 @@ class _Frame(NamedTuple):
 def parse_error(text: str) -> ParsedError | None:
     """The error that ended a process, from the end of what it wrote to stderr.
 
-    The last traceback counts. Those of threads count when there is no other, those of finalizers never.
+    The last traceback counts. Those of threads count when there is no other, those of finalizers
+    never.
 
     Args:
         text: End of the process's stderr, at any cut.

@@ -1,13 +1,14 @@
 """Finds the rank that made the others fail, from the endings of all ranks.
 
-Problem: when one rank dies, every other rank fails too, milliseconds later and often with the louder message
-("Connection reset by peer"). Launchers that blame the first process they happen to reap name an innocent rank: torchrun's
-"root cause" did so in 11 of 17 measured kills.
+Problem: when one rank dies, every other rank fails too, milliseconds later and often with the
+louder message ("Connection reset by peer"). Launchers that blame the first process they happen to
+reap name an innocent rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
-Idea: an ending is a *cause* (a signal that nobody of ours sent, an ordinary exception, an exit code, a rank declared
-dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first cause in time is blamed, and with it every
-rank that failed of the very same error (one bad option fails them all, and which was first means nothing); a symptom
-never is while there is a cause. Only when all are symptoms, the verdict is a guess, and says so.
+Idea: an ending is a *cause* (a signal that nobody of ours sent, an ordinary exception, an exit
+code, a rank declared dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first
+cause in time is blamed, and with it every rank that failed of the very same error (one bad option
+fails them all, and which was first means nothing); a symptom never is while there is a cause. Only
+when all are symptoms, the verdict is a guess, and says so.
 
     ending                                             | weight
     ---------------------------------------------------+---------------------------------------------
@@ -51,7 +52,8 @@ SYMPTOM_TYPES = frozenset(
 )  # fmt: skip
 SYMPTOM_TEXT = re.compile(
     r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|stopped because rank|"
-    r"Socket Timeout|Timed out waiting|\bgloo(?:\b|::)|NCCL (?:communicator was aborted|error: remote)|"
+    r"Socket Timeout|Timed out waiting|\bgloo(?:\b|::)|NCCL (?:communicator was aborted|error: "
+    r"remote)|"
     r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b",
     re.IGNORECASE,
 )
@@ -151,9 +153,10 @@ class Verdict:
     """Why a run ended.
 
     Attributes:
-        kind: finished, signal, memory, exception, exit, mismatch, stopped, left, timeout or interrupted.
-        cause: Ranks that made the run fail: the first, then those with the same error or with their side of a
-            mismatch; none when nobody is.
+        kind: finished, signal, memory, exception, exit, mismatch, stopped, left, timeout or
+        interrupted.
+        cause: Ranks that made the run fail: the first, then those with the same error or with their
+            side of a mismatch; none when nobody is.
         affected: All other ranks, by rank.
         certain: False when only symptoms were seen, so that `cause` is the likeliest rank.
     """
@@ -229,7 +232,8 @@ def signal_name(number: int) -> str:
 def _alike(end: RankEnd, first: RankEnd) -> bool:
     """Whether `end` shares the fault of `first`: the same error, or the same mismatch as seen from another rank.
 
-    Two deaths by the same signal are two faults, and so are two exit codes that nothing was said about.
+    Two deaths by the same signal are two faults, and so are two exit codes that nothing was said
+    about.
     """
     kind = _kind(first)
     if end is first or _kind(end) != kind or kind not in {"mismatch", "exception", "exit"}:

@@ -78,16 +78,28 @@ def check_system(facts: System) -> Finding:
         advice = "set BRAID_PORTABLE to 0 or 1, or unset it: no rank starts as it is"
         return problem("system", f"{found}, BRAID_PORTABLE is neither 0 nor 1", advice)
     if facts.platform != "linux" or facts.machine not in {"x86_64", "AMD64"}:
-        advice = "use Linux on x86-64 where speed matters: here ranks send each other copies over loopback sockets"
+        advice = (
+            "use Linux on x86-64 where speed matters: here ranks send each other copies over "
+            "loopback sockets"
+        )
         return note("system", found, advice)
     if facts.portable:
-        advice = "unset BRAID_PORTABLE where speed matters: with it ranks send each other copies over loopback sockets"
+        advice = (
+            "unset BRAID_PORTABLE where speed matters: with it ranks send each other copies "
+            "over loopback sockets"
+        )
         return note("system", f"{found}, BRAID_PORTABLE=1", advice)
     if not facts.counts:
-        advice = "install the C++ runtime (libstdc++.so.6) where speed matters: without it ranks send each other copies over loopback sockets"
+        advice = (
+            "install the C++ runtime (libstdc++.so.6) where speed matters: without it ranks "
+            "send each other copies over loopback sockets"
+        )
         return note("system", f"{found}, no C++ runtime", advice)
     if _numbers(facts.kernel)[:2] < OLDEST_KERNEL:
-        advice = f"a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on lets ranks see each other's deaths at once"
+        advice = (
+            f"a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on lets ranks see each "
+            "other's deaths at once"
+        )
         return note("system", found, advice)
     return ok("system", found)
 
@@ -95,11 +107,17 @@ def check_system(facts: System) -> Finding:
 def check_cores(facts: Cores) -> Finding:
     """A rank wants a core of its own."""
     physical = f"{facts.physical} physical, " if facts.physical else ""
-    found = f"{physical}{facts.logical} logical, {facts.usable} usable by this process, load {facts.load:.1f}"
+    found = (
+        f"{physical}{facts.logical} logical, {facts.usable} usable by this process, load "
+        f"{facts.load:.1f}"
+    )
     if facts.quota is not None:
         found += f", quota {facts.quota:g}"
         if facts.quota < facts.usable:
-            advice = f"run at most {max(1, int(facts.quota))} busy threads in all: the control group throttles more"
+            advice = (
+                f"run at most {max(1, int(facts.quota))} busy threads in all: the control "
+                "group throttles more"
+            )
             return note("cores", found, advice)
     if facts.usable == 1:
         return note(
@@ -157,7 +175,10 @@ def check_shared_memory(facts: SharedMemory) -> Finding:
     if not facts.size:
         found = "no /dev/shm; braid itself does not need it, torch's DataLoader workers do"
         return note("shared memory", found, "mount a tmpfs there, or use DataLoader(num_workers=0)")
-    found = f"{_size(facts.free)} free of {_size(facts.size)} in /dev/shm, where only tensors that torch shares lie"
+    found = (
+        f"{_size(facts.free)} free of {_size(facts.size)} in /dev/shm, where only tensors "
+        "that torch shares lie"
+    )
     if facts.free < LITTLE_SHM:
         return note(
             "shared memory",
@@ -174,19 +195,22 @@ def check_kernel_permissions(facts: Permissions) -> list[Finding]:
             "memfd_create",
             facts.memfd,
             "memory without a name",
-            "allow memfd_create in the seccomp profile; until then unlinked files in TMPDIR take its place",
+            "allow memfd_create in the seccomp profile; until then unlinked files in TMPDIR take "
+            "its place",
         ),
         _tried(
             "pidfd_open",
             facts.pidfd,
             "deaths are seen at once",
-            "allow pidfd_open in the seccomp profile; until then deaths are seen through the launcher only",
+            "allow pidfd_open in the seccomp profile; until then deaths are seen through the "
+            "launcher only",
         ),
         _tried(
             "/proc/<pid>/fd",
             facts.descriptors,
             "ranks open each other's memory",
-            "ranks hand descriptors over sockets instead: nothing to do, joining takes a little longer",
+            "ranks hand descriptors over sockets instead: nothing to do, joining takes a little "
+            "longer",
         ),
     ]
     scope = "no Yama" if facts.ptrace_scope is None else f"Yama's ptrace_scope {facts.ptrace_scope}"
@@ -216,7 +240,8 @@ def check_ports(facts: Ports) -> Finding:
         return note(
             "ports",
             found,
-            f"`braid run` takes a free port; for torchrun set --master-port other than {DEFAULT_PORT}",
+            "`braid run` takes a free port; for torchrun set --master-port other than "
+            f"{DEFAULT_PORT}",
         )
     if facts.last - facts.first < FEW_PORTS:
         return note(
@@ -292,10 +317,14 @@ def check_gpus(facts: Accelerators) -> Finding:
         found = ", ".join(f"{count} x {name}" for count, name in names)
         return ok(
             "GPUs",
-            f"{found}, CUDA {facts.cuda}, NCCL {facts.nccl or 'none'}, driver {facts.driver or 'unknown'}",
+            f"{found}, CUDA {facts.cuda}, NCCL {facts.nccl or 'none'}, driver "
+            f"{facts.driver or 'unknown'}",
         )
     if facts.driver:
-        found = f"NVIDIA driver {facts.driver}, but torch sees no GPU (CUDA {facts.cuda or 'none: a CPU build'})"
+        found = (
+            f"NVIDIA driver {facts.driver}, but torch sees no GPU (CUDA "
+            f"{facts.cuda or 'none: a CPU build'})"
+        )
         return note("GPUs", found, "install torch for CUDA, and see CUDA_VISIBLE_DEVICES")
     return ok("GPUs", "none")
 

@@ -36,8 +36,8 @@ class Versions(NamedTuple):
 class System(NamedTuple):
     """Platform, as in `sys.platform` and uname(2); `glibc` is empty with another C library.
 
-    `portable` is whether the environment forbids to share memory; None when it says neither yes nor no. `counts` is whether ranks can count on
-    one word that they share.
+    `portable` is whether the environment forbids to share memory; None when it says neither yes nor
+    no. `counts` is whether ranks can count on one word that they share.
     """
 
     platform: str

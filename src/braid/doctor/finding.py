@@ -14,7 +14,8 @@ class Finding(NamedTuple):
 
     Attributes:
         check: What was looked at.
-        verdict: `ok`; `note` for what costs speed, comfort or words; `problem` for what makes braid unusable.
+        verdict: `ok`; `note` for what costs speed, comfort or words; `problem` for what makes braid
+        unusable.
         found: What was found, on one line.
         advice: What to do about it, on one line; empty when all is well.
     """

@@ -1,8 +1,9 @@
 """What the kernel permits, found out by doing it: two children hold still, and one of them reaches for the other.
 
-Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user and pid namespaces and the
-container's profile; reading all of these settings and predicting the outcome is wrong sooner or later. Idea: do to a
-sibling what ranks do to each other, and to a child what the launcher might do, and keep the kernel's answer.
+Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user
+and pid namespaces and the container's profile; reading all of these settings and predicting the
+outcome is wrong sooner or later. Idea: do to a sibling what ranks do to each other, and to a child
+what the launcher might do, and keep the kernel's answer.
 
 Source: memfd_create(2), pidfd_open(2), process_vm_readv(2), prctl(2) PR_SET_PTRACER, proc(5).
 """
@@ -27,7 +28,8 @@ LIMIT_S = 10.0
 PROC = Path("/proc")
 MARK = b"braid was here!!"
 
-# Isolated interpreters without site: some 15 ms each. The holder shows what it has and waits for the end of its stdin.
+# Isolated interpreters without site: some 15 ms each. The holder shows what it has and waits for
+# the end of its stdin.
 HOLDER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)

@@ -1,14 +1,18 @@
 """Searches the limit of a batch and the time for which requests are collected, while training goes on. Pure.
 
-Problem: how large batches should be depends on the network, on the model and on how busy the cores are; nobody knows it beforehand.
+Problem: how large batches should be depends on the network, on the model and on how busy the cores
+are; nobody knows it beforehand.
 
-Idea: try settings, each for some steps of training, and score them by bytes a second. A step is over when a name comes again; parts of
-steps say nothing, as nothing is sent in some. A Gaussian process over what has been tried says of every other setting how good it may be; the one from which
-the most is to be expected is tried next. In the end the best is kept. The grid contains the settings that one starts with, so the search never ends with
-something worse than those for want of having looked.
+Idea: try settings, each for some steps of training, and score them by bytes a second. A step is
+over when a name comes again; parts of steps say nothing, as nothing is sent in some. A Gaussian
+process over what has been tried says of every other setting how good it may be; the one from which
+the most is to be expected is tried next. In the end the best is kept. The grid contains the
+settings that one starts with, so the search never ends with something worse than those for want of
+having looked.
 
-Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998 (expected improvement);
-Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006, algorithm 2.1.
+Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions",
+1998 (expected improvement); Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006,
+algorithm 2.1.
 """
 
 from __future__ import annotations
@@ -178,7 +182,10 @@ class Autotuner:
         return self._grid[int(np.argmax(expected))]
 
     def __repr__(self) -> str:
-        return f"Autotuner({len(self.samples)} of {self._options.max_samples} samples, best {self.best})"
+        return (
+            f"Autotuner({len(self.samples)} of {self._options.max_samples} samples, best "
+            f"{self.best})"
+        )
 
 
 def _scaled(grid: list[Settings]) -> Array:

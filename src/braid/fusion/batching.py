@@ -1,9 +1,11 @@
 """Which tensors travel together: many small messages become few large ones. Pure.
 
-Problem: each message pays a latency, so two hundred small ones take as long as one of hundreds of megabytes.
+Problem: each message pays a latency, so two hundred small ones take as long as one of hundreds of
+megabytes.
 
-Idea: what is to be reduced in the same way is laid behind each other and reduced at once, up to a limit. Tensors of another dtype or
-operation in between do not end a batch: it *looks ahead*, past them. Requests of one explicit group stay in one batch, whatever the limit.
+Idea: what is to be reduced in the same way is laid behind each other and reduced at once, up to a
+limit. Tensors of another dtype or operation in between do not end a batch: it *looks ahead*, past
+them. Requests of one explicit group stay in one batch, whatever the limit.
 
     ready        f32 a  f32 b  i64 c  f32 d  f16 e  i64 f      limit: three
     batches      [a b d]  [c f]  [e]
@@ -49,7 +51,8 @@ def batches(
     Args:
         responses: In the order agreed on.
         threshold_bytes: Limit of a batch; nothing is batched at 0, but explicit groups.
-        split_groups: Whether explicit groups share batches with others, and with the limit between them.
+        split_groups: Whether explicit groups share batches with others, and with the limit between
+            them.
     """
     found: list[list[Response]] = []
     filling: dict[object, tuple[list[Response], int]] = {}

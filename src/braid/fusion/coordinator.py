@@ -1,12 +1,15 @@
 """Who has submitted what: a name is ready when all ranks have submitted it, and only if they mean the same. Pure.
 
-Problem: ranks submit tensors from hooks and threads, each in its own order. Had they to start collectives in one order, the
-first two that cross would hang both; and a tensor that has another shape elsewhere would be an abort on one rank and silence on another.
+Problem: ranks submit tensors from hooks and threads, each in its own order. Had they to start
+collectives in one order, the first two that cross would hang both; and a tensor that has another
+shape elsewhere would be an abort on one rank and silence on another.
 
-Idea: one rank counts who has submitted each *name*. What all have submitted is compared field by field, and carried out on all
-ranks in the order in which it became ready; or refused on all of them, with the ranks that differ.
+Idea: one rank counts who has submitted each *name*. What all have submitted is compared field by
+field, and carried out on all ranks in the order in which it became ready; or refused on all of
+them, with the ranks that differ.
 
-Source: Sergeev & Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018, sec. 3.
+Source: Sergeev & Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
+sec. 3.
 """
 
 from __future__ import annotations
@@ -150,7 +153,10 @@ class Coordinator:
         return names
 
     def __repr__(self) -> str:
-        return f"Coordinator({len(self._table)} waiting, {len(self._joined)} of {len(self._ranks)} joined)"
+        return (
+            f"Coordinator({len(self._table)} waiting, {len(self._joined)} of "
+            f"{len(self._ranks)} joined)"
+        )
 
 
 def _whole_or_not(responses: list[Response]) -> list[Response]:
@@ -194,7 +200,8 @@ def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Resp
     if not error and len(by_rank) < len(ranks) and first.kind not in JOINABLE:
         away = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
         error = (
-            f"expected all ranks to take part in {first.kind} of {name!r}, found that rank {', '.join(away)} has joined: only all_reduce and barrier "
+            f"expected all ranks to take part in {first.kind} of {name!r}, found that rank "
+            f"{', '.join(away)} has joined: only all_reduce and barrier "
             "can go on without"
         )
     if error:
@@ -254,7 +261,8 @@ def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
             splits = request.splits
             if len(splits) != size or sum(splits) != request.shape[0] or min(splits) < 0:
                 return (
-                    f"expected splits of {first.name!r} that give each of {size} ranks its rows and add up to dim 0, found "
+                    f"expected splits of {first.name!r} that give each of {size} ranks its rows "
+                    "and add up to dim 0, found "
                     f"{list(splits)} for {request.shape[0]} rows on rank {ranks[position]}"
                 )
     return ""

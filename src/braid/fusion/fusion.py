@@ -1,11 +1,12 @@
 """Operations by name, from any thread and in any order; a thread in the background agrees with the other ranks and carries them out.
 
-Problem: collectives must be started in one order on all ranks. Hooks of autograd, several threads and data-dependent models do not
-start them in one order.
+Problem: collectives must be started in one order on all ranks. Hooks of autograd, several threads
+and data-dependent models do not start them in one order.
 
-Idea: `submit` only puts a request into a table. A thread agrees with its peers on what all have submitted (`fusion_state`), and carries it out in that order,
-many small tensors at once. It sleeps while there is nothing to agree on: a rank enters an exchange when it has something new, and now and then while
-something waits. What waits for an exchange sleeps as well.
+Idea: `submit` only puts a request into a table. A thread agrees with its peers on what all have
+submitted (`fusion_state`), and carries it out in that order, many small tensors at once. It sleeps
+while there is nothing to agree on: a rank enters an exchange when it has something new, and now and
+then while something waits. What waits for an exchange sleeps as well.
 
     caller      submit a   submit b                         wait
     thread      ......>| agree | carry out [a b] | .....     ^ woken
@@ -55,7 +56,8 @@ class FusionOptions:
 
     Attributes:
         state: How ranks agree.
-        cycle_time_s: For how long requests are collected before an exchange, while nobody waits for one.
+        cycle_time_s: For how long requests are collected before an exchange, while nobody waits for
+        one.
         algorithm: Of all_reduce, see `Group.all_reduce`.
         autotune: Search the limit of a batch and the cycle time; fixed when None.
 
@@ -83,9 +85,11 @@ class Fusion:
         on_stall: Called on each rank with what has waited for long.
         told: Called with a kind and the way it is carried out, the first time.
         on_tuned: Called on the first rank when a search is over.
-        on_wait: Called in threads that are about to wait for an operation; what was kept back until then can be submitted there.
+        on_wait: Called in threads that are about to wait for an operation; what was kept back until
+            then can be submitted there.
 
-    Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and broadcasts of what is new.
+    Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and
+    broadcasts of what is new.
 
     On failure: what is in flight ends with the error, and so does what is submitted later.
     """
@@ -185,10 +189,12 @@ class Fusion:
     def join(self, device: int | None = None) -> Handle:
         """Stand in for what others submit, until all have joined; its result is the rank that joined last.
 
-        What stands in changes nothing: zeros in sums and averages, ones in products, the least in maxima, the greatest in minima. Averages count all ranks.
+        What stands in changes nothing: zeros in sums and averages, ones in products, the least in
+        maxima, the greatest in minima. Averages count all ranks.
 
         Args:
-            device: Number of the device for what stands in for tensors on devices; this thread's current one when None.
+            device: Number of the device for what stands in for tensors on devices; this thread's
+                current one when None.
 
         Raises:
             ConfigError: This rank has joined, and waits for others that have not.
@@ -201,7 +207,10 @@ class Fusion:
         with self._lock:
             self._check_running()
             if self._joining is not None:
-                msg = f"expected one join at a time, found another one on rank {self.group.context.rank}: wait for the first"
+                msg = (
+                    "expected one join at a time, found another one on rank "
+                    f"{self.group.context.rank}: wait for the first"
+                )
                 raise ConfigError(msg)
             self._joining, self._joined_on = handle, device
             self._state.join()

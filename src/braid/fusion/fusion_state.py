@@ -9,10 +9,12 @@ A cycle has at most two exchanges, and mostly one:
     rank 0      answer()      compares them, by name               ---- to all ----
     all ranks   conclude()    batches, in the same order on all ranks
 
-In steady state rank 0 does what every rank does. What ranks hold in common (cache, order) changes in `combined` and `conclude` only, by what all ranks have
-received alike; so it stays equal without being compared.
+In steady state rank 0 does what every rank does. What ranks hold in common (cache, order) changes
+in `combined` and `conclude` only, by what all ranks have received alike; so it stays equal without
+being compared.
 
-The word, from its lowest bit: quiet, working, joined, then for each position of the cache whether I am ready for it, then whether it is still valid for me.
+The word, from its lowest bit: quiet, working, joined, then for each position of the cache whether I
+am ready for it, then whether it is still valid for me.
 
 Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
 """
@@ -49,7 +51,8 @@ class StateOptions:
         threshold_bytes: Limit of a batch.
         cache_capacity: Number of responses that are remembered.
         split_groups: Whether explicit groups share batches with others.
-        stall_check_s: Seconds until it is told which ranks have not submitted what others have; 0 never tells.
+        stall_check_s: Seconds until it is told which ranks have not submitted what others have; 0
+        never tells.
         stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
 
     Raises:
@@ -205,7 +208,8 @@ class FusionState:
         for name in names:
             if name in self._mine or name in seen:
                 msg = (
-                    f"expected a new name for each operation in flight, found {name!r} once more {where}: wait for the first one, or give them "
+                    f"expected a new name for each operation in flight, found {name!r} once more "
+                    f"{where}: wait for the first one, or give them "
                     "different names"
                 )
                 raise ConfigError(msg)
@@ -364,7 +368,8 @@ class FusionState:
         if all_work or response.request.kind in JOINABLE:
             return response
         error = (
-            f"expected all ranks to take part in {response.request.kind} of {response.name!r}, found that a rank has joined: only all_reduce and "
+            f"expected all ranks to take part in {response.request.kind} of {response.name!r}, "
+            "found that a rank has joined: only all_reduce and "
             "barrier can go on without"
         )
         return Response(response.name, response.request, error=error)

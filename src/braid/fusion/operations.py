@@ -1,10 +1,11 @@
 """How what has been agreed on is carried out: for each kind several ways in order, of which the first that suits is taken.
 
-Problem: one kind of operation has several good ways, by size, device and hosts, and users want to know which one they got, and to
-add their own.
+Problem: one kind of operation has several good ways, by size, device and hosts, and users want to
+know which one they got, and to add their own.
 
-Idea: a list. Each operation says what it suits; `Operations.choose` takes the first and tells it once a kind. What is
-reduced together goes through one buffer in memory that all ranks of the host can read.
+Idea: a list. Each operation says what it suits; `Operations.choose` takes the first and tells it
+once a kind. What is reduced together goes through one buffer in memory that all ranks of the host
+can read.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Operations:
                     self._told(kind, way.name)
                 return way
         names = ", ".join(way.name for way in self._ways if way.kind == kind) or "nothing"
-        msg = f"expected a way to carry out {kind} of {batch.request.name!r} with {batch.request.op!r}, found that none suits of {names}"
+        msg = (
+            f"expected a way to carry out {kind} of {batch.request.name!r} with "
+            f"{batch.request.op!r}, found that none suits of {names}"
+        )
         raise CommError(msg)
 
     def __repr__(self) -> str:

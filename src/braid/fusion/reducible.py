@@ -1,6 +1,7 @@
 """Which numbers can be reduced how: known to the coordinator before anybody starts, so that all ranks are told. Pure.
 
-The same as `braid.comm.tensors.reduction` accepts, without torch; a test holds one against the other.
+The same as `braid.comm.tensors.reduction` accepts, without torch; a test holds one against the
+other.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ def refusal(op: str, dtype: str) -> str:
     >>> refusal("sum", "float32")
     ''
     >>> refusal("avg", "bool")
-    "expected a reduction that is defined for bool (sum, product, min, max are), found 'avg': convert the tensor first"
+    "expected a reduction that is defined for bool (sum, product, min, max are), found 'avg':
+    convert the tensor first"
     """
     possible = POSSIBLE.get(dtype, ())
     if op not in ORDERED or op in possible:
         return ""
     what = f"{', '.join(possible)} are" if possible else "only moving them is"
-    return f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert the tensor first"
+    return (
+        f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert the "
+        "tensor first"
+    )

@@ -19,7 +19,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         name: By which ranks find each other.
-        kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on `text`).
+        kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on
+        `text`).
         dtype: torch's name of it.
         shape: Of this rank's tensor.
         itemsize: Bytes of an element.
@@ -32,8 +33,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
         group_size: Their number.
         text: What ranks must say alike.
         device: Type of device, and its number, of the tensor.
-        place: Where it lies among others in one flat tensor of this rank, in elements, if it does; else -1. What is carried out together and
-            lies side by side needs no copies. Places of several flat tensors differ: see `Fusion.reserve`.
+        place: Where it lies among others in one flat tensor of this rank, in elements, if it does;
+            else -1. What is carried out together and lies side by side needs no copies. Places of
+            several flat tensors differ: see `Fusion.reserve`.
         strides: With a place: those of the tensor, if it does not lie row by row.
     """
 

@@ -1,14 +1,17 @@
 """What ranks have agreed on before: the second time, one bit says it. Pure.
 
-Problem: training submits the same tensors in every step, and negotiating by name costs the coordinator work for each rank and tensor.
+Problem: training submits the same tensors in every step, and negotiating by name costs the
+coordinator work for each rank and tensor.
 
-Idea: responses have *positions*, the same on all ranks, since all put, use and evict in the same order. A rank that
-submits what it submitted last time sets the bit of its position; the bits that all ranks have set (one small "and") are ready, and nobody has coordinated anything.
-A rank whose request has changed clears the position's validity, and everybody negotiates that name anew.
+Idea: responses have *positions*, the same on all ranks, since all put, use and evict in the same
+order. A rank that submits what it submitted last time sets the bit of its position; the bits that
+all ranks have set (one small "and") are ready, and nobody has coordinated anything. A rank whose
+request has changed clears the position's validity, and everybody negotiates that name anew.
 
 Explicit groups come and go as one. The least recently used goes first.
 
-Source: Horovod's response cache (2019). There, a rank's position of eviction follows its own use; here it is agreed on like everything else.
+Source: Horovod's response cache (2019). There, a rank's position of eviction follows its own use;
+here it is agreed on like everything else.
 """
 
 from __future__ import annotations

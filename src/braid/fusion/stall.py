@@ -28,7 +28,8 @@ class Stall(msgspec.Struct, frozen=True, array_like=True):
 
     def __str__(self) -> str:
         return (
-            f"{self.name!r} has waited for {self.waited_s:.0f} s: submitted by rank {', '.join(map(str, self.present))}, "
+            f"{self.name!r} has waited for {self.waited_s:.0f} s: submitted by rank "
+            f"{', '.join(map(str, self.present))}, "
             f"not by rank {', '.join(map(str, self.missing))}"
         )
 

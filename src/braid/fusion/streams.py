@@ -1,9 +1,11 @@
 """CUDA streams between the thread that submits, the engine's, and the one that waits.
 
-Problem: a tensor that is submitted may still be computed, on the submitter's stream; the engine's thread has a current stream of its own.
+Problem: a tensor that is submitted may still be computed, on the submitter's stream; the engine's
+thread has a current stream of its own.
 
-Idea: an event on the submitter's stream, for which the engine's stream waits before it reads; and one on the engine's stream, for which the stream of
-whoever waits for the result waits. No thread waits for a device. On the CPU there is nothing to do.
+Idea: an event on the submitter's stream, for which the engine's stream waits before it reads; and
+one on the engine's stream, for which the stream of whoever waits for the result waits. No thread
+waits for a device. On the CPU there is nothing to do.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def follow(
 
     Args:
         events: The points.
-        tensors: What is used from then on; its memory is not given to others before this stream is through with it.
+        tensors: What is used from then on; its memory is not given to others before this stream is
+            through with it.
     """
     for event, tensor in zip(events, tensors, strict=True):
         if event is not None and tensor is not None:

@@ -4,7 +4,8 @@
     queue       until it is its turn
     copy in, transfer, copy out
 
-One process per rank, one thread per name. The times are those of each rank's clock: ranks of one host share it.
+One process per rank, one thread per name. The times are those of each rank's clock: ranks of one
+host share it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Requests and answers over a van: what is asked once is done once, though it may be sent twice.
 
-Problem: a van delivers at most once, so whoever needs an answer must ask again; a plain repetition would apply a
-request twice. Handlers that raise, peers that die, and answers that come too late must all reach the one who waits.
+Problem: a van delivers at most once, so whoever needs an answer must ask again; a plain repetition
+would apply a request twice. Handlers that raise, peers that die, and answers that come too late
+must all reach the one who waits.
 
-Idea: a repetition carries the id of the first request. A service remembers, for each life of each asker, which ids it has
-seen and what it answered: it answers again and does nothing again. Exceptions travel as text (`Failed`).
+Idea: a repetition carries the id of the first request. A service remembers, for each life of each
+asker, which ids it has seen and what it answered: it answers again and does nothing again.
+Exceptions travel as text (`Failed`).
 
     class Lookup(msgspec.Struct, tag="lookup"): ...
 
@@ -12,10 +14,11 @@ seen and what it answered: it answers again and does nothing again. Exceptions t
     service.start()
     answer = service.call("driver", Lookup("a"), timeout_s=5, retry_s=1).message
 
-One thread at a time receives: that of `start`, or else whoever waits in `call` or `serve`; the others wait for it. A handler may
-call, too.
+One thread at a time receives: that of `start`, or else whoever waits in `call` or `serve`; the
+others wait for it. A handler may call, too.
 
-Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984: call identifiers and at-most-once.
+Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984: call
+identifiers and at-most-once.
 """
 
 from __future__ import annotations
@@ -82,12 +85,14 @@ class Service:
 
     Args:
         van: Owned and closed by the service.
-        handlers: For each type of message; what a handler returns is the answer, None for no answer. `PeerLost` is
-            routed like a message, and what its handler raises ends `serve`.
-        num_remembered: Requests remembered for each asker; must exceed what it has under way at once.
+        handlers: For each type of message; what a handler returns is the answer, None for no
+            answer. `PeerLost` is routed like a message, and what its handler raises ends `serve`.
+        num_remembered: Requests remembered for each asker; must exceed what it has under way at
+            once.
 
-    On failure: a message without handler, and one whose handler raises, is answered with `Failed`. An answer for which
-    there is no room is dropped: the service waits for nobody, and the asker can ask again.
+    On failure: a message without handler, and one whose handler raises, is answered with `Failed`.
+    An answer for which there is no room is dropped: the service waits for nobody, and the asker can
+    ask again.
     """
 
     def __init__(
@@ -136,7 +141,8 @@ class Service:
             buffers: Free again when this returns, not when it raises.
             priority: Of the request.
             retry_s: Send it again after so long without an answer; never when None.
-            message_id: That of an earlier call, to make this a repetition of it; say over a new connection.
+            message_id: That of an earlier call, to make this a repetition of it; say over a new
+                connection.
 
         Raises:
             CommTimeout: No answer came.
@@ -163,7 +169,10 @@ class Service:
                 left_s = (deadline_ns - self._van.clock.now_ns()) / 1e9
                 if left_s <= 0:
                     name = type(message).__name__
-                    msg = f"expected {to} to answer {name} #{number} within {seconds:g} s, found no answer"
+                    msg = (
+                        f"expected {to} to answer {name} #{number} within {seconds:g} s, found "
+                        "no answer"
+                    )
                     raise CommTimeout(msg)
                 if call.sending.done:
                     again = self._van.try_send(

@@ -11,7 +11,8 @@ Importing this imports torch; the rest of the room does without, so that launche
     delivery = van.recv()
     tensors = from_buffers(delivery.message.specs, delivery.buffers)
 
-To receive into tensors that exist: `van.receive_into(Gradients, lambda sender, message, sizes: [memory_of(t) for t in mine])`.
+To receive into tensors that exist: `van.receive_into(Gradients, lambda sender, message, sizes:
+[memory_of(t) for t in mine])`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = ["as_buffers", "from_buffers", "memory_of"]
 def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[memoryview]]:
     """What to write into a message, and what to send beside it.
 
-    Contiguous tensors on the CPU are not copied: leave them alone until the sending is `done`. Others are copied once.
+    Contiguous tensors on the CPU are not copied: leave them alone until the sending is `done`.
+    Others are copied once.
 
     Raises:
         ConfigError: A tensor has no plain memory: it is sparse, quantized, or on no device.
@@ -39,7 +41,8 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
-                f"expected a dense tensor to send, found {tensor.layout} {tensor.dtype} on {tensor.device}: "
+                f"expected a dense tensor to send, found {tensor.layout} {tensor.dtype} on "
+                f"{tensor.device}: "
                 "send its parts, such as indices and values"
             )
             raise ConfigError(msg)
@@ -85,7 +88,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj():
         msg = (
-            f"expected a contiguous tensor on the CPU, found one of shape {tuple(tensor.shape)} and strides "
+            f"expected a contiguous tensor on the CPU, found one of shape {tuple(tensor.shape)} "
+            "and strides "
             f"{tensor.stride()} on {tensor.device}: use a contiguous copy"
         )
         raise ConfigError(msg)

@@ -1,10 +1,12 @@
 """Gradient buckets: on which rank they were full last, by how much, and how often.
 
-Problem: averagings end on all ranks at once, so durations show nobody who makes the others wait. What tells is when each rank had a bucket full.
+Problem: averagings end on all ranks at once, so durations show nobody who makes the others wait.
+What tells is when each rank had a bucket full.
 
-Idea: the span of a bucket begins in that moment. Spans of one averaging are found on all ranks by the collectives under way beside them: their
-groups, channels and numbers are the same everywhere, whichever events a ring has lost. Ranks that average with others, in another group, are
-looked at by themselves.
+Idea: the span of a bucket begins in that moment. Spans of one averaging are found on all ranks by
+the collectives under way beside them: their groups, channels and numbers are the same everywhere,
+whichever events a ring has lost. Ranks that average with others, in another group, are looked at by
+themselves.
 
     rank 0   bucket 1 |..................|   bucket 2 |..........|        bucket 2 is critical: full on all ranks last
     rank 1     bucket 1 |................|                bucket 2 |..|   rank 1 is behind by this: ----
@@ -36,7 +38,8 @@ class LateBucket(NamedTuple):
     Attributes:
         name: Such as `bucket 2 of 3`.
         nbytes: Its size.
-        rank: That was last most often, among the averagings in which one was behind; -1 when none ever was.
+        rank: That was last most often, among the averagings in which one was behind; -1 when none
+        ever was.
         behind_ns: By how much that rank was behind the first one, in the median of those.
         num_behind: In how many averagings it was.
         num_critical: Averagings in which this bucket was full on all ranks last.

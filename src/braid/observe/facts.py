@@ -1,8 +1,8 @@
 """What a timeline says, in three sentences: who is slow, what ranks wait for, and why the worst step was the worst.
 
-A rank is not slow because its steps are long (those of all ranks are), but because its own work in them is. So ranks
-are compared by step time less waits; and a late rank is one whose own work in some phase exceeds what the others
-needed for the same phase of the same step.
+A rank is not slow because its steps are long (those of all ranks are), but because its own work in
+them is. So ranks are compared by step time less waits; and a late rank is one whose own work in
+some phase exceeds what the others needed for the same phase of the same step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:
         first = buckets[0]
         most = max(first.by_rank, key=lambda rank: (first.by_rank[rank], -rank))
         share = first.wait_ns / sum(bucket.wait_ns for bucket in buckets)
-        text = f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: {duration_text(first.wait_ns)} in all"
+        text = (
+            f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: "
+            f"{duration_text(first.wait_ns)} in all"
+        )
         if len(buckets) > 1:
             text += f", {percent_text(share)} of the waiting for buckets"
         if len(timelines) > 1:
@@ -112,8 +115,14 @@ def _slowest_step(timelines: Sequence[RankTimeline]) -> str:
     lasted = _lasted_ns(steps[key])
     usual = median(_lasted_ns(row) for row in steps.values())
     if lasted < usual * (1 + EVEN):
-        return f"steps are equally long: the longest took {duration_text(lasted)}, the median {duration_text(usual)}"
-    text = f"step {key.seq} took longest: {duration_text(lasted)} against {duration_text(usual)} in the median"
+        return (
+            f"steps are equally long: the longest took {duration_text(lasted)}, the median "
+            f"{duration_text(usual)}"
+        )
+    text = (
+        f"step {key.seq} took longest: {duration_text(lasted)} against {duration_text(usual)} "
+        "in the median"
+    )
     reason = _reason(key, steps)
     return f"{text}; {reason}" if reason else text
 

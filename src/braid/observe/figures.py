@@ -1,8 +1,9 @@
 """Geometry of the figures: from numbers to positions in percent, without any markup.
 
-Text inside a scaled SVG shrinks with the window until nobody can read it. Here a figure is a drawing without text that
-stretches to whatever width there is (`preserveAspectRatio="none"`, strokes that do not scale), and its labels are ordinary text
-placed at percentages. The page's template draws what these functions measure.
+Text inside a scaled SVG shrinks with the window until nobody can read it. Here a figure is a
+drawing without text that stretches to whatever width there is (`preserveAspectRatio="none"`,
+strokes that do not scale), and its labels are ordinary text placed at percentages. The page's
+template draws what these functions measure.
 """
 
 from __future__ import annotations

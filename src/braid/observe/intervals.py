@@ -1,8 +1,9 @@
 """Sets of moments: the arithmetic that every figure of a report rests on.
 
-"How long did this rank wait in step 31" is the measure of an intersection. Kept as disjoint, sorted pieces with running
-sums, it costs two bisections, whatever the number of events; and shares that are made of unions and differences add up
-to one by construction, whatever overlaps in the recording.
+"How long did this rank wait in step 31" is the measure of an intersection. Kept as disjoint, sorted
+pieces with running sums, it costs two bisections, whatever the number of events; and shares that
+are made of unions and differences add up to one by construction, whatever overlaps in the
+recording.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ def publish(run_path: Path, out: Path | None = None) -> Published:
 
     Args:
         run_path: Directory of the run.
-        out: File of the page; `report.html` in the run's directory when None. The trace lies beside it.
+        out: File of the page; `report.html` in the run's directory when None. The trace lies beside
+            it.
 
     Raises:
         ConfigError: There is no such run, or the files cannot be written.
@@ -40,6 +41,9 @@ def publish(run_path: Path, out: Path | None = None) -> Published:
         trace = write_trace(run, page.with_name("trace.json")) if run.rings else None
         write_report(story, page, trace=trace.name if trace else "", machine=this_machine())
     except OSError as exc:
-        msg = f"expected to write {page} and a trace beside it, found: {exc.strerror}; choose another place with --out"
+        msg = (
+            f"expected to write {page} and a trace beside it, found: {exc.strerror}; choose "
+            "another place with --out"
+        )
         raise ConfigError(msg) from exc
     return Published(story, page, trace)

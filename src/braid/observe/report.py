@@ -1,11 +1,13 @@
 """One page that tells a run: outcome, curves, where the time went, what ranks waited for, last words.
 
-Problem: the numbers of a parallel run lie in N logs, N event rings and a file of metrics; viewers for each exist, and need a server,
-an account or an installation on the machine where somebody wants to look.
+Problem: the numbers of a parallel run lie in N logs, N event rings and a file of metrics; viewers
+for each exist, and need a server, an account or an installation on the machine where somebody wants
+to look.
 
-Idea: a single HTML file without scripts, fonts or links that load anything, so that it can be mailed, archived and opened in ten
-years. Its content security policy forbids the browser to fetch, which makes that promise checkable. `Story` is what the
-page says, measured and worded; the template only sets it.
+Idea: a single HTML file without scripts, fonts or links that load anything, so that it can be
+mailed, archived and opened in ten years. Its content security policy forbids the browser to fetch,
+which makes that promise checkable. `Story` is what the page says, measured and worded; the template
+only sets it.
 """
 
 from __future__ import annotations
@@ -344,7 +346,8 @@ def _most_behind(buckets: Sequence[LateBucket]) -> list[LateBucket]:
 
 def _losses(timelines: Sequence[RankTimeline]) -> list[str]:
     return [
-        f"rank {t.rank}: the {t.num_lost:,} oldest events were overwritten; figures are of the last {len(t.intervals):,}"
+        f"rank {t.rank}: the {t.num_lost:,} oldest events were overwritten; figures are of the "
+        f"last {len(t.intervals):,}"
         for t in timelines
         if t.num_lost
     ]

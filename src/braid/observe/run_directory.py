@@ -1,7 +1,7 @@
 """The directory that a run left, read without trust: a run may have been killed while it wrote, or still be going on.
 
-What makes the directory a run is `run.json`. Everything else is optional, and what cannot be read is left out and said:
-a torn ring of one rank is no reason to hide what the other seven recorded.
+What makes the directory a run is `run.json`. Everything else is optional, and what cannot be read
+is left out and said: a torn ring of one rank is no reason to hide what the other seven recorded.
 """
 
 from __future__ import annotations
@@ -114,16 +114,25 @@ def _read_record(path: Path) -> RunRecord:
         msg = f"{expected}, found that {path / 'run.json'} cannot be read: {exc.strerror}"
         raise ConfigError(msg) from exc
     if not raw:
-        msg = f"expected a record of the run in {path / 'run.json'}, found it empty: its launcher could not write it"
+        msg = (
+            f"expected a record of the run in {path / 'run.json'}, found it empty: its launcher "
+            "could not write it"
+        )
         raise ConfigError(msg)
     try:
         version = str(msgspec.json.decode(raw, type=dict[str, object]).get("braid", ""))
         if _major_minor(version) > _major_minor(__version__):
-            msg = f"expected a run of braid {__version__} or older in {path}, found braid {version}: update braid"
+            msg = (
+                f"expected a run of braid {__version__} or older in {path}, found braid "
+                f"{version}: update braid"
+            )
             raise ConfigError(msg)
         return msgspec.json.decode(raw, type=RunRecord)
     except msgspec.MsgspecError as exc:
-        msg = f"expected a record of a run in {path / 'run.json'}, found: {exc}; is it a run of braid?"
+        msg = (
+            f"expected a record of a run in {path / 'run.json'}, found: {exc}; is it a run of "
+            "braid?"
+        )
         raise ConfigError(msg) from exc
 
 
@@ -151,7 +160,8 @@ def _read_ring(path: Path) -> EventRing:
     expected = EventRing.nbytes_for(ring.capacity)
     if len(raw) < expected:
         msg = (
-            f"expected {expected:,} bytes for {ring.capacity:,} records, found {len(raw):,}: it was not "
+            f"expected {expected:,} bytes for {ring.capacity:,} records, found {len(raw):,}: it "
+            "was not "
             "written to the end"
         )
         raise ConfigError(msg)

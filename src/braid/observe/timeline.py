@@ -1,24 +1,26 @@
 """From event rings to one timeline: what each rank did when, and where its time went.
 
-Problem: ranks of a synchronous job all take equally long a step, because the fast ones wait for the slow one. Durations
-therefore show nothing; what tells is how a rank's step divides into
+Problem: ranks of a synchronous job all take equally long a step, because the fast ones wait for the
+slow one. Durations therefore show nothing; what tells is how a rank's step divides into
 
     wait        blocked until another rank has come (`wait` spans)
     transfer    inside collectives without waiting
     compute     the rest of the step: forward, backward, optimizer, data
 
-A collective that was started from a hook is open while backward goes on computing, so its span is not the time it
-cost. Only its *foreground* counts: from the last moment at which the rank is seen to do something else.
+A collective that was started from a hook is open while backward goes on computing, so its span is
+not the time it cost. Only its *foreground* counts: from the last moment at which the rank is seen
+to do something else.
 
     backward     |-----------------------------------------|
     bucket 1            |.....................=====|            . under way   = counts, less the waits inside
     bucket 2                                  |=========|
                                               ^ the rank began something else
 
-Clocks: `t_ns` + the ring's offset is the launcher's clock; the first event of the run is moment 0. A span that never
-ended lasts until the last event of any rank; what is left of a collective that never ended counts as waiting. When the run
-failed, the last step of every rank counts as unfinished (ranks that an exception carries out of a step close it), and so does
-a collective that nothing came after.
+Clocks: `t_ns` + the ring's offset is the launcher's clock; the first event of the run is moment 0.
+A span that never ended lasts until the last event of any rank; what is left of a collective that
+never ended counts as waiting. When the run failed, the last step of every rank counts as unfinished
+(ranks that an exception carries out of a step close it), and so does a collective that nothing came
+after.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class StepTime(NamedTuple):
         end_ns: End.
         wait_ns: Blocked by others.
         transfer_ns: In collectives, not waiting.
-        phases: Time of each outermost phase, without waits; `between steps` is the time since the step before.
+        phases: Time of each outermost phase, without waits; `between steps` is the time since the
+        step before.
         open: The step did not end.
     """
 
@@ -218,7 +221,8 @@ def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> Ra
     intervals.sort(key=lambda i: (i.start_ns, -i.end_ns))
     inside = foreground(intervals)
     if failed and (last := [i for i in intervals if i.role in WORK][-1:]) and inside:
-        # the collective that a rank was in last did not come to pass: it ended by an error, which records no wait
+        # the collective that a rank was in last did not come to pass: it ended by an error, which
+        # records no wait
         inside[-1] = (*inside[-1][:2], inside[-1][2] or last[0].role == "collective")
     waits = Cover(
         [(i.start_ns, i.end_ns) for i in intervals if i.role == "wait"]

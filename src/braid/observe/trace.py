@@ -1,7 +1,8 @@
 """The recording as a trace file: all ranks on one clock, for https://ui.perfetto.dev or chrome://tracing.
 
-The format asks that events of one track nest or are disjoint. Buckets and collectives of several channels overlap, so every
-kind of event is laid out on as many tracks as it takes; waits go into the track of the collective that they block.
+The format asks that events of one track nest or are disjoint. Buckets and collectives of several
+channels overlap, so every kind of event is laid out on as many tracks as it takes; waits go into
+the track of the collective that they block.
 
     rank 0   phases               |step                                             |
                                   |data|forward   |backward            |optimizer   |
@@ -10,9 +11,11 @@ kind of event is laid out on as many tracks as it takes; waits go into the track
              channel 5            all_reduce        |  |wait|        | ----.
     rank 1   channel 5            all_reduce                   |     | <---'  arrow to the rank that came last
 
-Events are written one by one, never held together as text. A large trace is compressed, which both viewers can read.
+Events are written one by one, never held together as text. A large trace is compressed, which both
+viewers can read.
 
-Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M (metadata), microseconds.
+Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M
+(metadata), microseconds.
 """
 
 from __future__ import annotations

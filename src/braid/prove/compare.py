@@ -1,10 +1,11 @@
 """How far apart two tensors are, in units that say whether it is rounding.
 
-An absolute difference says nothing without the size of the numbers, and a relative one nothing near zero. The number of floating-point
-numbers between two of them (ulps, units in the last place) does: 0 is the same number, a handful is another order of additions, and
-millions are a bug.
+An absolute difference says nothing without the size of the numbers, and a relative one nothing near
+zero. The number of floating-point numbers between two of them (ulps, units in the last place) does:
+0 is the same number, a handful is another order of additions, and millions are a bug.
 
-Source: D. Goldberg, "What Every Computer Scientist Should Know About Floating-Point Arithmetic", ACM Computing Surveys 23 (1991).
+Source: D. Goldberg, "What Every Computer Scientist Should Know About Floating-Point Arithmetic",
+ACM Computing Surveys 23 (1991).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Difference(NamedTuple):
         ulps: Floating-point numbers between them.
         differing: Numbers of the parameter that differ.
         numel: Numbers that it has.
-        ranks: Ranks that have others than `usual` has, the one of `found` first; empty where all ranks have the same, and one process another.
+        ranks: Ranks that have others than `usual` has, the one of `found` first; empty where all
+        ranks have the same, and one process another.
         usual: Rank of `expected` where ranks differ.
     """
 
@@ -58,7 +60,8 @@ class Difference(NamedTuple):
             rest = ", ".join(map(str, self.ranks[1:]))
             also = f"; on rank {rest} there are others, too" if rest else ""
         return (
-            f"{self.parameter}{at} is {self.found} {sides[0]} and {self.expected} {sides[1]}, {self.ulps:,} ulps apart; "
+            f"{self.parameter}{at} is {self.found} {sides[0]} and {self.expected} {sides[1]}, "
+            f"{self.ulps:,} ulps apart; "
             f"{self.differing:,} of its {self.numel:,} numbers differ{also}"
         )
 

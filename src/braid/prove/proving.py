@@ -1,8 +1,10 @@
 """The same steps on N ranks and in one process, compared after each.
 
-The ranks train as they would; the first one also runs the shares of all, one after the other, in one process with the same number of threads
-(`data_parallel.accumulate`), and compares parameters bit by bit after each step. So the first step, and the first parameter in the order of the
-module, at which they part ways are known, and how far apart they are; likewise where ranks have no longer the same as each other.
+The ranks train as they would; the first one also runs the shares of all, one after the other, in
+one process with the same number of threads (`data_parallel.accumulate`), and compares parameters
+bit by bit after each step. So the first step, and the first parameter in the order of the module,
+at which they part ways are known, and how far apart they are; likewise where ranks have no longer
+the same as each other.
 Memory: two models and their optimizers' state on the first rank.
 """
 

@@ -25,7 +25,8 @@ def show(proof: Proof, console: Console | None = None) -> None:
     console.print(grid)
     if proof.difference is None:
         console.print(
-            f"[bold]proved[/bold]  {proof.steps} steps on {proof.ranks} ranks: all {proof.num_params:,} parameters ({proof.numel:,} numbers) have the "
+            f"[bold]proved[/bold]  {proof.steps} steps on {proof.ranks} ranks: all "
+            f"{proof.num_params:,} parameters ({proof.numel:,} numbers) have the "
             "bits of one process after every step",
             soft_wrap=True,
         )
@@ -39,13 +40,15 @@ def show(proof: Proof, console: Console | None = None) -> None:
         console.print(f"         likewise {names}", soft_wrap=True)
     if proof.difference.ranks:
         console.print(
-            "         ranks have no longer the same parameters as each other: what wrap() returns must average all gradients, and nothing but the "
+            "         ranks have no longer the same parameters as each other: what wrap() returns "
+            "must average all gradients, and nothing but the "
             "optimizer may change parameters, on all ranks alike",
             soft_wrap=True,
         )
         return
     console.print(
-        "         a few ulps are another order of additions (a hook, a format, hosts), millions a mistake: a share that is not the same in both "
+        "         a few ulps are another order of additions (a hook, a format, hosts), millions a "
+        "mistake: a share that is not the same in both "
         "runs, state that one of them has not, a parameter that is not averaged",
         soft_wrap=True,
     )

@@ -5,7 +5,8 @@
     def optimizer(params): ...                  # torch.optim.SGD(params, lr=0.1) if there is none
     def wrap(model, group): ...                 # braid.DistributedDataParallel if there is none
 
-Every share of every step begins with the same state of the default random generator in the parallel run and in one process.
+Every share of every step begins with the same state of the default random generator in the parallel
+run and in one process.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def load_task(path: Path) -> Task:
         ConfigError: There is no such file, it raises, or lacks a function.
     """
     if not path.is_file():
-        msg = f"expected a Python file with model() and loss(model, rank, size, step), found no file at {path}"
+        msg = (
+            "expected a Python file with model() and loss(model, rank, size, step), found no "
+            f"file at {path}"
+        )
         raise ConfigError(msg)
     try:
         found: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
@@ -67,7 +71,10 @@ def load_task(path: Path) -> Task:
         raise ConfigError(msg) from exc
     lacking = [name for name in ("model", "loss") if not callable(found.get(name))]
     if lacking:
-        msg = f"expected {path} to define model() and loss(model, rank, size, step), found no {' and no '.join(lacking)}"
+        msg = (
+            f"expected {path} to define model() and loss(model, rank, size, step), found no "
+            f"{' and no '.join(lacking)}"
+        )
         raise ConfigError(msg)
     options = {name: found[name] for name in ("optimizer", "wrap") if callable(found.get(name))}
     return Task(found["model"], found["loss"], **options)

@@ -1,9 +1,10 @@
 """What launcher and rank tell each other while the job runs.
 
-Problem: survivors learn of a death from their sockets, seconds later and without its cause; the launcher learns of an
-exception by guessing from a log. Idea: a few small messages over one authenticated connection per rank. The launcher sees
-an exit first and says why it happened; a rank says what it raised and what it saved. Losing the launcher is
-no error here: ranks of a dead launcher are killed by the kernel, and everything else goes on without it.
+Problem: survivors learn of a death from their sockets, seconds later and without its cause; the
+launcher learns of an exception by guessing from a log. Idea: a few small messages over one
+authenticated connection per rank. The launcher sees an exit first and says why it happened; a rank
+says what it raised and what it saved. Losing the launcher is no error here: ranks of a dead
+launcher are killed by the kernel, and everything else goes on without it.
 
     rank -> launcher   Hello  Saved  Failed  Left
     launcher -> rank   RankLost  Stop
@@ -69,7 +70,8 @@ class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
 
     Attributes:
         rank: Its global rank.
-        reason: A clause: `was killed by signal 9 (SIGKILL)`, `exited with code 3`, `raised ValueError: ...`.
+        reason: A clause: `was killed by signal 9 (SIGKILL)`, `exited with code 3`, `raised
+        ValueError: ...`.
         left: It ended with exit code 0: only who still needs it is hurt.
     """
 

@@ -1,13 +1,15 @@
 """Where a rank finds itself: the variables that a launcher sets, read once and checked as a whole.
 
-Problem: every launcher speaks through the environment, and a job that was started half by hand has some of the variables
-and not the others. Programs then hang in their first collective, or all of them become rank 0, because each variable was
-read where it was needed, with a default.
+Problem: every launcher speaks through the environment, and a job that was started half by hand has
+some of the variables and not the others. Programs then hang in their first collective, or all of
+them become rank 0, because each variable was read where it was needed, with a default.
 
-Idea: one frozen value, parsed from one mapping; everything that is wrong is said in one message. torchrun's names are the
-contract in both directions: braid runs under torchrun, and torch programs run under braid.
+Idea: one frozen value, parsed from one mapping; everything that is wrong is said in one message.
+torchrun's names are the contract in both directions: braid runs under torchrun, and torch programs
+run under braid.
 
-Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "Environment Variables").
+Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "Environment
+Variables").
 """
 
 from __future__ import annotations
@@ -45,13 +47,16 @@ class JobEnvironment:
         log_dir: Directory of the run's logs; empty when not told.
         resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
         launched_by: `braid`, `torchrun` (or anything that keeps its contract), or `single`.
-        agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0 does.
+        agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0
+        does.
         portable: Whether ranks shall send each other copies even where they could share memory.
-        listen: IP address on which this rank listens for ranks of other hosts; empty when the job is on one host, or when
-            the rank shall find out which address of its host leads to `master_addr`.
-        secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several hosts without braid's
-            launcher; empty when not told.
-        insecure_network: Whether ranks of several hosts may trust whoever connects, because nobody gave them a secret.
+        listen: IP address on which this rank listens for ranks of other hosts; empty when the job
+            is on one host, or when the rank shall find out which address of its host leads to
+            `master_addr`.
+        secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several
+            hosts without braid's launcher; empty when not told.
+        insecure_network: Whether ranks of several hosts may trust whoever connects, because nobody
+            gave them a secret.
     """
 
     rank: int = 0
@@ -106,8 +111,8 @@ class JobEnvironment:
             environ: The environment, such as `os.environ`.
 
         Raises:
-            ConfigError: Values that are no numbers, ranks outside of the world, or some variables without the
-                others; the message lists every problem.
+            ConfigError: Values that are no numbers, ranks outside of the world, or some variables
+                without the others; the message lists every problem.
         """
         if not any(environ.get(name) for name in (*CONTRACT[:2], "BRAID_STORE")):
             return cls(
@@ -266,7 +271,8 @@ def _network_problems(told: JobEnvironment) -> list[str]:
 def _refuse(problems: list[str]) -> None:
     if problems:
         msg = (
-            f"the launcher's environment cannot work: {'; '.join(problems)}. Start the program with "
+            f"the launcher's environment cannot work: {'; '.join(problems)}. Start the program "
+            "with "
             "`braid run -n N script.py` or torchrun, or unset RANK and WORLD_SIZE to run it alone"
         )
         raise ConfigError(msg)

@@ -1,7 +1,7 @@
 """Meeting through a file: launchers that share a directory and know nothing of each other's addresses.
 
-The first that comes, or the one that was told so, is node 0 and leaves its addresses; the others read them. A number that
-is taken twice is noticed by both, and by whom.
+The first that comes, or the one that was told so, is node 0 and leaves its addresses; the others
+read them. A number that is taken twice is noticed by both, and by whom.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ class FileMeeting:
                 node_rank = self._store.add("nodes", 1) - 1
             if node_rank >= num_nodes:
                 msg = (
-                    f"expected {num_nodes} nodes at {path}, found that {node_rank} have come before: "
-                    "remove the file if it is of an earlier run, or give all nodes the same --nnodes"
+                    f"expected {num_nodes} nodes at {path}, found that {node_rank} have come "
+                    "before: "
+                    "remove the file if it is of an earlier run, or give all nodes the same "
+                    "--nnodes"
                 )
                 raise ConfigError(msg)
             owner = self._store.compare_set(f"node/{node_rank}", b"", mine)
             if owner != mine:
                 msg = (
-                    f"expected one node with --node-rank {node_rank} at {path}, found {owner.decode().splitlines()[0]} "
-                    f"and {me}: give every node its own, or remove the file if it is of an earlier run"
+                    f"expected one node with --node-rank {node_rank} at {path}, found "
+                    f"{owner.decode().splitlines()[0]} "
+                    f"and {me}: give every node its own, or remove the file if it is of an "
+                    "earlier run"
                 )
                 raise ConfigError(msg)
         except BaseException:
@@ -79,7 +83,8 @@ class FileMeeting:
             return msgspec.json.decode(self._store.get(ADDRESSES), type=Published)
         except (CommTimeout, msgspec.MsgspecError) as exc:
             msg = (
-                f"expected node 0 to leave its addresses in {self._path} within {timeout_s:g} s, found "
+                f"expected node 0 to leave its addresses in {self._path} within {timeout_s:g} s, "
+                "found "
                 "none: start it, and see whether all nodes share that directory"
             )
             raise ConfigError(msg) from exc

@@ -1,8 +1,9 @@
 """Where launchers that were started by hand on several hosts meet, as one text.
 
-Problem: each launcher of the field has its own pair of options for this (`--master-addr --master-port`,
-`--rdzv-backend --rdzv-endpoint`, a file for NFS), and a slip in one of them shows as a hang. Idea: one address, three
-forms, and a message that says what is wrong with it before anybody waits.
+Problem: each launcher of the field has its own pair of options for this (`--master-addr
+--master-port`, `--rdzv-backend --rdzv-endpoint`, a file for NFS), and a slip in one of them shows
+as a hang. Idea: one address, three forms, and a message that says what is wrong with it before
+anybody waits.
 
     tcp://10.0.0.1:29400     the launcher of node 0 listens there
     file:///shared/job7      launchers find node 0 through a file that all of them can open

@@ -2,14 +2,14 @@
 
     environment -> store, black box, control socket -> shared memory of all ranks -> RankContext
 
-Three ways of being started end in the same place. Under `braid run` the launcher serves the store and hears of failures;
-under torchrun (or anything that keeps its contract) torch's store is wrapped; alone, a process is a world of one rank
-that runs through the same lines.
+Three ways of being started end in the same place. Under `braid run` the launcher serves the store
+and hears of failures; under torchrun (or anything that keeps its contract) torch's store is
+wrapped; alone, a process is a world of one rank that runs through the same lines.
 
-A membership also decides how its process is remembered. A rank that closes it has *left*, and only who still needs it is
-hurt; a rank that ends by an exception has *failed*: the exception travels to the launcher before the interpreter is torn
-down. Forked children (of a DataLoader, say) lose the descriptors, so they can neither speak for their parent nor keep
-its sockets open.
+A membership also decides how its process is remembered. A rank that closes it has *left*, and only
+who still needs it is hurt; a rank that ends by an exception has *failed*: the exception travels to
+the launcher before the interpreter is torn down. Forked children (of a DataLoader, say) lose the
+descriptors, so they can neither speak for their parent nor keep its sockets open.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def join(
 
     Raises:
         RendezvousError: The launcher or some ranks did not come, or this rank is there already.
-        ConfigError: Only some ranks are to be portable, or ranks of several hosts have no secret in common.
+        ConfigError: Only some ranks are to be portable, or ranks of several hosts have no secret in
+            common.
     """
     clock = clock or MonotonicClock()
     parts = _parts(environment, timeout_s)
@@ -276,7 +277,8 @@ def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
     except (OSError, RuntimeError) as exc:
         role = "serve" if serves else "reach"
         msg = (
-            f"expected to {role} the store at MASTER_ADDR:MASTER_PORT {host}:{port} as rank {environment.rank}, found: "
+            f"expected to {role} the store at MASTER_ADDR:MASTER_PORT {host}:{port} as rank "
+            f"{environment.rank}, found: "
             f"{str(exc).splitlines()[0]}: choose another MASTER_PORT, or see whether rank 0 is up"
         )
         raise RendezvousError(msg) from exc
@@ -289,7 +291,8 @@ def _own_prefix(environment: JobEnvironment, store: Store) -> Store:
     owner = store.compare_set(f"owner/{rank}", b"", me)
     if owner != me:
         msg = (
-            f"expected one process with rank {rank}, found {owner.decode()} and {me.decode()}: give every process its "
+            f"expected one process with rank {rank}, found {owner.decode()} and {me.decode()}: "
+            "give every process its "
             "own RANK, or use a fresh rendezvous address for a new job"
         )
         raise RendezvousError(msg)

@@ -1,15 +1,18 @@
 """The order of samples: a function of (seed, epoch, step) that does not know how many ranks there are.
 
-Problem: samplers that deal samples to ranks (rank, rank + n, rank + 2n, ...) change the global batch when n changes, so a run
-that is resumed on fewer machines sees other data; and they remember where they were only by replaying the epoch.
+Problem: samplers that deal samples to ranks (rank, rank + n, rank + 2n, ...) change the global
+batch when n changes, so a run that is resumed on fewer machines sees other data; and they remember
+where they were only by replaying the epoch.
 
-Idea: the global batch of a step is fixed first, from a permutation that is evaluated where needed; only then does each rank
-take its contiguous share. The state of a run is two numbers, and continuing costs nothing.
+Idea: the global batch of a step is fixed first, from a permutation that is evaluated where needed;
+only then does each rank take its contiguous share. The state of a run is two numbers, and
+continuing costs nothing.
 
-        epoch 0: permutation keyed by (seed, 0) ->  | batch of step 0 | batch of step 1 | ...  (a last short batch is dropped)
-                                                     rank 0 .. rank n-1
+        epoch 0: permutation keyed by (seed, 0) ->  | batch of step 0 | batch of step 1 | ...  (a
+                                                     last short batch is dropped) rank 0 .. rank n-1
 
-Contiguous shares make "one process that runs the n shards in rank order" the same computation as n ranks.
+Contiguous shares make "one process that runs the n shards in rank order" the same computation as n
+ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size <= self.num_samples:
             msg = (
-                f"expected a batch of 1 to {self.num_samples} samples (all there are), found {self.batch_size}: "
+                f"expected a batch of 1 to {self.num_samples} samples (all there are), found "
+                f"{self.batch_size}: "
                 "choose a smaller batch or more data"
             )
             raise ConfigError(msg)
@@ -140,7 +144,10 @@ class OrderedSampler:
             raise CheckpointError(msg)
         at = SamplerState(state.get("epoch", -1), state.get("step", -1))
         if at.epoch < 0 or not 0 <= at.step < self.order.steps_per_epoch:
-            msg = f"expected a step of an epoch in the checkpoint's sampler state, found {dict(state)}"
+            msg = (
+                "expected a step of an epoch in the checkpoint's sampler state, found "
+                f"{dict(state)}"
+            )
             raise CheckpointError(msg)
         self.state = at
 
@@ -155,7 +162,10 @@ class OrderedSampler:
         return self.order.steps_per_epoch * self.order.batch_size // self._num_replicas
 
     def __repr__(self) -> str:
-        return f"OrderedSampler({self.order}, rank {self._rank} of {self._num_replicas}, at {self.state})"
+        return (
+            f"OrderedSampler({self.order}, rank {self._rank} of {self._num_replicas}, at "
+            f"{self.state})"
+        )
 
 
 def share_of(batch: Sequence[T], rank: int, num_replicas: int) -> list[T]:
@@ -171,7 +181,8 @@ def share_of(batch: Sequence[T], rank: int, num_replicas: int) -> list[T]:
     if rest or not size:
         low = max(1, size) * num_replicas
         msg = (
-            f"expected a batch that {num_replicas} ranks can share equally, found {len(batch)} samples: "
+            f"expected a batch that {num_replicas} ranks can share equally, found {len(batch)} "
+            "samples: "
             f"choose a multiple of {num_replicas}, such as {low} or {low + num_replicas}"
         )
         raise ConfigError(msg)

@@ -1,19 +1,22 @@
 """A shuffle that can be asked for its i-th element: O(1) memory, no array of all samples.
 
-Problem: a run over 100 million samples shuffles them every epoch. `randperm` needs 800 MB and ten seconds on every rank,
-and continuing at step k means doing it again only to throw the beginning away.
+Problem: a run over 100 million samples shuffles them every epoch. `randperm` needs 800 MB and ten
+seconds on every rank, and continuing at step k means doing it again only to throw the beginning
+away.
 
-Idea: a cipher is a permutation that is evaluated one point at a time. A Feistel network over pairs (left, right) with
-0 <= left < a and 0 <= right < b, where a b is the smallest such product that holds all of [0, n), permutes a b numbers; a
-result outside of [0, n) is fed in again until it is inside (cycle walking), which keeps it a permutation of [0, n). Since
-a b < n + a with a = ceil(sqrt(n)), walking is rare.
+Idea: a cipher is a permutation that is evaluated one point at a time. A Feistel network over pairs
+(left, right) with 0 <= left < a and 0 <= right < b, where a b is the smallest such product that
+holds all of [0, n), permutes a b numbers; a result outside of [0, n) is fed in again until it is
+inside (cycle walking), which keeps it a permutation of [0, n). Since a b < n + a with a =
+ceil(sqrt(n)), walking is rare.
 
         x = a * right + left
         round 0:  left  += F(0, right)  mod a
         round 1:  right += F(1, left)   mod b        and so on
 
-Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (generalized Feistel, cycle walking). F
-is the finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014): statistical mixing, not secrecy.
+Source: J. Black, P. Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002 (generalized
+Feistel, cycle walking). F is the finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA
+2014): statistical mixing, not secrecy.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ class Permutation:
 
     Args:
         n: Number of elements, at least 1.
-        key: What chooses it, such as (seed, epoch); every different key gives an unrelated permutation.
+        key: What chooses it, such as (seed, epoch); every different key gives an unrelated
+            permutation.
 
     Raises:
         ConfigError: `n` is below 1.

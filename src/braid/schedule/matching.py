@@ -1,11 +1,13 @@
 """Which send goes with which receive, and in which order things can happen.
 
-Sends and receives between two ranks form one first-in, first-out line each way, so matching needs no search. What is left
-over is an error of the program, found here and not by a rank that waits for ever.
+Sends and receives between two ranks form one first-in, first-out line each way, so matching needs
+no search. What is left over is an error of the program, found here and not by a rank that waits for
+ever.
 
-`order` carries a program out without time: it posts what each rank posts together and ends what can end. Under *buffered*
-semantics a send ends at once; under *rendezvous* only when its receive has been posted. A program that is right under
-rendezvous needs no memory for messages under way. What cannot end is a deadlock, reported as the circle of who waits for whom.
+`order` carries a program out without time: it posts what each rank posts together and ends what can
+end. Under *buffered* semantics a send ends at once; under *rendezvous* only when its receive has
+been posted. A program that is right under rendezvous needs no memory for messages under way. What
+cannot end is a deadlock, reported as the circle of who waits for whom.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Moment(NamedTuple):
     Attributes:
         rank: Whose.
         positions: Of the actions.
-        ended: Which of the two; what is sent or copied is read when it is posted, what comes is written when it ends.
+        ended: Which of the two; what is sent or copied is read when it is posted, what comes is
+            written when it ends.
     """
 
     rank: int
@@ -80,8 +83,8 @@ class Deadlock(NamedTuple):
     """Who waits for whom, for ever.
 
     Attributes:
-        circle: Actions that wait, each for a later action of the next one's rank; the last waits for the first. Where somebody waits for a
-            rank that has ended, it is the way there.
+        circle: Actions that wait, each for a later action of the next one's rank; the last waits
+            for the first. Where somebody waits for a rank that has ended, it is the way there.
     """
 
     circle: list[Place]

@@ -119,7 +119,11 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
     colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
     height = TOP + num_ranks * LANE + LANE
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + max(width, LEGEND * len(kinds)) + 10}" height="{height}" font-family="sans-serif" font-size="12">'
+        (
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'width="{LEFT + max(width, LEGEND * len(kinds)) + 10}" height="{height}" '
+            'font-family="sans-serif" font-size="12">'
+        )
     ]
     for i, kind in enumerate(kinds):
         parts.append(
@@ -137,7 +141,8 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
             y += 0 if interval.action.kind.startswith("send") else high
         what = escape(_words(interval))
         parts.append(
-            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" fill="{colour[interval.action.kind]}" '
+            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" '
+            f'fill="{colour[interval.action.kind]}" '
             f'stroke="white" stroke-width="0.5"><title>{what}</title></rect>'
         )
     parts.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
@@ -167,7 +172,10 @@ def _words(interval: Interval) -> str:
     action = interval.action
     peer = f", rank {action.peer}" if action.peer >= 0 else ""
     more = f" and {interval.num_actions - 1} more" if interval.num_actions > 1 else ""
-    return f"{action.kind} {action.unit}, {action.index}{peer}{more}: {time_text(interval.start_s)} to {time_text(interval.end_s)}"
+    return (
+        f"{action.kind} {action.unit}, {action.index}{peer}{more}: "
+        f"{time_text(interval.start_s)} to {time_text(interval.end_s)}"
+    )
 
 
 def time_text(seconds: float) -> str:

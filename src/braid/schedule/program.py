@@ -1,21 +1,24 @@
 """A program: what every rank does, in order, as data.
 
-Problem: a ring all-reduce and a 1F1B pipeline are usually loops with sends inside. What such a loop does can only be found out by
-running it, and whether it hangs on 7 ranks only by running it on 7.
+Problem: a ring all-reduce and a 1F1B pipeline are usually loops with sends inside. What such a loop
+does can only be found out by running it, and whether it hangs on 7 ranks only by running it on 7.
 
-Idea: generators write down the actions of every rank, and everything else reads them: the validator (`validate`), the simulator
-(`simulate`), the plotter (`plot`), the executors of the engines, people (`text`). A vocabulary says which kinds of
-actions there are and what their numbers mean; two use this machinery:
+Idea: generators write down the actions of every rank, and everything else reads them: the validator
+(`validate`), the simulator (`simulate`), the plotter (`plot`), the executors of the engines, people
+(`text`). A vocabulary says which kinds of actions there are and what their numbers mean; two use
+this machinery:
 
                  unit                        index          peer    edge          version
     collective   block of the buffer         round          rank    slot copied   -
     pipeline     stage                       micro-batch    rank    -             version of the weights
 
-Sends and receives between two ranks match in the order in which they stand there (one first-in, first-out line per pair).
-What is `posted together`, such as all messages of one round, is under way at the same time: a rank goes on when all of it has
-ended. It reads what was there before and writes at the end, so a block may be sent and replaced in one round.
+Sends and receives between two ranks match in the order in which they stand there (one first-in,
+first-out line per pair). What is `posted together`, such as all messages of one round, is under way
+at the same time: a rank goes on when all of it has ended. It reads what was there before and writes
+at the end, so a block may be sent and replaced in one round.
 
-Source: MSCCL (Cowan et al., ASPLOS 2023) for collectives as programs; torch's pipelining schedules for pipelines as lists.
+Source: MSCCL (Cowan et al., ASPLOS 2023) for collectives as programs; torch's pipelining schedules
+for pipelines as lists.
 """
 
 from __future__ import annotations
@@ -74,8 +77,8 @@ class Vocabulary(NamedTuple):
         kinds: Words, by name; letters and underscores only.
         unit_name: What a unit is called in messages, such as block.
         index_name: What an index is called.
-        posts: What a rank posts together: `round`, actions beside each other that have the same index, or `run`, messages
-            beside each other.
+        posts: What a rank posts together: `round`, actions beside each other that have the same
+            index, or `run`, messages beside each other.
     """
 
     name: str

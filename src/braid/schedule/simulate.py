@@ -1,16 +1,19 @@
 """How long a program takes on a network, without running it.
 
-Every rank goes through its list; what it posts together is under way at the same time. Messages of one round from one rank to another
-travel as one. A message begins when both ends have been posted (rendezvous) or when its send has (buffered), waits for the
-latency of its route, and then moves at the rate of its slowest link, which it shares evenly with what is on that link at that
-time. So nothing has to be assumed about who waits for whom, and a link that is oversubscribed slows exactly those who use it.
+Every rank goes through its list; what it posts together is under way at the same time. Messages of
+one round from one rank to another travel as one. A message begins when both ends have been posted
+(rendezvous) or when its send has (buffered), waits for the latency of its route, and then moves at
+the rate of its slowest link, which it shares evenly with what is on that link at that time. So
+nothing has to be assumed about who waits for whom, and a link that is oversubscribed slows exactly
+those who use it.
 
     rank 0   |post| latency |======= bytes at the rate of the slowest link =======| add |post| ...
     rank 1        |post ....|=====================================================| add |post| ...
 
-Rates are those of even sharing link by link (no rank gets what another leaves of its share), which is what TCP flows of equal
-latency come near to. A link may have a bucket of tokens, as clouds limit their networks: after a rest it lets so much through
-beside its rate, and when that is used up it has its rate until it rests again.
+Rates are those of even sharing link by link (no rank gets what another leaves of its share), which
+is what TCP flows of equal latency come near to. A link may have a bucket of tokens, as clouds limit
+their networks: after a rest it lets so much through beside its rate, and when that is used up it
+has its rate until it rests again.
 
 Source: the fluid model of network simulators; H. Casanova et al., SimGrid, JPDC 74 (2014).
 """
@@ -130,7 +133,8 @@ def simulate(
         buffered: Whether messages travel before their receives are posted.
 
     Raises:
-        ConfigError: It comes to nothing: a message has no partner, the program deadlocks, or a cost is negative or not finite.
+        ConfigError: It comes to nothing: a message has no partner, the program deadlocks, or a cost
+            is negative or not finite.
     """
     return _Simulation(program, costs, network, buffered=buffered).run()
 
@@ -193,7 +197,10 @@ class _Simulation:
         stuck = [r for r, at in enumerate(self._at) if at < len(self._lists[r])]
         if stuck:
             ranks = ", ".join(map(str, stuck))
-            msg = f"expected a program that ends, found that ranks {ranks} wait for ever: validate it first"
+            msg = (
+                f"expected a program that ends, found that ranks {ranks} wait for ever: "
+                "validate it first"
+            )
             raise ConfigError(msg)
         self._intervals.sort(key=lambda i: (i.start_s, i.rank))
         return Timeline(self._intervals, self._end_s, dict(self._link_bytes))
@@ -277,7 +284,10 @@ class _Simulation:
         if matching.alone:
             rank, position = matching.alone[0]
             what = program.vocabulary.describe(program.ranks[rank][position])
-            msg = f"expected a partner for every message, found none for the {what} of rank {rank}: validate the program first"
+            msg = (
+                f"expected a partner for every message, found none for the {what} of rank "
+                f"{rank}: validate the program first"
+            )
             raise ConfigError(msg)
         by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         for found in messages(program, matching):
@@ -330,7 +340,8 @@ class _Simulation:
 class _Buckets:
     """The tokens of the links that have a bucket, in bytes.
 
-    A link is open, and much faster than its rate, while it has tokens. One whose bucket ran empty opens again when it has had a rest.
+    A link is open, and much faster than its rate, while it has tokens. One whose bucket ran empty
+    opens again when it has had a rest.
     """
 
     def __init__(self, rates: Sequence[float], sizes: Iterable[float]) -> None:

@@ -8,9 +8,10 @@
       send1.0>0 reduce0.0<0
       send0.1>0 recv1.1<0
 
-A token is kind, unit, `.`, index, then `>` or `<` and the peer of a send or receive, `/` and the edge, `~` and the version where
-the kind has them. What stands in one line is posted together or one after the other, as the vocabulary says; the printer begins a line where the
-index changes. `#` begins a comment. The parser names line and column, what it expected and what it found.
+A token is kind, unit, `.`, index, then `>` or `<` and the peer of a send or receive, `/` and the
+edge, `~` and the version where the kind has them. What stands in one line is posted together or one
+after the other, as the vocabulary says; the printer begins a line where the index changes. `#`
+begins a comment. The parser names line and column, what it expected and what it found.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def from_text(text: str, vocabularies: Mapping[str, Vocabulary]) -> Program:
         line for number, row in enumerate(text.split("\n"), 1) if (line := _words(row, number))
     ]
     if not lines:
-        msg = "line 1, column 1: expected a program, found no text: begin with `program VOCABULARY NAME OPERATION units N indices N`"
+        msg = (
+            "line 1, column 1: expected a program, found no text: begin with `program "
+            "VOCABULARY NAME OPERATION units N indices N`"
+        )
         raise ConfigError(msg)
     vocabulary, header = _header(lines[0], vocabularies)
     ranks: list[list[Action]] = []

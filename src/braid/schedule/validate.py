@@ -9,7 +9,8 @@ The rules build on each other, so a later one is asked only when those before it
     deadlock       everything can end, under rendezvous and under buffered semantics
     contributions  of the vocabulary's own rules: what is promised is there at the end
 
-What deadlocks under rendezvous only is a program that needs memory for messages under way: `semantics` says which is asked for.
+What deadlocks under rendezvous only is a program that needs memory for messages under way:
+`semantics` says which is asked for.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Rules(NamedTuple):
 
     Attributes:
         before: Looks at actions alone.
-        after: Looks at a program that can be carried out, in the order in which everything can happen.
+        after: Looks at a program that can be carried out, in the order in which everything can
+            happen.
     """
 
     before: Callable[[Program], list[Violation]]
@@ -63,7 +65,10 @@ def validate(
         raise ConfigError(msg)
     header = program.header
     if program.num_ranks * max(header.num_units, header.num_indices) > MOST_PLACES:
-        text = f"expected at most {MOST_PLACES} ranks x units and ranks x indices, found {header} on {program.num_ranks} ranks"
+        text = (
+            f"expected at most {MOST_PLACES} ranks x units and ranks x indices, found {header} "
+            f"on {program.num_ranks} ranks"
+        )
         return [Violation("size", -1, -1, text)]
     own = rules[program.vocabulary.name]
     found = _check_peers(program) + own.before(program)
@@ -87,7 +92,10 @@ def _check_peers(program: Program) -> list[Violation]:
             if program.vocabulary.role(action) == LOCAL:
                 continue
             if not 0 <= action.peer < program.num_ranks or action.peer == rank:
-                text = f"expected a peer from 0 to {program.num_ranks - 1} other than itself, found {action.peer}"
+                text = (
+                    f"expected a peer from 0 to {program.num_ranks - 1} other than itself, "
+                    f"found {action.peer}"
+                )
                 found.append(Violation("peers", rank, position, text))
     return found
 
@@ -106,7 +114,8 @@ def _deadlocked(
     for place in deadlock.circle:
         action, other = program.ranks[place.rank][place.position], matching.partner[place]
         steps.append(
-            f"rank {place.rank} waits in {program.vocabulary.describe(action)} for action {other.position} there"
+            f"rank {place.rank} waits in {program.vocabulary.describe(action)} for action "
+            f"{other.position} there"
         )
     first = deadlock.circle[0]
     text = f"under {semantics} semantics nobody goes on: {'; '.join(steps)}"

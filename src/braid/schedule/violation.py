@@ -11,7 +11,8 @@ class Violation(NamedTuple):
     """One thing that is wrong.
 
     Attributes:
-        rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work, data.
+        rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
+        data.
         rank: Whose action it is; -1 for the program as a whole.
         position: Of the action in its rank's list; -1 for the end of the list.
         text: What is wrong, in words.

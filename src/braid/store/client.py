@@ -1,10 +1,10 @@
 """The client of a store server: many threads, one connection, no thread of its own.
 
-Problem: a thread that waits for a key must not stop another thread from setting it, although both use one connection. A
-reader thread would solve it and cost two thread switches per operation.
+Problem: a thread that waits for a key must not stop another thread from setting it, although both
+use one connection. A reader thread would solve it and cost two thread switches per operation.
 
-Idea: requests carry numbers. Whichever waiting thread finds nobody reading reads for all, files the replies of the
-others, and hands the reading on when its own has come ("leader and followers").
+Idea: requests carry numbers. Whichever waiting thread finds nobody reading reads for all, files the
+replies of the others, and hands the reading on when its own has come ("leader and followers").
 
 Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
 """

@@ -27,7 +27,8 @@ class RanksMissingError(CommTimeout):
 
     def __init__(self, topic: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
-            f"ranks {list(ranks)} have not come to {topic.rpartition('/')[2]!r} within {timeout_s:g} s: "
+            f"ranks {list(ranks)} have not come to {topic.rpartition('/')[2]!r} within "
+            f"{timeout_s:g} s: "
             "see their errors, or whether they were started"
         )
         self.ranks = list(ranks)

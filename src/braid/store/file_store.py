@@ -1,16 +1,18 @@
 """A store in a file, for jobs whose processes share a directory and nothing else.
 
-Problem: a process may be killed at any byte of a write, and nobody else may see half an operation or wait for the lock
-of the dead. Torch's FileStore has one record per `set`, no checksum, and no answer to a torn tail.
+Problem: a process may be killed at any byte of a write, and nobody else may see half an operation
+or wait for the lock of the dead. Torch's FileStore has one record per `set`, no checksum, and no
+answer to a torn tail.
 
-Idea: the file is a log of the requests that change something, each with length and checksum. The state of a store is
-what a `Table` says after replaying the log, so every process that has read as far sees the same. Changes are made under
-an exclusive `flock`, which the kernel takes back from a killed process; its torn last record is cut off by the next writer.
+Idea: the file is a log of the requests that change something, each with length and checksum. The
+state of a store is what a `Table` says after replaying the log, so every process that has read as
+far sees the same. Changes are made under an exclusive `flock`, which the kernel takes back from a
+killed process; its torn last record is cut off by the next writer.
 
     "BRAIDKV1" | length u32 | crc32 u32 | request (msgpack) | length u32 | crc32 u32 | request | ...
 
-Source: the write-ahead log of databases (C. Mohan et al., "ARIES", TODS 1992), without checkpoints: a job's rendezvous
-writes kilobytes.
+Source: the write-ahead log of databases (C. Mohan et al., "ARIES", TODS 1992), without checkpoints:
+a job's rendezvous writes kilobytes.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ _PAUSE_MOST_S = 0.02  # how late a waiter may notice a key
 class FileStore(RequestStore):
     """A store in a file; every process opens the same path.
 
-    The file stays when all have closed it, and grows with every change: give each run its own path. The file system
-    must support `flock` (local ones, NFS from version 4 do).
+    The file stays when all have closed it, and grows with every change: give each run its own path.
+    The file system must support `flock` (local ones, NFS from version 4 do).
 
     Args:
         path: The file; created with mode 0600 if missing. Its directory must exist.
@@ -66,8 +68,8 @@ class FileStore(RequestStore):
     Raises:
         ConfigError: The file cannot be opened, or is no store.
 
-    On failure: a process that is killed leaves no lock and no half operation. One that is *stopped* inside an
-    operation holds the lock; the others then get CommTimeout saying so.
+    On failure: a process that is killed leaves no lock and no half operation. One that is *stopped*
+    inside an operation holds the lock; the others then get CommTimeout saying so.
     """
 
     def __init__(

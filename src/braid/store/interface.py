@@ -1,10 +1,12 @@
 """The face of every store, and the part of it that all implementations share.
 
-Problem: ranks meet through a server under braid's launcher, through torch's store under torchrun, through a file on a
-cluster without either, and through a dictionary in tests. Code above must not know which.
+Problem: ranks meet through a server under braid's launcher, through torch's store under torchrun,
+through a file on a cluster without either, and through a dictionary in tests. Code above must not
+know which.
 
-Idea: one Protocol with torch's operations on bytes. An implementation only says how one request is carried out
-(`RequestStore._ask`); names, time-outs and errors are the same for all, and one conformance suite holds them to it.
+Idea: one Protocol with torch's operations on bytes. An implementation only says how one request is
+carried out (`RequestStore._ask`); names, time-outs and errors are the same for all, and one
+conformance suite holds them to it.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ _SHOWN_KEYS = 8
 class Store(Protocol):
     """Keys and values that several processes share; semantics of torch.distributed.Store.
 
-    Each operation is atomic, and all clients see all operations in one order. Time-outs are in seconds; None means the
-    store's default.
+    Each operation is atomic, and all clients see all operations in one order. Time-outs are in
+    seconds; None means the store's default.
 
     Raises:
         CommTimeout: Keys were missing at the deadline; the message names them.

@@ -1,6 +1,7 @@
 """What client and server of a store say to each other, in frames of `braid.wire`.
 
-A message travels in the meta of a frame while it is small, and in the frame's only buffer when it is not.
+A message travels in the meta of a frame while it is small, and in the frame's only buffer when it
+is not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The store's server: one thread that waits for requests of all clients at once.
 
-It owns connections that others have accepted and authenticated (`serve`), or a listener of its own (`listen`). It never
-blocks on a client: replies that a client does not read stay in its outbox, and a client that lets them pile up is dropped.
+It owns connections that others have accepted and authenticated (`serve`), or a listener of its own
+(`listen`). It never blocks on a client: replies that a client does not read stay in its outbox, and
+a client that lets them pile up is dropped.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ class StoreServer:
 
     Args:
         clock: For the deadlines of waiting requests; the host's when None.
-        listener: Where clients come in; owned and closed by the server. None when they come by `serve`.
+        listener: Where clients come in; owned and closed by the server. None when they come by
+            `serve`.
 
-    On failure: a client that dies or breaks the protocol is forgotten, and what it waited for with it; its keys stay.
+    On failure: a client that dies or breaks the protocol is forgotten, and what it waited for with
+    it; its keys stay.
     """
 
     def __init__(self, *, clock: Clock | None = None, listener: Listener | None = None) -> None:

@@ -1,11 +1,13 @@
 """What a store does, as a state machine: requests in, answers out, some of them later.
 
-Problem: ranks need a place to meet before they can communicate. Blocking operations (`get` of a key that another rank
-has yet to set) and deadlines are where such services go wrong, and where they are hardest to test.
+Problem: ranks need a place to meet before they can communicate. Blocking operations (`get` of a key
+that another rank has yet to set) and deadlines are where such services go wrong, and where they are
+hardest to test.
 
-Idea: `Table` holds the keys and applies one request at a time; `StoreState` adds patience: a request that lacks keys
-waits inside the state until they are set or its deadline passes. Neither knows sockets, threads or clocks; the server
-passes the time in, `HashStore` shares one among threads, `FileStore` replays a log of requests through a `Table`.
+Idea: `Table` holds the keys and applies one request at a time; `StoreState` adds patience: a
+request that lacks keys waits inside the state until they are set or its deadline passes. Neither
+knows sockets, threads or clocks; the server passes the time in, `HashStore` shares one among
+threads, `FileStore` replays a log of requests through a `Table`.
 
     request                    keys there                                keys missing
     Set, MultiSet              -> None                                   creates them
@@ -18,8 +20,8 @@ passes the time in, `HashStore` shares one among threads, `FileStore` replays a 
     Delete                     -> True                                   -> False
     NumKeys                    -> number of keys
 
-Source: the operations and edge cases of torch.distributed.Store, except that an addition to something that is no number
-is refused here and ends the connection of torch's TCPStore.
+Source: the operations and edge cases of torch.distributed.Store, except that an addition to
+something that is no number is refused here and ends the connection of torch's TCPStore.
 """
 
 from __future__ import annotations

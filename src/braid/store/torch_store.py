@@ -1,10 +1,12 @@
 """Between braid's stores and torch's: each can be used where the other is expected.
 
-Problem: under torchrun the meeting place is torch's TCPStore; under braid's launcher, torch.distributed needs a
-`dist.Store` over braid's authenticated one. The two differ in time-outs, errors and the types of values.
+Problem: under torchrun the meeting place is torch's TCPStore; under braid's launcher,
+torch.distributed needs a `dist.Store` over braid's authenticated one. The two differ in time-outs,
+errors and the types of values.
 
-Idea: `TorchStore` is a braid Store over any `dist.Store`; `as_torch_store` is the way back, a subclass of `dist.Store`
-whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This is the only module of the room that imports torch.
+Idea: `TorchStore` is a braid Store over any `dist.Store`; `as_torch_store` is the way back, a
+subclass of `dist.Store` whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This
+is the only module of the room that imports torch.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ class TorchStore:
         store: Any `dist.Store`.
         default_timeout_s: Deadline of operations that name none.
 
-    On failure: like all stores; but torch's TCPStore serves one operation of a client at a time, so a thread that waits
-    holds up the others of its process, and an `add` to something that is no number ends its connection.
+    On failure: like all stores; but torch's TCPStore serves one operation of a client at a time, so
+    a thread that waits holds up the others of its process, and an `add` to something that is no
+    number ends its connection.
     """
 
     def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -124,7 +127,10 @@ class TorchStore:
         try:
             yield
         except dist.DistNetworkError as exc:
-            msg = f"lost the process that holds {self!r} (rank 0 of the job, as a rule): {_first_line(exc)}"
+            msg = (
+                f"lost the process that holds {self!r} (rank 0 of the job, as a rule): "
+                f"{_first_line(exc)}"
+            )
             raise PeerLostError(msg, rank=0) from exc
         except dist.DistStoreError as exc:
             if isinstance(exc, CommTimeout):  # a braid store below torch's
@@ -211,9 +217,10 @@ class _BraidBackedStore(TorchBase):
 def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchBase:
     """`store` as a `torch.distributed.Store`, for `dist.init_process_group(store=...)` and PrefixStore.
 
-    The result, and with it `store`, is kept until the process ends: torch's C++ keeps only its own half of a store
-    written in Python, and calls into the other half after Python has freed it. (To be deleted when pybind11's
-    `smart_holder` or a `keep_alive` reaches torch's PrefixStore and process groups.) Close `store` when the job is done.
+    The result, and with it `store`, is kept until the process ends: torch's C++ keeps only its own
+    half of a store written in Python, and calls into the other half after Python has freed it. (To
+    be deleted when pybind11's `smart_holder` or a `keep_alive` reaches torch's PrefixStore and
+    process groups.) Close `store` when the job is done.
 
     Args:
         store: A braid store whose operations may be called from any thread.

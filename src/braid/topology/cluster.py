@@ -6,10 +6,12 @@
     rack        16 hosts                 5 us    25 GB/s                  host ----+     ||
     spine       8 racks, 4 : 1          10 us   100 GB/s                          rack --++
 
-Ranks are numbered host by host, so place in the tree is arithmetic: unit u of a level holds the ranks u * n to (u + 1) * n - 1. A message goes up to the
-first level that both ends have in common and down again, over one link of each child on the way; with full duplex up
-and down are links of their own. Latency is that of the level at which it turns around; bandwidth is shared, link by link
-(`schedule.simulate`). Oversubscription is how many times the children of a unit could send what its way up carries.
+Ranks are numbered host by host, so place in the tree is arithmetic: unit u of a level holds the
+ranks u * n to (u + 1) * n - 1. A message goes up to the first level that both ends have in common
+and down again, over one link of each child on the way; with full duplex up and down are links of
+their own. Latency is that of the level at which it turns around; bandwidth is shared, link by link
+(`schedule.simulate`). Oversubscription is how many times the children of a unit could send what its
+way up carries.
 
 Source: C. Leiserson, Fat-trees, IEEE ToC 34 (1985), for the shape.
 """
@@ -44,9 +46,11 @@ class Level:
         latency_s: Seconds until the first byte of a message that turns around here.
         bytes_per_s: Of the link from each child to here.
         full_duplex: Whether both ways of a link have this bandwidth each; else they share it.
-        by_size: What one message gets at most, by its size: (bytes, bytes per second), sizes ascending; in between on a straight
-            line over the logarithm of the size. Nothing but the link limits it when empty.
-        burst_bytes: What a link lets through beside its rate after a rest: the bucket of tokens by which clouds limit networks.
+        by_size: What one message gets at most, by its size: (bytes, bytes per second), sizes
+            ascending; in between on a straight line over the logarithm of the size. Nothing but the
+            link limits it when empty.
+        burst_bytes: What a link lets through beside its rate after a rest: the bucket of tokens by
+            which clouds limit networks.
     """
 
     name: str
@@ -101,7 +105,10 @@ class Cluster:
     def __init__(self, levels: Sequence[Level]) -> None:
         names = [level.name for level in levels]
         if not names or len(set(names)) < len(names):
-            msg = f"expected at least one level, each with a name of its own, found {', '.join(names) or 'none'}"
+            msg = (
+                "expected at least one level, each with a name of its own, found "
+                f"{', '.join(names) or 'none'}"
+            )
             raise ConfigError(msg)
         self.levels = tuple(levels)
         sizes = [1, *(level.size for level in levels)]
@@ -147,7 +154,10 @@ class Cluster:
     def check_size(self, num_ranks: int) -> None:
         """Raise ConfigError unless the cluster has so many ranks."""
         if num_ranks > self.num_ranks:
-            msg = f"expected at most {self.num_ranks} ranks, as the cluster has ({self}), found {num_ranks}"
+            msg = (
+                f"expected at most {self.num_ranks} ranks, as the cluster has ({self}), found "
+                f"{num_ranks}"
+            )
             raise ConfigError(msg)
 
     def oversubscription(self, name: str) -> float:
@@ -191,7 +201,8 @@ class Cluster:
             targets: Ranks, as many.
 
         Returns:
-            Latency of each in seconds, and the links of each in a row, with -1 where there are no more.
+            Latency of each in seconds, and the links of each in a row, with -1 where there are no
+            more.
 
         Raises:
             ConfigError: The cluster has no such rank.

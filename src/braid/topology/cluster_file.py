@@ -52,7 +52,10 @@ def from_toml(text: str) -> Cluster:
     try:
         found = msgspec.toml.decode(text, type=_File)
     except msgspec.DecodeError as exc:
-        msg = f"expected the levels of a cluster as TOML ([[level]] name, size, latency_s, bytes_per_s), found: {exc}"
+        msg = (
+            "expected the levels of a cluster as TOML ([[level]] name, size, latency_s, "
+            f"bytes_per_s), found: {exc}"
+        )
         raise ConfigError(msg) from exc
     return Cluster([Level(**msgspec.structs.asdict(level)) for level in found.level])
 
@@ -66,7 +69,9 @@ def to_toml(cluster: Cluster) -> str:
 def _table(level: _Level) -> str:
     """TOML is read by msgspec everywhere, but written only where a further package is installed."""
     return (
-        f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\nlatency_s = {level.latency_s!r}\n"
+        f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\nlatency_s = "
+        f"{level.latency_s!r}\n"
         f"bytes_per_s = {level.bytes_per_s!r}\nfull_duplex = {str(level.full_duplex).lower()}\n"
-        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\nburst_bytes = {level.burst_bytes!r}\n"
+        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\nburst_bytes "
+        f"= {level.burst_bytes!r}\n"
     )

@@ -1,7 +1,8 @@
 """Where ranks stand, and between whom messages of each level are measured.
 
-A place is a path from the top: (host, NUMA node). Messages of a level are those between its children; one rank of each child stands for
-it, the first, so that what is measured is one message on each link:
+A place is a path from the top: (host, NUMA node). Messages of a level are those between its
+children; one rank of each child stands for it, the first, so that what is measured is one message
+on each link:
 
     places         (0,0) (0,0) (0,1) (0,1)  (1,0) (1,0) (1,1) (1,1)
     rank             0     1     2     3      4     5     6     7
@@ -45,7 +46,8 @@ def rings(places: Sequence[Place]) -> list[Rings]:
         places: (host, NUMA node) of each rank; ranks of a unit follow each other.
 
     Raises:
-        ConfigError: Units of one level have different numbers of children, or ranks of a unit do not follow each other.
+        ConfigError: Units of one level have different numbers of children, or ranks of a unit do
+            not follow each other.
     """
     split = len(set(places)) > len({host for host, _ in places})  # somebody has several nodes
     if split:

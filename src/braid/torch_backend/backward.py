@@ -1,10 +1,11 @@
 """Futures that are asked for inside backward, and settled at its end.
 
-Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++, when backward ends. There it
-takes no steps, and it does not show what went wrong: a future that C++ waits for carries an error's text at best.
+Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++,
+when backward ends. There it takes no steps, and it does not show what went wrong: a future that C++
+waits for carries an error's text at best.
 
-Idea: autograd calls back at the end of backward, in the order in which callbacks were asked for. Ours comes before DDP's own,
-since a bucket is reduced before DDP knows that it was the last.
+Idea: autograd calls back at the end of backward, in the order in which callbacks were asked for.
+Ours comes before DDP's own, since a bucket is reduced before DDP knows that it was the last.
 
     backward     p6 p5 | p4 p3 p2 | p1 p0 |            callbacks
     bucket 0          >===                             > started: with a thread of its own where there are spare cores,

@@ -42,7 +42,8 @@ class _Ended:
 
     def __getattr__(self, name: str) -> Any:
         msg = (
-            f"expected a process group in use for {name}, found that {self._text}: make a new one with "
+            f"expected a process group in use for {name}, found that {self._text}: make a new one "
+            "with "
             "init_process_group or new_group"
         )
         raise StaleError(msg)

@@ -1,15 +1,16 @@
 """Gradient buckets of stock DDP, moved to where all ranks see them.
 
-Problem: DDP allocates its buckets itself, so each all-reduce copies them into shared memory and back. They cannot be replaced:
-gradients may be views of them.
+Problem: DDP allocates its buckets itself, so each all-reduce copies them into shared memory and
+back. They cannot be replaced: gradients may be views of them.
 
-Idea: torch can move a storage into shared memory in place, and all tensors that view it follow (`Group.adopt`). A bucket
-is recognised by what it does: it is a whole storage of 64 KiB or more that is reduced inside backward for the second time. When
-DDP rebuilds its buckets, the new ones are recognised in the same way. All of this is this rank's own affair; the
-all-reduce finds out for itself whether all ranks' tensors lie in shared memory.
+Idea: torch can move a storage into shared memory in place, and all tensors that view it follow
+(`Group.adopt`). A bucket is recognised by what it does: it is a whole storage of 64 KiB or more
+that is reduced inside backward for the second time. When DDP rebuilds its buckets, the new ones are
+recognised in the same way. All of this is this rank's own affair; the all-reduce finds out for
+itself whether all ranks' tensors lie in shared memory.
 
-What does not follow a storage are bare pointers into it, such as a NumPy array made of a gradient. Only buckets are moved, and
-once, at the second step.
+What does not follow a storage are bare pointers into it, such as a NumPy array made of a gradient.
+Only buckets are moved, and once, at the second step.
 """
 
 from __future__ import annotations
@@ -60,5 +61,8 @@ class Buckets:
             self._group.adopt(x)
         except CommError as exc:  # no room in /dev/shm: stay with copies, which always work
             self._off = True
-            msg = f"DDP's gradients are copied into shared memory at each step instead of lying there: {exc}"
+            msg = (
+                "DDP's gradients are copied into shared memory at each step instead of lying "
+                f"there: {exc}"
+            )
             warnings.warn(msg, RuntimeWarning, stacklevel=2)

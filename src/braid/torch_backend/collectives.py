@@ -1,10 +1,12 @@
 """torch's collectives over those of a Group.
 
-Each method turns torch's arguments into the Group's (`shapes`) and a `call` that carries it out, here or in the background. What
-is not in CPU memory, or not strided, goes to a backend of torch's own (`foreign`).
+Each method turns torch's arguments into the Group's (`shapes`) and a `call` that carries it out,
+here or in the background. What is not in CPU memory, or not strided, goes to a backend of torch's
+own (`foreign`).
 
-Names are those of torch 2.13; the older ones follow as aliases. torch's C++ (DDP, functional collectives) finds these methods
-through its trampoline; Python calls them directly. torch's docstrings apply.
+Names are those of torch 2.13; the older ones follow as aliases. torch's C++ (DDP, functional
+collectives) finds these methods through its trampoline; Python calls them directly. torch's
+docstrings apply.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ class Collectives(BaseProcessGroup):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """Gather several tensors."""
-        # torch turns this one around: one list of outputs per rank for older callers, one per input for newer
+        # torch turns this one around: one list of outputs per rank for older callers, one per input
+        # for newer
         inputs = tensors_of(inputs)
         if len(output_lists) != len(inputs) or any(len(o) != self.size() for o in output_lists):
             output_lists = [list(column) for column in zip(*output_lists, strict=True)]

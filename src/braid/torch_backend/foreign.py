@@ -1,9 +1,10 @@
 """torch's own backends, for what shared memory does not carry: GPUs and sparse tensors.
 
-A creator of a Python process group is asked once, for all devices; torch then makes no other backend ("cpu:braid,cuda:nccl"
-would lose NCCL). So each group of ours has an ordinary `ProcessGroup` inside, which gets NCCL, Gloo or whatever
-belongs to a device when its first tensor comes. All members meet that tensor at the same point of the program, which makes
-this late start a collective like any other.
+A creator of a Python process group is asked once, for all devices; torch then makes no other
+backend ("cpu:braid,cuda:nccl" would lose NCCL). So each group of ours has an ordinary
+`ProcessGroup` inside, which gets NCCL, Gloo or whatever belongs to a device when its first tensor
+comes. All members meet that tensor at the same point of the program, which makes this late start a
+collective like any other.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class Foreign:
         if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         msg = (
-            f"expected tensors on the CPU or a device for which torch has a backend, found one on {device_type!r}: move "
+            "expected tensors on the CPU or a device for which torch has a backend, found one on "
+            f"{device_type!r}: move "
             "it, or install the package that brings the backend"
         )
         raise ConfigError(msg)

@@ -1,11 +1,13 @@
 """Futures that whoever waits for them can bring about.
 
-Problem: c10d's futures are set by a thread of the backend. A callback given to `then` may start another collective and
-wait for it (PowerSGD does): if callbacks ran on the thread that carries collectives out, it would wait for itself.
+Problem: c10d's futures are set by a thread of the backend. A callback given to `then` may start
+another collective and wait for it (PowerSGD does): if callbacks ran on the thread that carries
+collectives out, it would wait for itself.
 
-Idea: a future knows how to wait for its collective. `settle` does that and sets the value; it is called by the first
-who needs the value from Python, by the end of backward, or by the background poller, and each of them may go on to wait for
-other futures inside the callbacks that this releases. `then` gives a future that settles through its origin.
+Idea: a future knows how to wait for its collective. `settle` does that and sets the value; it is
+called by the first who needs the value from Python, by the end of backward, or by the background
+poller, and each of them may go on to wait for other futures inside the callbacks that this
+releases. `then` gives a future that settles through its origin.
 """
 
 from __future__ import annotations

@@ -115,7 +115,10 @@ class BraidProcessGroup(Collectives):
         """
         order, size = sorted(set(ranks)), self._group.size
         if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
-            msg = f"expected different ranks out of 0..{size - 1} for a new group, found {list(ranks)}"
+            msg = (
+                f"expected different ranks out of 0..{size - 1} for a new group, found "
+                f"{list(ranks)}"
+            )
             raise ConfigError(msg)
         if self.rank() not in order:
             return None

@@ -1,7 +1,8 @@
 """torch's reductions by braid's names.
 
-`ReduceOp.SUM` is a `RedOpType`, `options.reduceOp` is a `ReduceOp` that wraps one, and `RedOpType.SUM == ReduceOp(SUM)` is
-False while the reverse is True. So operations are looked up by their number, never compared.
+`ReduceOp.SUM` is a `RedOpType`, `options.reduceOp` is a `ReduceOp` that wraps one, and
+`RedOpType.SUM == ReduceOp(SUM)` is False while the reverse is True. So operations are looked up by
+their number, never compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """torch's ways of passing tensors -> those of a Group.
 
-torch accepts one tensor or a list of one, results that are concatenated or stacked, and lists of lists. A `Group` wants tensors
-whose dim 0 is divided equally, or one tensor per rank. Everything here is a view unless it says otherwise.
+torch accepts one tensor or a list of one, results that are concatenated or stacked, and lists of
+lists. A `Group` wants tensors whose dim 0 is divided equally, or one tensor per rank. Everything
+here is a view unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
     """
     if x.numel() != size * like.numel():
         msg = (
-            f"expected a tensor of {size} x {like.numel()} elements (one part of shape {list(like.shape)} per rank), found "
+            f"expected a tensor of {size} x {like.numel()} elements (one part of shape "
+            f"{list(like.shape)} per rank), found "
             f"shape {list(x.shape)}: make it {size} times as large as a part"
         )
         raise ConfigError(msg)
@@ -63,7 +65,8 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
     if x.shape[1:] == like.shape[1:]:
         return list(x.chunk(size))
     msg = (
-        f"expected a contiguous tensor, or one of shape {[size, *like.shape]}, found shape {list(x.shape)} with strides "
+        f"expected a contiguous tensor, or one of shape {[size, *like.shape]}, found shape "
+        f"{list(x.shape)} with strides "
         f"{x.stride()}: pass a contiguous one"
     )
     raise ConfigError(msg)
@@ -76,7 +79,8 @@ def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tenso
     """
     if x.numel() != size * like.numel():
         msg = (
-            f"expected an input of {size} x {like.numel()} elements for a result of shape {list(like.shape)}, found shape "
+            f"expected an input of {size} x {like.numel()} elements for a result of shape "
+            f"{list(like.shape)}, found shape "
             f"{list(x.shape)}: make it {size} times as large"
         )
         raise ConfigError(msg)

@@ -1,17 +1,19 @@
 """Where a process becomes a rank for torch.distributed: shared memory, met through the store that torch hands over.
 
-Problem: `init_process_group` may be the first thing that a program does, under any launcher or none, with a rendezvous of its
-own choice; or the program has said `braid.init()` before; and then it makes hundreds of groups. Each must end in the
-same shared memory.
+Problem: `init_process_group` may be the first thing that a program does, under any launcher or
+none, with a rendezvous of its own choice; or the program has said `braid.init()` before; and then
+it makes hundreds of groups. Each must end in the same shared memory.
 
-Idea: the first group of a process opens a `Home`; every group whose ranks are all at home there is selected from the
-world of that home, which costs a few words of memory. A home comes about in one of three ways:
+Idea: the first group of a process opens a `Home`; every group whose ranks are all at home there is
+selected from the world of that home, which costs a few words of memory. A home comes about in one
+of three ways:
 
     braid.init() was called          its world is shared, and stays open when the last process group is destroyed
     `braid run` started this rank    the job is joined: black box, launcher's word on deaths, error block
     otherwise                        ranks meet through torch's store
 
-A home is closed with its last group, or at exit, where a comm thread that still runs would abort the interpreter.
+A home is closed with its last group, or at exit, where a comm thread that still runs would abort
+the interpreter.
 """
 
 from __future__ import annotations
@@ -80,13 +82,15 @@ class Home:
         world: The group of all of them.
         poller: Takes the steps of what nobody waits for.
         backward: Futures that are asked for inside backward.
-        spare_cores: Whether every rank can have a core for communication beside those that it computes on.
+        spare_cores: Whether every rank can have a core for communication beside those that it
+            computes on.
 
     Args:
         ranks: See above.
         world: See above; belongs to `owner`.
         owner: Closed last; None if the world is not ours to close.
-        joining: How often this process has met others here; keeps the keys of an earlier time apart.
+        joining: How often this process has met others here; keeps the keys of an earlier time
+            apart.
     """
 
     def __init__(
@@ -114,7 +118,8 @@ class Home:
         """A new group of ranks that are at home here; called by its members only."""
         store = PrefixStore(f"braid/join-{self._joining}", _store(meeting))
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
-        # torch gives a name again when the group that had it is gone; what was said then is still in the store
+        # torch gives a name again when the group that had it is gone; what was said then is still
+        # in the store
         name = f"{meeting.name} of torch {'_'.join(map(str, ranks))}"
         self._meetings[name] += 1
         group = self.world.select(ranks, store, name=f"{name}, {self._meetings[name]}")
@@ -295,7 +300,8 @@ def _join(meeting: Meeting, store: Store) -> int:
     owner = store.compare_set(f"braid/owner/{meeting.rank}", b"", me)
     if owner != me:
         msg = (
-            f"expected one process with rank {meeting.rank}, found {owner.decode()} and {me.decode()}: give every process "
+            f"expected one process with rank {meeting.rank}, found {owner.decode()} and "
+            f"{me.decode()}: give every process "
             "its own rank, or a new job a new address or file to meet at"
         )
         raise RendezvousError(msg)

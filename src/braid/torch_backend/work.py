@@ -1,9 +1,11 @@
 """braid's Work with the face of torch's.
 
-Two kinds: what a synchronous call returns has ended (`FinishedWork`); anything else wraps something that is under way
-(`PendingWork`). torch's own `_create_work_from_future` will not do: its `wait()` swallows the exception.
+Two kinds: what a synchronous call returns has ended (`FinishedWork`); anything else wraps something
+that is under way (`PendingWork`). torch's own `_create_work_from_future` will not do: its `wait()`
+swallows the exception.
 
-torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python sees all of it.
+torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python
+sees all of it.
 """
 
 from __future__ import annotations

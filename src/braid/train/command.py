@@ -36,11 +36,13 @@ def train(
         config: What to do.
         num_ranks: Number of ranks.
         out: Where progress is drawn.
-        resume: A checkpoint, a directory of them, a run, or auto: the last complete one of the log directory.
+        resume: A checkpoint, a directory of them, a run, or auto: the last complete one of the log
+        directory.
         threads: Threads of each rank.
 
     Returns:
-        What came of it; printed, it is the error block, whose resume line is a `braid train` command.
+        What came of it; printed, it is the error block, whose resume line is a `braid train`
+        command.
 
     Raises:
         ConfigError: It cannot work; nothing was started.
@@ -66,7 +68,10 @@ def launch(
     if config.data:
         from_files(config.data)
     if resume and resume != "auto" and not Path(resume).is_dir():
-        msg = f"expected a checkpoint or the directory of a run to resume from, found none at {resume}"
+        msg = (
+            "expected a checkpoint or the directory of a run to resume from, found none at "
+            f"{resume}"
+        )
         raise ConfigError(msg)
     job = JobSpec(
         command=(WORKER, config.to_json()),

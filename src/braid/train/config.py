@@ -1,6 +1,7 @@
 """What a training is told: one frozen value that travels to every rank as JSON.
 
-Everything that can be found wrong by looking at the numbers is found here, before a process is started.
+Everything that can be found wrong by looking at the numbers is found here, before a process is
+started.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class ModelSize(NamedTuple):
     heads: int
 
 
-# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains while one watches. The vocabulary is
-# bytes, so the embedding is 256 rows and "gpt2" has 86 million parameters instead of 124.
+# The tables of GPT-2 (Radford et al., 2019), and smaller ones that a laptop trains while one
+# watches. The vocabulary is bytes, so the embedding is 256 rows and "gpt2" has 86 million
+# parameters instead of 124.
 MODELS = {
     "tiny": ModelSize(2, 64, 4),
     "mini": ModelSize(4, 128, 4),
@@ -64,8 +66,8 @@ class TrainConfig:
         checkpoint_every: Steps between checkpoints; 0 for one at the end only.
         keep: Number of checkpoints to keep.
         log_dir: Where metrics and checkpoints go.
-        reference_shards: On one rank: run this many shards in rank order, as that many ranks would; 0 for as many
-            shards as ranks.
+        reference_shards: On one rank: run this many shards in rank order, as that many ranks would;
+            0 for as many shards as ranks.
         sample_bytes: Length of the text that is generated at the end.
     """
 
@@ -110,7 +112,8 @@ class TrainConfig:
                 problems.append(f"{name} is {value}, expected at least {low}")
         if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append(
-                f"lr is {self.lr:g}, clip {self.clip:g}, weight_decay {self.weight_decay:g}; expected positive numbers"
+                f"lr is {self.lr:g}, clip {self.clip:g}, weight_decay {self.weight_decay:g}; "
+                "expected positive numbers"
             )
         if problems:
             raise ConfigError("; ".join(problems))
@@ -119,13 +122,17 @@ class TrainConfig:
         """Number of shards of a batch on this many ranks.
 
         Raises:
-            ConfigError: There are no ranks, the batch cannot be shared, or a reference shall run on several ranks.
+            ConfigError: There are no ranks, the batch cannot be shared, or a reference shall run on
+                several ranks.
         """
         if num_ranks < 1:
             msg = f"the number of ranks is {num_ranks}, expected 1 or more"
             raise ConfigError(msg)
         if self.reference_shards and num_ranks != 1:
-            msg = f"expected one rank for --reference-shards {self.reference_shards}, found {num_ranks}: use -n 1"
+            msg = (
+                f"expected one rank for --reference-shards {self.reference_shards}, found "
+                f"{num_ranks}: use -n 1"
+            )
             raise ConfigError(msg)
         shards = self.reference_shards or num_ranks
         share_of(range(self.batch), 0, shards)

@@ -9,14 +9,15 @@
         x += down(gelu(up(norm(x))))      B T 4D         8 D D            16 D D
     logits = norm(x) token^T              B T V          0 (tied)         2 V D
 
-Backward costs twice the forward, so a token of training costs 6 N + 12 L T D with N = 12 L D D + V D. MFU counts that, the full
-square of attention included, as is the custom.
+Backward costs twice the forward, so a token of training costs 6 N + 12 L T D with N = 12 L D D + V
+D. MFU counts that, the full square of attention included, as is the custom.
 
-Initial values are drawn per parameter from a generator keyed by (seed, name): they are the same on every rank and do not
-depend on the order in which modules are made.
+Initial values are drawn per parameter from a generator keyed by (seed, name): they are the same on
+every rank and do not depend on the order in which modules are made.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm, GELU, learned positions, residual
-projections scaled by 1/sqrt(2L)); without biases. FLOPs: Chowdhery et al., "PaLM", 2022, appendix B.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm, GELU,
+learned positions, residual projections scaled by 1/sqrt(2L)); without biases. FLOPs: Chowdhery et
+al., "PaLM", 2022, appendix B.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The training loop: the same lines for one rank and for many.
 
-    batch of this step -> shards: forward, backward, average -> all ranks know all losses and whether to stop
-    -> clip, optimizer -> now and then: evaluate, checkpoint
+    batch of this step -> shards: forward, backward, average -> all ranks know all losses and
+    whether to stop -> clip, optimizer -> now and then: evaluate, checkpoint
 
-Every decision that ranks must take together (stop, checkpoint, give up on NaN) is drawn from the same exchanged numbers, so
-no rank is ever left alone in a collective.
+Every decision that ranks must take together (stop, checkpoint, give up on NaN) is drawn from the
+same exchanged numbers, so no rank is ever left alone in a collective.
 """
 
 from __future__ import annotations
@@ -125,8 +125,10 @@ class Trainer:
         state = loaded.manifest.state
         if state.get("data") != self._corpus.digest:
             msg = (
-                f"expected a checkpoint of a training on {self._corpus.name} (sha256 {self._corpus.digest[:12]}), "
-                f"found in {loaded.path} one on other data (sha256 {str(state.get('data'))[:12]}): give the same "
+                f"expected a checkpoint of a training on {self._corpus.name} (sha256 "
+                f"{self._corpus.digest[:12]}), "
+                f"found in {loaded.path} one on other data (sha256 "
+                f"{str(state.get('data'))[:12]}): give the same "
                 "--data, or start anew in another --log-dir"
             )
             raise CheckpointError(msg)
@@ -135,7 +137,8 @@ class Trainer:
         self._step = self._saved_step = loaded.manifest.step
         if self._step >= self._config.steps:
             msg = (
-                f"expected steps left to do, found that {loaded.path} has done {self._step} of {self._config.steps}: "
+                f"expected steps left to do, found that {loaded.path} has done {self._step} of "
+                f"{self._config.steps}: "
                 "ask for more --steps"
             )
             raise ConfigError(msg)
@@ -254,7 +257,8 @@ class Trainer:
             "(all parameters together)",
         )
         msg = (
-            f"expected a finite gradient at step {self._step + 1}, found a norm of {norm}, first in {name}: lower "
+            f"expected a finite gradient at step {self._step + 1}, found a norm of {norm}, first "
+            f"in {name}: lower "
             "--lr, or resume from the last checkpoint"
         )
         raise TrainingDivergedError(msg)
@@ -311,8 +315,10 @@ class Trainer:
         count = min(self._config.eval_samples, available) // self._num_shards * self._num_shards
         if not count:
             msg = (
-                f"expected at least {self._num_shards} sequences to evaluate with, one for each shard, found "
-                f"{available} in the held-out text (at most {self._config.eval_samples} asked for): give more "
+                f"expected at least {self._num_shards} sequences to evaluate with, one for each "
+                "shard, found "
+                f"{available} in the held-out text (at most {self._config.eval_samples} asked "
+                "for): give more "
                 "--data, or a shorter --context"
             )
             raise ConfigError(msg)

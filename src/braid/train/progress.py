@@ -1,8 +1,8 @@
 """What one sees of a training: one moving line on a terminal, a plain line every two seconds elsewhere.
 
-The launcher hands every line of its ranks to a console. This one recognises rank 0's reports and draws them; whatever else
-ranks print is shown above, with the rank before it. Drawing happens on a thread of its own, so that a terminal that is not
-read does not hold up the launcher.
+The launcher hands every line of its ranks to a console. This one recognises rank 0's reports and
+draws them; whatever else ranks print is shown above, with the rank before it. Drawing happens on a
+thread of its own, so that a terminal that is not read does not hold up the launcher.
 """
 
 from __future__ import annotations
@@ -225,10 +225,16 @@ def describe_start(start: Started) -> list[str]:
     shards = "" if start.shards == start.num_ranks else f" running {start.shards} shards in turn"
     lines = [
         f"model    {start.model}, {_count(start.num_params)} parameters, torch {start.torch}",
-        f"data     {start.data}: {start.num_files} files, {_count(start.data_bytes)} bytes to train on",
+        (
+            f"data     {start.data}: {start.num_files} files, {_count(start.data_bytes)} bytes to "
+            "train on"
+        ),
         f"ranks    {start.num_ranks}{shards}, {_plural(start.threads, 'thread')} each",
         f"step     {start.tokens_per_step:,} tokens, {start.flops_per_step / 1e9:.2g} GFLOP",
-        f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, measured with matrix products on all of them",
+        (
+            f"MFU      of {start.peak_flops_per_s / 1e9:.0f} GFLOP/s a rank, measured with matrix "
+            "products on all of them"
+        ),
     ]
     if start.resumed_from:
         lines.append(f"resumed  {start.resumed_from}, step {start.first_step}")

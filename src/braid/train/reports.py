@@ -1,7 +1,8 @@
 """What a training says while it runs: one JSON object a line, in the metrics file and to whoever watches.
 
-Rank 0 appends every report to `metrics.jsonl`, where each step stands once, also after a resume. Its standard output carries the same lines, thinned out, so that the parent of
-`braid train` can draw a progress bar without another channel; a person who reads the log can read them as well.
+Rank 0 appends every report to `metrics.jsonl`, where each step stands once, also after a resume.
+Its standard output carries the same lines, thinned out, so that the parent of `braid train` can
+draw a progress bar without another channel; a person who reads the log can read them as well.
 """
 
 from __future__ import annotations

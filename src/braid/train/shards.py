@@ -1,7 +1,8 @@
 """The shards of a batch: each on a rank of its own, or all of them in one process, in the order of ranks.
 
-Both leave the same bits in `.grad`, which is what `braid demo` proves. Everything else of a training (order of samples, clipping,
-optimizer, evaluation) is one path, and asks its shards for two things only: gradients, and losses.
+Both leave the same bits in `.grad`, which is what `braid demo` proves. Everything else of a
+training (order of samples, clipping, optimizer, evaluation) is one path, and asks its shards for
+two things only: gradients, and losses.
 """
 
 from __future__ import annotations

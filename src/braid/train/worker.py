@@ -1,6 +1,7 @@
 """What each rank of `braid train` runs: `python -m braid.train.worker CONFIG_AS_JSON`.
 
-The launcher says through the environment who this rank is and what to resume from; the rest is in the one argument.
+The launcher says through the environment who this rank is and what to resume from; the rest is in
+the one argument.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main(arguments: list[str]) -> int:
     """Be a rank; returns the exit code."""
     if len(arguments) != 1:
-        msg = f"expected one argument, the configuration as JSON, found {len(arguments)}: use `braid train`"
+        msg = (
+            f"expected one argument, the configuration as JSON, found {len(arguments)}: use "
+            "`braid train`"
+        )
         raise ConfigError(msg)
     config = TrainConfig.from_json(arguments[0])
     stopping = Stopping()
@@ -75,8 +79,10 @@ def _resume(
     ]
     if later and loaded.path.resolve().parent == Path(config.checkpoints).resolve():
         msg = (
-            f"expected to continue from the last checkpoint of {config.checkpoints}, found {later[-1]} after the "
-            f"{loaded.path.name} that was asked for: use --resume auto, or another --log-dir for the new branch"
+            f"expected to continue from the last checkpoint of {config.checkpoints}, found "
+            f"{later[-1]} after the "
+            f"{loaded.path.name} that was asked for: use --resume auto, or another --log-dir for "
+            "the new branch"
         )
         raise ConfigError(msg)
     trainer.resume(loaded)

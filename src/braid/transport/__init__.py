@@ -1,7 +1,8 @@
 """Memory and sleep shared by the ranks of a host, and mirrors of those of others; what collectives are built from.
 
-Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read), `Wait`, `WaitAny`, `Steps` and
-`Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric` (ranks as threads), `connect` (ranks as processes, of one or several hosts).
+Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read),
+`Wait`, `WaitAny`, `Steps` and `Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric`
+(ranks as threads), `connect` (ranks as processes, of one or several hosts).
 """
 
 from braid.transport.arena import Arena, Block

@@ -1,8 +1,10 @@
 """Arenas of which peers keep mirrors: they are told of new extents, and may look at words before any came.
 
-A mirror is zero where nothing has been sent. Slots are never read before they have been published, but a group's first page
-is: its members learn of it through the store or another group. It is therefore allocated where nothing has ever been
-(`AnnouncedArena.fresh`), so that it is zero everywhere until its owner says otherwise.
+A mirror is zero where nothing has been sent. Slots are never read before they have been published,
+but a group's first page
+is: its members learn of it through the store or another group. It is therefore allocated where
+nothing has ever been (`AnnouncedArena.fresh`), so that it is zero everywhere until its owner says
+otherwise.
 """
 
 from __future__ import annotations

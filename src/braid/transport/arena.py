@@ -1,12 +1,14 @@
 """Tensors in memory that peers can read: allocated here, found there by one 64-bit word.
 
-Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors that already lie in
-shared memory (gradient buckets, flat parameters, staging slots) need no copy, but every rank must learn where its
-peers' tensors are, and negotiating each allocation would make `empty()` a collective.
+Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors
+that already lie in shared memory (gradient buckets, flat parameters, staging slots) need no copy,
+but every rank must learn where its peers' tensors are, and negotiating each allocation would make
+`empty()` a collective.
 
-Idea: memory is allocated by each rank alone. A `Block` names a place by (extent, offset), which fits into one word of
-the control line that peers read anyway; they map the extent when they first meet it. Extents are never renamed, so a
-word never changes its meaning. A block returns to the free list when the last tensor that views it dies.
+Idea: memory is allocated by each rank alone. A `Block` names a place by (extent, offset), which
+fits into one word of the control line that peers read anyway; they map the extent when they first
+meet it. Extents are never renamed, so a word never changes its meaning. A block returns to the free
+list when the last tensor that views it dies.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Block(NamedTuple):
 class OwnExtent:
     """One memory file with its free list, `[(offset, nbytes)]` in order of offset.
 
-    `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it is mapped where torch mapped it, and gone
-    when the storage is.
+    `guest` is the storage of a tensor that was moved here (`Arena.adopt`): it is mapped where torch
+    mapped it, and gone when the storage is.
     """
 
     def __init__(
@@ -119,7 +121,8 @@ class Arena:
         self._lock = threading.Lock()
         self._dead: deque[Block] = deque()  # filled by finalizers, which must not take the lock
         self._extents: list[OwnExtent] = []
-        # (bases, extents) in order of base; replaced as one, since `locate` reads it without the lock
+        # (bases, extents) in order of base; replaced as one, since `locate` reads it without the
+        # lock
         self._by_base: tuple[list[int], list[OwnExtent]] = ([], [])
         self._maps: dict[tuple[int, int], torch.Tensor] = {}
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
@@ -163,8 +166,9 @@ class Arena:
     def adopt(self, x: torch.Tensor) -> None:
         """Move the storage of `x` into shared memory, in place: every tensor on it follows.
 
-        For tensors that others allocate, such as the gradient buckets of torch's DDP. Torch keeps such storages in files of
-        /dev/shm without a name, so that is where the space must be. Cost: one copy.
+        For tensors that others allocate, such as the gradient buckets of torch's DDP. Torch keeps
+        such storages in files of /dev/shm without a name, so that is where the space must be. Cost:
+        one copy.
 
         Raises:
             CommError: There is too little space.
@@ -281,7 +285,8 @@ class Arena:
         number = len(self._extents) + 1
         if number >= MAX_EXTENTS:
             msg = (
-                f"expected fewer than {MAX_EXTENTS} extents in the arena of rank {self.rank}: allocate one large "
+                f"expected fewer than {MAX_EXTENTS} extents in the arena of rank {self.rank}: "
+                "allocate one large "
                 "tensor instead of many small ones"
             )
             raise CommError(msg)
@@ -326,7 +331,9 @@ def _require_space(nbytes: int) -> None:
     free = space.f_bavail * space.f_frsize
     if free < nbytes + SPARE_BYTES:
         msg = (
-            f"expected {nbytes:,} bytes free in {SHARED_FILES}, found {free:,} (of which {SPARE_BYTES:,} stay free): "
-            "enlarge it (docker run --shm-size), or allocate the tensor with Group.empty, which does not need it"
+            f"expected {nbytes:,} bytes free in {SHARED_FILES}, found {free:,} (of which "
+            f"{SPARE_BYTES:,} stay free): "
+            "enlarge it (docker run --shm-size), or allocate the tensor with Group.empty, which "
+            "does not need it"
         )
         raise CommError(msg)

@@ -1,11 +1,13 @@
 """Fetch-and-add on a word that several processes see.
 
-Problem: ranks that share out work as they get to it need one counter that all of them change. Loads and stores cannot do that, however they are
-ordered, without one waiting for the other; the processor has an instruction for it, Python has no way to that instruction, and nobody shall
-need a compiler to install braid.
+Problem: ranks that share out work as they get to it need one counter that all of them change. Loads
+and stores cannot do that, however they are ordered, without one waiting for the other; the
+processor has an instruction for it, Python has no way to that instruction, and nobody shall need a
+compiler to install braid.
 
-Idea: the C++ runtime, which is in every process that has loaded torch, exports the function with which it counts references:
-`int __gnu_cxx::__exchange_and_add(volatile int*, int)`, part of its binary interface since 2004. A call costs a quarter of a microsecond.
+Idea: the C++ runtime, which is in every process that has loaded torch, exports the function with
+which it counts references: `int __gnu_cxx::__exchange_and_add(volatile int*, int)`, part of its
+binary interface since 2004. A call costs a quarter of a microsecond.
 
 Source: Herlihy, "Wait-Free Synchronization" (1991): why loads and stores are not enough.
 """

@@ -1,8 +1,9 @@
 """What a rank has to communicate through memory: arena, doorbells, and a way to its peers' memory.
 
-Processes and threads differ in one thing only, how peers' memory is found (`PeerMemory`): `shm` opens it through the
-kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of other hosts have sent. Everything above runs
-on all of them, so every collective can be tested with threads and used with processes.
+Processes and threads differ in one thing only, how peers' memory is found (`PeerMemory`): `shm`
+opens it through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what
+ranks of other hosts have sent. Everything above runs on all of them, so every collective can be
+tested with threads and used with processes.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class MemoryTransport:
             block: Place of what the line is about; 0 for nothing.
             nbytes: Its length.
             parts: First and last byte of what each of the audience needs of it; None for all.
-            changes: Whether it may be written to before the audience has seen it, so that a copy must be sent.
+            changes: Whether it may be written to before the audience has seen it, so that a copy
+                must be sent.
         """
         self._fence.acquire()  # a full fence: our store before our look at their announcement
         self._fence.release()
@@ -162,8 +164,9 @@ class MemoryTransport:
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
 
-        A peer opens new memory of this rank when it first meets it, which needs this process to be there. Ranks that end
-        at about the same time wait for each other here; one that ends early goes after `linger_s`.
+        A peer opens new memory of this rank when it first meets it, which needs this process to be
+        there. Ranks that end at about the same time wait for each other here; one that ends early
+        goes after `linger_s`.
         """
         self._root.words[STATE] = LEFT
         ranks = [r for r in range(self.world_size) if r != self.rank]

@@ -1,9 +1,10 @@
 """Descriptors handed over a socket, for hosts that refuse `/proc/<pid>/fd`.
 
-Containers with separate pid namespaces and hardened kernels do not let a process open another's descriptors. The
-classic way around is SCM_RIGHTS: a unix socket carries a duplicate of a descriptor to the other process. Each rank
-runs one small thread that answers the question "your descriptor 17, please" to processes of the same user
-(SO_PEERCRED), on an abstract socket that leaves no file behind.
+Containers with separate pid namespaces and hardened kernels do not let a process open another's
+descriptors. The classic way around is SCM_RIGHTS: a unix socket carries a duplicate of a descriptor
+to the other process. Each rank runs one small thread that answers the question "your descriptor 17,
+please" to processes of the same user (SO_PEERCRED), on an abstract socket that leaves no file
+behind.
 """
 
 from __future__ import annotations
@@ -92,11 +93,15 @@ def open_through_services(
                 client.sendall(_QUESTION.pack(number))
                 _, fds, _, _ = socket.recv_fds(client, 1, 1)
         except OSError as exc:
-            msg = f"rank {rank} (pid {addresses[rank].pid}) is gone: its descriptor service does not answer"
+            msg = (
+                f"rank {rank} (pid {addresses[rank].pid}) is gone: its descriptor service does "
+                "not answer"
+            )
             raise PeerLostError(msg, rank=rank) from exc
         if not fds:
             msg = (
-                f"expected descriptor {number} from rank {rank} (pid {addresses[rank].pid}), found that it refused: "
+                f"expected descriptor {number} from rank {rank} (pid {addresses[rank].pid}), "
+                "found that it refused: "
                 "do all ranks run as the same user?"
             )
             raise CommError(msg)

@@ -1,12 +1,12 @@
 """One verdict on death, for every wait of every group of a process.
 
-Problem: a lost rank shows itself in several ways (its pidfd becomes readable, a socket ends, the launcher says so, its
-heartbeat stops), to several threads, at different times. If each place draws its own conclusion, ranks disagree on who
-failed and the loudest victim is blamed.
+Problem: a lost rank shows itself in several ways (its pidfd becomes readable, a socket ends, the
+launcher says so, its heartbeat stops), to several threads, at different times. If each place draws
+its own conclusion, ranks disagree on who failed and the loudest victim is blamed.
 
-Idea: all signs are reported here. The first report on a rank is the verdict and is never revised; it raises the
-*epoch*, and everything that waits looks at the epoch after each sleep. A rank that left on purpose is not lost: only
-who still needs something from it fails.
+Idea: all signs are reported here. The first report on a rank is the verdict and is never revised;
+it raises the *epoch*, and everything that waits looks at the epoch after each sleep. A rank that
+left on purpose is not lost: only who still needs something from it fails.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Ranks of several hosts: memory is shared inside of each, and what is published goes to the others by sockets.
 
-Problem: where memory cannot be shared, every collective would need a second form, over messages; and ranks of which some
-share memory and some do not would need a third.
+Problem: where memory cannot be shared, every collective would need a second form, over messages;
+and ranks of which some share memory and some do not would need a third.
 
-Idea: there is one form. What a rank publishes is seen at once by the peers that map its memory, its *near* ones; for all
-others, the *far* ones, it is written into a mirror that they keep (`mirror`), over one connection per pair (`links`).
-Arena, lines, channels and everything above do not know the difference, except that algorithms which read or write a
-peer's tensors where they lie are for groups of near ranks only (`shares_with`).
+Idea: there is one form. What a rank publishes is seen at once by the peers that map its memory, its
+*near* ones; for all others, the *far* ones, it is written into a mirror that they keep (`mirror`),
+over one connection per pair (`links`). Arena, lines, channels and everything above do not know the
+difference, except that algorithms which read or write a peer's tensors where they lie are for
+groups of near ranks only (`shares_with`).
 
            host a                                   host b
     +---------------------+                 +---------------------+
@@ -16,8 +17,8 @@ peer's tensors where they lie are for groups of near ranks only (`shares_with`).
     |  mirrors of 2, 3    |                 |  mirrors of 0, 1    |
     +---------------------+                 +---------------------+
 
-Portable mode is the case in which nobody is near: macOS, ARM and some sandboxes have neither files without a name nor
-processors that keep the order of stores.
+Portable mode is the case in which nobody is near: macOS, ARM and some sandboxes have neither files
+without a name nor processors that keep the order of stores.
 """
 
 from __future__ import annotations

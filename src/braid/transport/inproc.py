@@ -1,7 +1,7 @@
 """Ranks as threads of one process, for tests, for the explorer and for reading along in a debugger.
 
-The memory is the same (anonymous files, mapped once), the algorithms are the same, the waits are the same. Only the way
-to a peer's memory is a dictionary instead of the kernel.
+The memory is the same (anonymous files, mapped once), the algorithms are the same, the waits are
+the same. Only the way to a peer's memory is a dictionary instead of the kernel.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ def connect(
         portable: Send copies even where memory could be shared; the same on all ranks.
         secret: Of the job, for connections.
         pass_descriptors: Do not even try `/proc/<pid>/fd`.
-        host: Name of this rank's host, to treat ranks of one host as if they were on several; its own when empty.
+        host: Name of this rank's host, to treat ranks of one host as if they were on several; its
+        own when empty.
         network: How ranks of other hosts reach this one; by the loopback address when None.
 
     Returns:
@@ -65,7 +66,8 @@ def connect(
 
     Raises:
         ConfigError: Only some ranks are portable, or the hosts have no secret in common.
-        RendezvousError: Some ranks did not come (they are named), one came twice, has another secret or cannot be reached.
+        RendezvousError: Some ranks did not come (they are named), one came twice, has another
+            secret or cannot be reached.
     """
     meeting = Meeting(rank, world_size, store, clock=clock, health=health, timeout_s=timeout_s)
     apart = portable or not (has_ordered_stores() and is_atomic_between_processes())

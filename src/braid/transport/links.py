@@ -1,14 +1,17 @@
 """Connections to all peers: who sends, who receives, and who waits.
 
-Problem: a rank must take what its peers send even while it computes, or their sends would block for ever on full sockets; but
-a thread that receives costs a change of threads for every message of a rank that waits anyway.
+Problem: a rank must take what its peers send even while it computes, or their sends would block for
+ever on full sockets; but a thread that receives costs a change of threads for every message of a
+rank that waits anyway.
 
-Idea: whoever waits (`LinkWaiter`) receives, and spends nothing on it. Only while nobody waits does one thread, the pump, do
-it instead; it sleeps in `poll` as long as nothing comes. Sending never waits: what a socket does not take at once stays
-in line and goes out when it does. How much that can be is bounded by the algorithms, which write into a slot again only
-when everybody has what was in it before. For the same reason slots need not be copied for the line.
+Idea: whoever waits (`LinkWaiter`) receives, and spends nothing on it. Only while nobody waits does
+one thread, the pump, do it instead; it sleeps in `poll` as long as nothing comes. Sending never
+waits: what a socket does not take at once stays in line and goes out when it does. How much that
+can be is bounded by the algorithms, which write into a slot again only when everybody has what was
+in it before. For the same reason slots need not be copied for the line.
 
-A link ends when all that its peer has sent has been received: what a peer says last is why it leaves.
+A link ends when all that its peer has sent has been received: what a peer says last is why it
+leaves.
 """
 
 from __future__ import annotations
@@ -338,7 +341,8 @@ class LinkWaiter(Waiter):
         links.begin_waiting()
         try:
             while self._now_ns() - start < self._spin_ns:
-                # a near peer needs no call of the system to be seen; and who waits leaves the core to those who work
+                # a near peer needs no call of the system to be seen; and who waits leaves the core
+                # to those who work
                 for _ in range(self._looks):
                     yield_core()
                     if ready():

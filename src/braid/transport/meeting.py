@@ -1,8 +1,8 @@
 """Where the ranks of a job meet before they have anything in common but a store.
 
-Each rank says where it is and by which way it can be reached; each hears the others, compares, and refuses what cannot
-work with the same words on every rank. Whoever waits here also listens to the launcher, since a rank that died on its
-way will never come.
+Each rank says where it is and by which way it can be reached; each hears the others, compares, and
+refuses what cannot work with the same words on every rank. Whoever waits here also listens to the
+launcher, since a rank that died on its way will never come.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Meeting:
         self.timeout_s = timeout_s
         if store.add(f"shm/joined/{rank}", 1) > 1:
             msg = (
-                f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): give every process "
+                f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): "
+                "give every process "
                 "its own RANK, or use a fresh rendezvous address for a new job"
             )
             raise RendezvousError(msg)
@@ -66,7 +67,8 @@ class Meeting:
         """Tell all ranks of which host this one is, and hear it of them.
 
         Args:
-            way: How ranks of one host reach each other; must be the same on all, and so must braid's version.
+            way: How ranks of one host reach each other; must be the same on all, and so must
+            braid's version.
             name: Of the host; equal on ranks that can share memory.
 
         Returns:
@@ -81,7 +83,8 @@ class Meeting:
             values = self._exchange("shm/host", word, range(self.world_size))
         except RanksMissingError as exc:
             msg = (
-                f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} s (this is rank "
+                f"ranks {exc.ranks} of {self.world_size} have not come within {self.timeout_s:g} "
+                "s (this is rank "
                 f"{self.rank}): were they started with this WORLD_SIZE and rendezvous address?"
             )
             raise RendezvousError(msg) from exc

@@ -1,12 +1,13 @@
 """Memory that other ranks can map: one root per rank, extents behind it.
 
-Problem: collectives inside a host are copies between processes, so the tensors (or a staging copy of them) must lie in
-memory that all ranks see. Files in /dev/shm are limited (64 MiB in a container) and stay behind after `kill -9`.
+Problem: collectives inside a host are copies between processes, so the tensors (or a staging copy
+of them) must lie in memory that all ranks see. Files in /dev/shm are limited (64 MiB in a
+container) and stay behind after `kill -9`.
 
-Idea: every rank makes anonymous files (`memfd_create`). They have no name, count against ordinary memory and vanish
-with the last process that maps them. A peer opens them through `/proc/<pid>/fd/<fd>`, which the kernel allows to the
-same user; where it refuses (other pid namespace, hardened host) the descriptor is passed over a socket instead
-(`fd_service`).
+Idea: every rank makes anonymous files (`memfd_create`). They have no name, count against ordinary
+memory and vanish with the last process that maps them. A peer opens them through
+`/proc/<pid>/fd/<fd>`, which the kernel allows to the same user; where it refuses (other pid
+namespace, hardened host) the descriptor is passed over a socket instead (`fd_service`).
 
 The first such file is the rank's *root*; everything else is found from it:
 
@@ -14,9 +15,10 @@ The first such file is the rank's *root*; everything else is found from it:
            | words (4 KiB)      | extents: (fd, bytes) by id   | names: texts of operations, sites   |
            +--------------------+------------------------------+-------------------------------------+
 
-Words have one writer, the owner, but for counters that one instruction changes (`atomic`). 64-bit aligned stores are atomic,
-and x86 keeps the order of stores, so a peer that sees a word sees what was written before it. Where that does not hold
-(`has_ordered_stores`), and where a rank may not open another's memory, ranks keep copies of what they have been sent
+Words have one writer, the owner, but for counters that one instruction changes (`atomic`). 64-bit
+aligned stores are atomic, and x86 keeps the order of stores, so a peer that sees a word sees what
+was written before it. Where that does not hold (`has_ordered_stores`), and where a rank may not
+open another's memory, ranks keep copies of what they have been sent
 instead: see `hosts`.
 """
 
@@ -108,7 +110,8 @@ class MemoryFile:
         try:
             os.ftruncate(fd, nbytes)
             if hasattr(os, "posix_fallocate"):
-                # reserves the pages: a clear error now instead of a bus error in the middle of a step
+                # reserves the pages: a clear error now instead of a bus error in the middle of a
+                # step
                 os.posix_fallocate(fd, 0, nbytes)
         except OSError as exc:
             os.close(fd)
@@ -121,7 +124,8 @@ class MemoryFile:
             return cls(fd, nbytes, keep_fd=True)
         except (OSError, OverflowError) as exc:
             msg = (
-                f"expected room for {nbytes:,} more bytes in the address space of this process for {name}, found too little "
+                f"expected room for {nbytes:,} more bytes in the address space of this process "
+                f"for {name}, found too little "
                 f"({exc}): raise its limit (ulimit -v), or use a smaller model or bucket"
             )
             raise CommError(msg) from exc
@@ -138,7 +142,8 @@ class MemoryFile:
             return cls(-1, nbytes, keep_fd=False)
         except (OSError, OverflowError) as exc:
             msg = (
-                f"expected {nbytes:,} bytes of memory for {name}, found too little ({exc}): use a smaller model or bucket, "
+                f"expected {nbytes:,} bytes of memory for {name}, found too little ({exc}): use a "
+                "smaller model or bucket, "
                 "or fewer ranks on this host"
             )
             raise CommError(msg) from exc
@@ -257,7 +262,8 @@ class MappedMemory:
 
     Args:
         addresses: Root address of each rank.
-        open_fd: How to get a peer's descriptor, (rank, number, flags) -> fd: `open_through_proc` or a service.
+        open_fd: How to get a peer's descriptor, (rank, number, flags) -> fd: `open_through_proc` or
+            a service.
     """
 
     def __init__(
@@ -329,7 +335,10 @@ class MappedMemory:
         root = Root(file)
         if root.words[MARK] != MAGIC or root.words[PID] != self._addresses[rank].pid:
             root.close()
-            msg = f"descriptor {self._addresses[rank].fd} of pid {self._addresses[rank].pid} is not a root"
+            msg = (
+                f"descriptor {self._addresses[rank].fd} of pid {self._addresses[rank].pid} is "
+                "not a root"
+            )
             raise PermissionError(msg)
         return root
 
@@ -345,7 +354,10 @@ class MappedMemory:
         fd = self._open_fd(rank, extent.fd, os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size < extent.nbytes:
             os.close(fd)
-            msg = f"descriptor {extent.fd} of rank {rank} is shorter than the {extent.nbytes} bytes it should have"
+            msg = (
+                f"descriptor {extent.fd} of rank {rank} is shorter than the {extent.nbytes} "
+                "bytes it should have"
+            )
             raise PermissionError(msg)
         return MemoryFile(fd, extent.nbytes, keep_fd=False)
 
@@ -355,7 +367,8 @@ def _require_memory(nbytes: int, name: str) -> None:
     free = psutil.virtual_memory().available
     if nbytes > free:
         msg = (
-            f"expected {nbytes:,} bytes of free memory on this host for {name}, found {free:,}: use a smaller model or "
+            f"expected {nbytes:,} bytes of free memory on this host for {name}, found {free:,}: "
+            "use a smaller model or "
             "bucket, or fewer ranks on this host"
         )
         raise CommError(msg)

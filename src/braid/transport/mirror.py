@@ -1,20 +1,22 @@
 """Copies of the peers' memory, kept up to date by what they send.
 
-Problem: the algorithms read what their peers have published in place. Where memory cannot be shared, each of them would need
-a second form, over messages.
+Problem: the algorithms read what their peers have published in place. Where memory cannot be
+shared, each of them would need a second form, over messages.
 
-Idea: everything that ranks share has one writer, its owner, who says when it may be seen (`publish`). So a rank keeps a
-*mirror* of the parts of each peer's memory that it has been sent, at the same extents and offsets. What is published
-travels as a list of writes; the algorithms read the mirror and do not know the difference.
+Idea: everything that ranks share has one writer, its owner, who says when it may be seen
+(`publish`). So a rank keeps a *mirror* of the parts of each peer's memory that it has been sent, at
+the same extents and offsets. What is published travels as a list of writes; the algorithms read the
+mirror and do not know the difference.
 
     frame   meta      number of large writes, (extent, offset) of each, then small writes (extent, offset, bytes)
             buffers   the data of the large writes, received straight into the mirror
 
-Small writes are done when the whole frame is there, in their order, each at once under the interpreter's lock; so who sees a
-counter sees the data before it, as in shared memory, whatever the processor. Extent 0 is the root.
+Small writes are done when the whole frame is there, in their order, each at once under the
+interpreter's lock; so who sees a counter sees the data before it, as in shared memory, whatever the
+processor. Extent 0 is the root.
 
-A place in a mirror holds what was last sent there, not what its owner holds now; what must be zero until its owner says
-otherwise is allocated where nothing has ever been (`announced`).
+A place in a mirror holds what was last sent there, not what its owner holds now; what must be zero
+until its owner says otherwise is allocated where nothing has ever been (`announced`).
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ def unpack_writes(meta: bytes) -> Writes:
         msg = f"expected a list of writes, found {len(meta)} bytes that end within one: {exc}"
         raise CommError(msg) from exc
     if at > len(meta):
-        msg = f"expected a list of writes, found {len(meta)} bytes that end {at - len(meta)} too early"
+        msg = (
+            f"expected a list of writes, found {len(meta)} bytes that end {at - len(meta)} too "
+            "early"
+        )
         raise CommError(msg)
     return Writes(large, small)
 
@@ -130,7 +135,10 @@ class MirroredMemory(PeerMemory):
                 msg = f"rank {rank} has ended before it announced its memory"
                 raise PeerLostError(msg, rank=rank)
             if not nbytes:
-                msg = f"expected extent {extent_id} of rank {rank} within {ARRIVAL_S:g} s, found no such entry"
+                msg = (
+                    f"expected extent {extent_id} of rank {rank} within {ARRIVAL_S:g} s, found "
+                    "no such entry"
+                )
                 raise CommError(msg)
             file = self._extents.get((rank, extent_id))
             if file is None:
@@ -203,11 +211,15 @@ class MirroredMemory(PeerMemory):
         elif extent < MAX_EXTENTS and self._roots[rank].extent(extent).nbytes:
             memory = self.extent(rank, extent)
         else:
-            msg = f"expected rank {rank} to write to memory that it has announced, found extent {extent}"
+            msg = (
+                f"expected rank {rank} to write to memory that it has announced, found extent "
+                f"{extent}"
+            )
             raise CommError(msg)
         if offset + nbytes > len(memory):
             msg = (
-                f"expected rank {rank} to write inside of its extent {extent} of {len(memory)} bytes, found {nbytes} at "
+                f"expected rank {rank} to write inside of its extent {extent} of {len(memory)} "
+                f"bytes, found {nbytes} at "
                 f"{offset}"
             )
             raise CommError(msg)

@@ -1,12 +1,13 @@
 """Connections between ranks that do not share memory: each rank calls the far ones before it, and answers those behind.
 
-Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host, where nobody else can
-listen, 32 random bytes that rank 0 puts into the store do as well, so that whoever may join the job there may also join
-here; over a network they do only if the user says so. Jobs of one user may share a secret file, so both ends also name
-their job: by a word that rank 0 has drawn and all have heard in the store.
+Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host,
+where nobody else can listen, 32 random bytes that rank 0 puts into the store do as well, so that
+whoever may join the job there may also join here; over a network they do only if the user says so.
+Jobs of one user may share a secret file, so both ends also name their job: by a word that rank 0
+has drawn and all have heard in the store.
 
-Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody cannot reach somebody, all
-raise the same table within some seconds.
+Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody
+cannot reach somebody, all raise the same table within some seconds.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def _own_address(network: Network) -> str:
             found = own_address_towards(OUTWARDS)
     except OSError as exc:
         msg = (
-            f"expected a way from {socket.gethostname()} to {network.towards}, found {exc}: name the address on which this "
+            f"expected a way from {socket.gethostname()} to {network.towards}, found {exc}: name "
+            "the address on which this "
             "rank listens with BRAID_LISTEN, or see whether MASTER_ADDR is right"
         )
         raise ConfigError(msg) from exc
@@ -183,9 +185,12 @@ def _agree_on_secret(
         said = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
         table = "\n".join(f"  rank {r} {said[kind]}" for r, kind in enumerate(kinds))
         msg = (
-            f"expected a secret for connections between hosts, the same way on all ranks, found\n{table}\n"
-            "start the job with `braid run`, or put 32 random bytes into a file that only you can read (chmod 600) and name it "
-            "in BRAID_SECRET_FILE on all hosts, or, on a network that you trust, set BRAID_INSECURE_NETWORK=1 on all"
+            "expected a secret for connections between hosts, the same way on all ranks, "
+            f"found\n{table}\n"
+            "start the job with `braid run`, or put 32 random bytes into a file that only you can "
+            "read (chmod 600) and name it "
+            "in BRAID_SECRET_FILE on all hosts, or, on a network that you trust, set "
+            "BRAID_INSECURE_NETWORK=1 on all"
         )
         raise ConfigError(msg)
     if secret is not None:
@@ -201,7 +206,8 @@ def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
         meeting.part()
         table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(said))
         msg = (
-            f"expected addresses that other hosts can reach, found\n{table}\nname one for ranks {inside} with BRAID_LISTEN, or "
+            f"expected addresses that other hosts can reach, found\n{table}\nname one for ranks "
+            f"{inside} with BRAID_LISTEN, or "
             "see why MASTER_ADDR means the host itself there (/etc/hosts)"
         )
         raise ConfigError(msg)
@@ -227,7 +233,8 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
         f"expected all {len(names)} hosts to reach each other, found\n{reach_table(names, found)}\n"
-        "open the ports between them in both directions, or name an address on a network that all share with BRAID_LISTEN (or "
+        "open the ports between them in both directions, or name an address on a network that all "
+        "share with BRAID_LISTEN (or "
         "`braid run --network-interface`)"
     )
     meeting.part()
@@ -245,7 +252,10 @@ def _call(
         raise
     if connection.peer.rank != peer:
         connection.close()
-        msg = f"expected rank {peer} at {address}, found {connection.peer}: is the store that of another job?"
+        msg = (
+            f"expected rank {peer} at {address}, found {connection.peer}: is the store that of "
+            "another job?"
+        )
         raise RendezvousError(msg)
     return connection
 
@@ -261,7 +271,9 @@ def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketC
             if left_s <= LOOK_S:
                 refused = "".join(f"\n  refused {one}" for one in listener.refusals)
                 msg = (
-                    f"expected connections from ranks {missing} within {meeting.timeout_s:g} s (this is rank "
-                    f"{meeting.rank}), found none: see their errors, or whether they have the job's secret{refused}"
+                    f"expected connections from ranks {missing} within {meeting.timeout_s:g} s "
+                    "(this is rank "
+                    f"{meeting.rank}), found none: see their errors, or whether they have the "
+                    f"job's secret{refused}"
                 )
                 raise RendezvousError(msg) from exc

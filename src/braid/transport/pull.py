@@ -1,12 +1,14 @@
 """Reading a peer's private memory: one copy instead of two.
 
-Problem: a tensor that does not lie in shared memory has to be copied into a slot by its owner and out of it by the reader.
-Above about a megabyte both copies go to main memory, and the second one is most of the cost.
+Problem: a tensor that does not lie in shared memory has to be copied into a slot by its owner and
+out of it by the reader. Above about a megabyte both copies go to main memory, and the second one is
+most of the cost.
 
-Idea: the kernel copies straight from one process to another (`process_vm_readv`, Linux 3.2). It asks for the same
-permission as a debugger, so hardened hosts refuse it: every rank tries it on every peer once, when they join, and all
-use it only if all may. Under Yama's restricted mode (`ptrace_scope` 1) a process may name who may read it and that
-process's descendants: each rank names its parent, the launcher, and with it its siblings, nobody else.
+Idea: the kernel copies straight from one process to another (`process_vm_readv`, Linux 3.2). It
+asks for the same permission as a debugger, so hardened hosts refuse it: every rank tries it on
+every peer once, when they join, and all use it only if all may. Under Yama's restricted mode
+(`ptrace_scope` 1) a process may name who may read it and that process's descendants: each rank
+names its parent, the launcher, and with it its siblings, nobody else.
 """
 
 from __future__ import annotations
@@ -80,8 +82,10 @@ def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> No
                 raise PeerLostError(msg, rank=rank)
             why = os.strerror(code) if count < 0 else "nothing could be read"
             msg = (
-                f"expected to read {nbytes} bytes of rank {rank} (pid {pid}), found after {done}: {why}; "
-                "its tensor was freed during the operation, or the host forbids it (see braid doctor)"
+                f"expected to read {nbytes} bytes of rank {rank} (pid {pid}), found after {done}: "
+                f"{why}; "
+                "its tensor was freed during the operation, or the host forbids it (see braid "
+                "doctor)"
             )
             raise CommError(msg)
         done += count

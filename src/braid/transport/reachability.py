@@ -1,10 +1,10 @@
 """Who can reach whom: asked before anything waits, so that a wrong network is named and not waited for.
 
-Problem: a firewall, a wrong interface or an address of another network shows itself as a time-out of some rank, minutes
-later, and says nothing of the others.
+Problem: a firewall, a wrong interface or an address of another network shows itself as a time-out
+of some rank, minutes later, and says nothing of the others.
 
-Idea: one rank of each host knocks at the addresses of all ranks of the others at once, for a few seconds; all results are put
-together, and all ranks say the same.
+Idea: one rank of each host knocks at the addresses of all ranks of the others at once, for a few
+seconds; all results are put together, and all ranks say the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks as processes of one host: each finds the others' memory through the kernel.
 
-Each rank publishes the address of its root in the store and opens its peers'. Nothing else is agreed on: whatever is
-allocated later is found from the roots. When the kernel refuses `/proc/<pid>/fd` to any rank, all ranks hand their
-descriptors over a socket instead (`fd_service`).
+Each rank publishes the address of its root in the store and opens its peers'. Nothing else is
+agreed on: whatever is allocated later is found from the roots. When the kernel refuses
+`/proc/<pid>/fd` to any rank, all ranks hand their descriptors over a socket instead (`fd_service`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         may_pull = _may_pull(meeting, addresses, peers, forbid=pass_descriptors)
         undo.callback(health.close)
         for other, where in addresses.items():
-            # a start time that does not fit: another pid namespace, where only the launcher can tell who died
+            # a start time that does not fit: another pid namespace, where only the launcher can
+            # tell who died
             if other != rank and start_time(where.pid) == where.started:
                 health.watch(other, where.pid)
         undo.pop_all()

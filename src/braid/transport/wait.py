@@ -1,10 +1,11 @@
 """Waiting: spin a little, yield for a while, then sleep until someone rings.
 
-Problem: inside a host a peer is usually less than a microsecond away, and a system call costs more than the message.
-But a peer may also be a second away, or dead, and a rank that spins takes the core that its peer needs: two spinners
-stacked on one core cost milliseconds.
+Problem: inside a host a peer is usually less than a microsecond away, and a system call costs more
+than the message. But a peer may also be a second away, or dead, and a rank that spins takes the
+core that its peer needs: two spinners stacked on one core cost milliseconds.
 
-Idea: a collective is a generator that yields `Wait` and never blocks itself; *how* to wait is decided here, once:
+Idea: a collective is a generator that yields `Wait` and never blocks itself; *how* to wait is
+decided here, once:
 
     look      value there already: the common case, nothing is spent
     spin      some 100 looks (none when there are more ranks than cores)
@@ -12,10 +13,10 @@ Idea: a collective is a generator that yields `Wait` and never blocks itself; *h
     sleep     `poll` on this waiter's doorbell (a pipe), the peers' pidfds and the launcher's socket: a value that
               arrives rings the bell, a death makes a pidfd readable, so both end the sleep at once
 
-Sleeping and posting race: the poster stores its value and then looks whether anyone sleeps; the sleeper announces
-itself and then looks at the value. Each puts a full fence between its two steps, so at least one sees the other.
-Taking and releasing an uncontended lock is such a fence on x86 (a LOCK-prefixed instruction). Should a ring be lost
-all the same, the sleep ends after 50 ms.
+Sleeping and posting race: the poster stores its value and then looks whether anyone sleeps; the
+sleeper announces itself and then looks at the value. Each puts a full fence between its two steps,
+so at least one sees the other. Taking and releasing an uncontended lock is such a fence on x86 (a
+LOCK-prefixed instruction). Should a ring be lost all the same, the sleep ends after 50 ms.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class Waiter:
 
         Args:
             ready: The condition; called often, must be quick and must not block.
-            check: Called after each sleep; raises when there is no point in waiting on (a lost peer, a deadline).
+            check: Called after each sleep; raises when there is no point in waiting on (a lost
+                peer, a deadline).
 
         Raises:
             Whatever `check` raises.

@@ -1,14 +1,16 @@
 """A connection: frames to and from one peer that has proven who it is.
 
-Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and receiver and start anew
-for each partial write, and "Connection reset by peer" does not say which peer.
+Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and
+receiver and start anew for each partial write, and "Connection reset by peer" does not say which
+peer.
 
-Idea: the socket never blocks. Whoever has to wait polls it until a deadline, and every error names the peer's rank.
-Sending puts what the kernel does not take at once into an outbox, so that one implementation serves threads that wait
-(`send`) and event loops that must not (`post`, `flush`).
+Idea: the socket never blocks. Whoever has to wait polls it until a deadline, and every error names
+the peer's rank. Sending puts what the kernel does not take at once into an outbox, so that one
+implementation serves threads that wait (`send`) and event loops that must not (`post`, `flush`).
 
-A peer that ends says why in its last frames, and from then on takes nothing. Whoever sends may notice that first; the connection ends
-all the same when those frames have been received, and the end of the stream behind them.
+A peer that ends says why in its last frames, and from then on takes nothing. Whoever sends may
+notice that first; the connection ends all the same when those frames have been received, and the
+end of the stream behind them.
 """
 
 from __future__ import annotations
@@ -71,8 +73,8 @@ class Connection(Protocol):
 class SocketConnection:
     """A `Connection` over a connected stream socket, after its handshake.
 
-    With a selector: a readable `fileno()` means that `try_recv()` must be called *until it returns None*, since one read
-    may bring several frames.
+    With a selector: a readable `fileno()` means that `try_recv()` must be called *until it returns
+    None*, since one read may bring several frames.
 
     Args:
         sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
@@ -81,8 +83,9 @@ class SocketConnection:
         clock: For deadlines; the host's when None.
         send_timeout_s: How long `send` waits for a peer that does not read.
 
-    On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind the frames that came before; what is
-    posted to it until then is dropped, see `gone`. A peer that breaks the frame format gives CommError once and the connection is closed.
+    On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind
+    the frames that came before; what is posted to it until then is dropped, see `gone`. A peer that
+    breaks the frame format gives CommError once and the connection is closed.
     """
 
     def __init__(
@@ -131,8 +134,9 @@ class SocketConnection:
     def end_if_silent(self, limit_s: float) -> None:
         """Have the system end this connection when its peer's host has not answered for `limit_s` seconds.
 
-        Hosts answer for their processes, so one that is stopped or busy is not taken for dead; one that lost its power or
-        its network is, whether something is being sent or not. Only TCP has that; on other sockets nothing happens.
+        Hosts answer for their processes, so one that is stopped or busy is not taken for dead; one
+        that lost its power or its network is, whether something is being sent or not. Only TCP has
+        that; on other sockets nothing happens.
         """
         if self._socket.family == socket.AF_UNIX:
             return
@@ -153,18 +157,20 @@ class SocketConnection:
     def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002 - one queue, in order
         """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
 
-        Two peers that both send more than the kernel buffers, while neither receives, wait for each other until the
+        Two peers that both send more than the kernel buffers, while neither receives, wait for each
+        other until the
         deadline: let another thread receive.
 
         Args:
             meta: Description, at most 64 KiB.
             buffers: Contiguous payloads; not copied in this process.
-            priority: Reserved: frames leave in the order of the calls; the message layer orders them before.
+            priority: Reserved: frames leave in the order of the calls; the message layer orders
+                them before.
 
         Raises:
             PeerLostError: The peer is gone.
-            CommTimeout: The peer did not read for `send_timeout_s`; the connection is closed, since half a frame
-                may be on its way.
+            CommTimeout: The peer did not read for `send_timeout_s`; the connection is closed, since
+                half a frame may be on its way.
             ConfigError: The frame exceeds the limits; nothing was sent.
         """
         pieces = encode(meta, buffers, self._limits)
@@ -175,7 +181,8 @@ class SocketConnection:
                 if not self._wait(select.POLLOUT, deadline_ns):
                     self._end("this process gave up sending to it")
                     msg = (
-                        f"expected {self._peer} to read within {self._send_timeout_s:g} s, found its "
+                        f"expected {self._peer} to read within {self._send_timeout_s:g} s, found "
+                        "its "
                         "buffers full: it is stopped, stuck, or waits for this process to receive"
                     )
                     raise CommTimeout(msg)
@@ -188,8 +195,8 @@ class SocketConnection:
         Leave the buffers alone until `flush` returns 0.
 
         Returns:
-            Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that has gone: the socket is readable,
-            and receiving ends with PeerLostError.
+            Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that
+            has gone: the socket is readable, and receiving ends with PeerLostError.
 
         Raises:
             PeerLostError: The connection ended before, or broke for another reason.
@@ -281,7 +288,8 @@ class SocketConnection:
         try:
             return self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError) as exc:
-            # another object: this one holds the frames of all that was being done, and would be held for long
+            # another object: this one holds the frames of all that was being done, and would be
+            # held for long
             self._gone = OSError(exc.errno, exc.strerror)
             return True
         except OSError as exc:

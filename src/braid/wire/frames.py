@@ -1,17 +1,19 @@
 """Frames: a short description and any number of large buffers, without copying the buffers.
 
-Problem: a stream has no message boundaries. Pickle and length-prefixed blobs copy every tensor once or twice, and a
-forged length makes the receiver allocate gigabytes before it has looked at anything.
+Problem: a stream has no message boundaries. Pickle and length-prefixed blobs copy every tensor once
+or twice, and a forged length makes the receiver allocate gigabytes before it has looked at
+anything.
 
-Idea: the head says how long everything is and is checked against limits before a byte is allocated. Then the receiver
-of the message decides where its buffers live (`allocate`), and the decoder says into which memory the next bytes go, so
-a tensor travels from the sender's memory through the kernel into the receiver's.
+Idea: the head says how long everything is and is checked against limits before a byte is allocated.
+Then the receiver of the message decides where its buffers live (`allocate`), and the decoder says
+into which memory the next bytes go, so a tensor travels from the sender's memory through the kernel
+into the receiver's.
 
     | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | buffer 1 ...
       ------- 8 bytes, little endian ---
 
-The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system call; of a large one
-at most those 4 KiB are copied.
+The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system
+call; of a large one at most those 4 KiB are copied.
 """
 
 from __future__ import annotations
@@ -128,8 +130,9 @@ def encode(
 class FrameDecoder:
     """Turns a stream of bytes, split anywhere, into frames; does no input itself.
 
-    The driver repeats: `next_frame()`; if that is None, read into `next_view()` and report the number of bytes with
-    `advance()`. After an error the stream has no known boundary any more: close it.
+    The driver repeats: `next_frame()`; if that is None, read into `next_view()` and report the
+    number of bytes with `advance()`. After an error the stream has no known boundary any more:
+    close it.
 
     Args:
         limits: What to refuse.
@@ -177,8 +180,8 @@ class FrameDecoder:
         """The next whole frame, or None when more bytes are needed.
 
         Args:
-            allocate: Given meta and the sizes of the buffers in bytes, returns writable memory of these sizes. Called
-                once per frame that has buffers; new memory when None.
+            allocate: Given meta and the sizes of the buffers in bytes, returns writable memory of
+                these sizes. Called once per frame that has buffers; new memory when None.
 
         Raises:
             CommError: The bytes are not a frame, or exceed the limits; nothing was allocated.

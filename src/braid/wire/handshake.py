@@ -1,11 +1,12 @@
 """Mutual proof, before anything else is read, that both ends belong to the same job.
 
-Problem: a port scanner, a rank of yesterday's job or an attacker on the network must not be able to make a training
-process parse, allocate or believe anything. TCPStore, Gloo and NCCL believe whoever connects; a password sent in clear
-can be replayed.
+Problem: a port scanner, a rank of yesterday's job or an attacker on the network must not be able to
+make a training process parse, allocate or believe anything. TCPStore, Gloo and NCCL believe whoever
+connects; a password sent in clear can be replayed.
 
-Idea: three frames of one fixed size. Each side contributes a fresh nonce and proves that it knows the secret by an HMAC
-over everything both have said, with a label for the direction. The state machine is pure: bytes in, instructions out.
+Idea: three frames of one fixed size. Each side contributes a fresh nonce and proves that it knows
+the secret by an HMAC over everything both have said, with a label for the direction. The state
+machine is pure: bytes in, instructions out.
 
     client                                                         server
       HELLO   version, run, role, rank, epoch, nonce_c     ---->
@@ -22,11 +23,13 @@ over everything both have said, with a label for the direction. The state machin
     any     any      first bytes not braid's        Refused                         DONE
     any     any      anything else                  Send(REFUSAL), Refused          DONE
 
-A replayed PROOF fails because nonce_s is new; a reflected HELLO is of the wrong kind, and a reflected signature has the
-wrong label. The epoch is proven here and judged by the caller: only he knows which epochs are current.
+A replayed PROOF fails because nonce_s is new; a reflected HELLO is of the wrong kind, and a
+reflected signature has the wrong label. The epoch is proven here and judged by the caller: only he
+knows which epochs are current.
 
-Source: the SIGMA family of protocols with a pre-shared key (H. Krawczyk, "SIGMA: the 'SIGn-and-MAc' approach to
-authenticated Diffie-Hellman", CRYPTO 2003), without key agreement: traffic is authenticated at its start, not encrypted.
+Source: the SIGMA family of protocols with a pre-shared key (H. Krawczyk, "SIGMA: the 'SIGn-and-MAc'
+approach to authenticated Diffie-Hellman", CRYPTO 2003), without key agreement: traffic is
+authenticated at its start, not encrypted.
 """
 
 from __future__ import annotations
@@ -123,7 +126,8 @@ class _Code(IntEnum):
 
 
 _CODE_TEXTS: dict[int, str] = {
-    _Code.VERSION: "it speaks another version of braid's protocol: install the same braid on all hosts",
+    _Code.VERSION: "it speaks another version of braid's protocol: install the same braid on all "
+    "hosts",
     _Code.RUN: "it belongs to another run: give all processes the same run id and address",
     _Code.PROOF: "it has another secret: give all processes the same one",
     _Code.REFLECTED: "it received its own bytes back",

@@ -1,11 +1,12 @@
 """Connecting and accepting: sockets become connections once both ends have proven who they are.
 
-Problem: `accept()` followed by a blocking handshake lets one silent client lock everybody out, and a server that listens
-on all interfaces is found by the first scanner.
+Problem: `accept()` followed by a blocking handshake lets one silent client lock everybody out, and
+a server that listens on all interfaces is found by the first scanner.
 
-Idea: the listener binds the loopback address unless told otherwise, and runs all handshakes at once in one selector,
-each with a deadline and all together with a limit. It has no thread: `accept()` waits, or an event loop watches
-`fileno()` and calls `accept_ready()`. On unix sockets the peer must also be the same user.
+Idea: the listener binds the loopback address unless told otherwise, and runs all handshakes at once
+in one selector, each with a deadline and all together with a limit. It has no thread: `accept()`
+waits, or an event loop watches `fileno()` and calls `accept_ready()`. On unix sockets the peer must
+also be the same user.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Listener:
         clock: For deadlines; the host's when None.
 
     Raises:
-        ConfigError: The address cannot be bound: in use, not this host's, or reachable from outside without
-            `listen_anywhere`.
+        ConfigError: The address cannot be bound: in use, not this host's, or reachable from outside
+            without `listen_anywhere`.
     """
 
     def __init__(
@@ -246,7 +247,8 @@ class Listener:
                 self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
                     if isinstance(instruction, Send):
-                        # One small frame on a fresh socket: the kernel takes it whole or it is broken.
+                        # One small frame on a fresh socket: the kernel takes it whole or it is
+                        # broken.
                         half.sock.send(instruction.data)
                     elif isinstance(instruction, Established):
                         self._forget(half)
@@ -293,7 +295,8 @@ def connect(
         clock: For the deadline and the pauses; the host's when None.
 
     Raises:
-        RendezvousError: Nothing listened until the deadline, or one end does not trust the other (at once).
+        RendezvousError: Nothing listened until the deadline, or one end does not trust the other
+        (at once).
         ConfigError: `address` or `identity` is malformed.
     """
     where = Address.parse(address)
@@ -315,7 +318,8 @@ def connect(
             problem = exc.strerror or str(exc) or type(exc).__name__
             if clock.now_ns() + round(pause_s * 1e9) >= deadline_ns:
                 msg = (
-                    f"expected a braid process at {address} within {timeout_s:g} s, found: {problem}; "
+                    f"expected a braid process at {address} within {timeout_s:g} s, found: "
+                    f"{problem}; "
                     f"is it running, and can {identity} reach it?"
                 )
                 raise RendezvousError(msg) from exc

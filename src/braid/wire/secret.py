@@ -1,10 +1,12 @@
 """The job's secret: 32 random bytes that tell its own processes from everybody else's.
 
-Problem: whoever reaches a port of a training job can otherwise join it. Environment variables, command lines and logs
-are read by other users, by crash reporters and by people who paste them into tickets, so a secret must not be there.
+Problem: whoever reaches a port of a training job can otherwise join it. Environment variables,
+command lines and logs are read by other users, by crash reporters and by people who paste them into
+tickets, so a secret must not be there.
 
-Idea: the launcher draws the bytes and hands them to each process through an inherited file descriptor, or the user puts
-them in a file that only he can read. The bytes never leave this object; it only signs and verifies.
+Idea: the launcher draws the bytes and hands them to each process through an inherited file
+descriptor, or the user puts them in a file that only he can read. The bytes never leave this
+object; it only signs and verifies.
 
 Source: HMAC-SHA256, RFC 2104 and FIPS 198-1.
 """
@@ -57,7 +59,8 @@ class Secret:
     def from_fd(cls, fd: int) -> Secret:
         """Read the secret that `to_fd` of another process wrote, and close `fd`.
 
-        Several children may be handed the same memory file: reading it does not move a shared position.
+        Several children may be handed the same memory file: reading it does not move a shared
+        position.
 
         Raises:
             ConfigError: `fd` is not open, or does not hold exactly 32 bytes.
@@ -79,8 +82,8 @@ class Secret:
         """Read the secret from a file that nobody but its owner, this user, may open.
 
         Raises:
-            ConfigError: The file is missing, no regular file, belongs to another user, has another mode than 0600, or
-                does not hold exactly 32 bytes.
+            ConfigError: The file is missing, no regular file, belongs to another user, has another
+                mode than 0600, or does not hold exactly 32 bytes.
         """
         name = Path(path)
         try:
@@ -109,8 +112,8 @@ class Secret:
     def to_fd(self) -> int:
         """A new descriptor from which `from_fd` reads this secret; the caller closes it.
 
-        It is closed on exec: name it in `pass_fds` of the process that shall have it. Where the system has no memory
-        files it is a pipe, which serves one reader only.
+        It is closed on exec: name it in `pass_fds` of the process that shall have it. Where the
+        system has no memory files it is a pipe, which serves one reader only.
         """
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("braid-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

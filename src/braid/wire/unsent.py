@@ -15,8 +15,8 @@ class Unsent:
     """Pieces that wait, in order; not copied.
 
     Args:
-        write: Writes the beginning of some pieces to a descriptor that does not block, and returns how many bytes:
-            `socket.sendmsg`, or `os.writev`.
+        write: Writes the beginning of some pieces to a descriptor that does not block, and returns
+            how many bytes: `socket.sendmsg`, or `os.writev`.
 
     Attributes:
         nbytes: How much waits.

@@ -1,17 +1,21 @@
 """Hosts with a network between them, on one machine: network namespaces at a bridge, with links of a chosen rate.
 
-Problem: what a collective costs over a network can only be said where there is one, and two machines with nothing else on their
-cables are rare. Loopback has no rate and no latency worth the name.
+Problem: what a collective costs over a network can only be said where there is one, and two
+machines with nothing else on their cables are rare. Loopback has no rate and no latency worth the
+name.
 
-Idea: the kernel has it all. Each namespace is a host with an interface of its own; a veth pair is its cable; a bridge is the switch; and
-a token bucket at either end of each cable lets through what a link of this rate would, frame headers included:
+Idea: the kernel has it all. Each namespace is a host with an interface of its own; a veth pair is
+its cable; a bridge is the switch; and a token bucket at either end of each cable lets through what
+a link of this rate would, frame headers included:
 
     host a   eth0 ==[tbf]==> port a  |        |  port b ==[tbf]==> eth0   host b
              eth0 <==[tbf]== port a  | bridge |  port b <==[tbf]== eth0
 
-The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it late, and a smaller one would not give the rate.
-So what is sent after a pause is faster than the link for one millisecond; whoever times less than some megabytes must empty the bucket first.
-Latency is that of the kernel, without a cable's and a switch's; congestion control is the plain one, whatever this machine prefers.
+The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it
+late, and a smaller one would not give the rate. So what is sent after a pause is faster than the
+link for one millisecond; whoever times less than some megabytes must empty the bucket first.
+Latency is that of the kernel, without a cable's and a switch's; congestion control is the plain
+one, whatever this machine prefers.
 
 Source: tc-tbf(8), ip-netns(8).
 """
@@ -57,7 +61,10 @@ class Lab:
 
     def __init__(self, num_hosts: int, bits_per_s: float) -> None:
         if not 1 <= num_hosts <= len(HOSTS) or bits_per_s < 0:
-            msg = f"expected 1 to {len(HOSTS)} hosts and a rate, found {num_hosts} hosts at {bits_per_s:g} bit/s"
+            msg = (
+                f"expected 1 to {len(HOSTS)} hosts and a rate, found {num_hosts} hosts at "
+                f"{bits_per_s:g} bit/s"
+            )
             raise ConfigError(msg)
         self.hosts = tuple(HOSTS[:num_hosts])
         self._bits_per_s = bits_per_s

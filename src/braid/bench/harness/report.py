@@ -1,7 +1,8 @@
 """What every benchmark does with its figures: say where they were measured, judge them, show them and keep them.
 
-A bench fills a `Report`, whose first fields are the same everywhere, draws one table of it, and holds it to what was
-promised (`Verdict`). `save` writes JSON, `show` prints the table and the verdicts.
+A bench fills a `Report`, whose first fields are the same everywhere, draws one table of it, and
+holds it to what was promised (`Verdict`). `save` writes JSON, `show` prints the table and the
+verdicts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ranks of a bench on several hosts: `braid run -H`, of which the first rank's figures come back as lines.
 
-The first rank may be on another host than the user, so figures travel as the output of a job does, not as a file.
+The first rank may be on another host than the user, so figures travel as the output of a job does,
+not as a file.
 """
 
 from __future__ import annotations

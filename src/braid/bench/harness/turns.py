@@ -1,8 +1,10 @@
 """Many things timed in turns on all ranks: what a message costs, and what is made of messages, under the same weather.
 
-Each is done once, untimed, behind a barrier, so that buffers are there, and then some times, of which the least counts: on a machine that
-others use, too, what is longer is theirs. Of the ranks it is the slowest that counts. A turn goes through all of them before the next begins. A
-network that lets more through after a rest is given one before each time, so that it is always in the same state.
+Each is done once, untimed, behind a barrier, so that buffers are there, and then some times, of
+which the least counts: on a machine that others use, too, what is longer is theirs. Of the ranks it
+is the slowest that counts. A turn goes through all of them before the next begins. A network that
+lets more through after a rest is given one before each time, so that it is always in the same
+state.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def in_turns(
         runs: What to time; a rank that has no part in something does nothing.
         turns: How often to go through all of them.
         rest_s: Time for which nothing is sent before each ...
-        rested: ... of these: those that send so much that it matters. Whoever rests must wake up, too, which is not what a message costs.
+        rested: ... of these: those that send so much that it matters. Whoever rests must wake up,
+            too, which is not what a message costs.
     """
     once = torch.tensor([[_seconds(group, run, 1, 0.0) for run in runs.values()] for _ in range(2)])
     rests = [rest_s if name in rested else 0.0 for name in runs]

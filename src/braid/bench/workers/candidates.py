@@ -62,7 +62,8 @@ def runs_of(
         dtype: Of the elements.
         nbytes: Bytes of the largest full buffer of a rank.
         group: All ranks.
-        over_braid: The same ranks as a group of torch.distributed over braid; Gloo's is the default group.
+        over_braid: The same ranks as a group of torch.distributed over braid; Gloo's is the default
+            group.
     """
     n = group.size
     numel = max(n, nbytes // dtype.itemsize // n * n)

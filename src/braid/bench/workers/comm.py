@@ -1,8 +1,8 @@
 """One rank of `braid bench comm`: every operation by every library, taken in turns.
 
-Absolute times on a shared machine are worth little: they drift within seconds. So all libraries run in the same processes,
-on the same tensors, in short alternating rounds; a ratio is taken within each round, and the median of the rounds' ratios
-is what is reported.
+Absolute times on a shared machine are worth little: they drift within seconds. So all libraries run
+in the same processes, on the same tensors, in short alternating rounds; a ratio is taken within
+each round, and the median of the rounds' ratios is what is reported.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@
     torch        the same over the backend "braid"
     braid        braid's own DistributedDataParallel
 
-What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying gradients into buckets,
-torch's wrapper does whoever communicates. Each has its own copy of the model, so that buckets, hooks and optimizer state
-stay its own. In every round each takes one step, in an order drawn anew (what ran before is in the caches); ranks begin a
-step together, and it takes as long as the slowest rank's.
+What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying
+gradients into buckets, torch's wrapper does whoever communicates. Each has its own copy of the
+model, so that buckets, hooks and optimizer state stay its own. In every round each takes one step,
+in an order drawn anew (what ran before is in the caches); ranks begin a step together, and it takes
+as long as the slowest rank's.
 """
 
 from __future__ import annotations
@@ -83,10 +84,11 @@ class Measured(msgspec.Struct, kw_only=True):
         ranks: World size.
         step_s: Median seconds of a step, by variant; of the slowest rank.
         speedup: Gloo's step over the variant's, median of the rounds.
-        gone: Share of Gloo's exposed communication that the variant does not have; no variant is in it when there was
-            none.
-        gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with replacement: how much of
-            it is chance; none where Gloo's exposed communication is itself hardly more than that.
+        gone: Share of Gloo's exposed communication that the variant does not have; no variant is in
+            it when there was none.
+        gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with
+            replacement: how much of it is chance; none where Gloo's exposed communication is itself
+            hardly more than that.
         exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
         spread: Lowest and highest speed-up of the rounds.
         rounds_s: Seconds of every step, by variant: what all of the above is computed from.
@@ -182,8 +184,9 @@ def _measure(
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
     """Share of what Gloo adds to a step that a variant does not add, by variant.
 
-    Of means, since what a run takes is the sum of its steps, slow ones included; so what is gone and what is left add up to all. In a
-    single round noise would be most of the quotient. None where Gloo adds nothing.
+    Of means, since what a run takes is the sum of its steps, slow ones included; so what is gone
+    and what is left add up to all. In a single round noise would be most of the quotient. None
+    where Gloo adds nothing.
     """
     mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     exposed = mean["gloo"] - mean["silent"]

@@ -1,8 +1,10 @@
 """One rank of `braid bench hooks`: the same training with gradients sent in several ways, a step of each in turns.
 
-Each way has its own copy of the model, and all see the same batches, so that after the last round their losses can be compared, too. What is learned
-can be learned in that many steps: a function of a few hidden numbers, of which inputs are a noisy picture. (A function of all inputs could not: its
-loss after hundreds of steps is still that of an answer of zeros, whatever a hook does to gradients.)
+Each way has its own copy of the model, and all see the same batches, so that after the last round
+their losses can be compared, too. What is learned can be learned in that many steps: a function of
+a few hidden numbers, of which inputs are a noisy picture. (A function of all inputs could not: its
+loss after hundreds of steps is still that of an answer of zeros, whatever a hook does to
+gradients.)
 """
 
 from __future__ import annotations

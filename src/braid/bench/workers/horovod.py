@@ -4,7 +4,8 @@
     step        training by our DistributedDataParallel; by the optimizer of `braid.compat.horovod.torch`; the same model and batches
     exchange    what ranks say to each other in steady state before 200 tensors can be reduced, without reducing them; the pure part alone
 
-In every round each is done once, in an order drawn anew, behind a barrier; it takes as long as the slowest rank's.
+In every round each is done once, in an order drawn anew, behind a barrier; it takes as long as the
+slowest rank's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """One rank of `braid bench net --model`: what messages cost and what algorithms take, in turns, so that one can be predicted from the other.
 
-The cost model never sees the times of algorithms; it sees those of messages, of a barrier, and of copies and additions in memory.
+The cost model never sees the times of algorithms; it sees those of messages, of a barrier, and of
+copies and additions in memory.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to measure.
 
     Attributes:
-        algorithms: (operation, algorithm) by name; those that the engine chooses between where all share memory when empty.
+        algorithms: (operation, algorithm) by name; those that the engine chooses between where all
+        share memory when empty.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         message_bytes: Sizes of messages.
         turns: Through everything.
@@ -78,7 +80,8 @@ class Found(msgspec.Struct, kw_only=True):
     Attributes:
         ranks: World size.
         probed: What messages cost.
-        step_s: An all-reduce of next to nothing, in which every rank sends to every other: what a step costs beside its bytes.
+        step_s: An all-reduce of next to nothing, in which every rank sends to every other: what a
+        step costs beside its bytes.
         copy_s_per_byte: In memory.
         add_s_per_byte: In memory.
         taken: What algorithms took.
@@ -138,8 +141,9 @@ def _far(group: Group, plan: Plan) -> Found:
 def _near(group: Group, plan: Plan) -> Near:
     """Costs are measured anew before every turn, as the engine measures them when it begins.
 
-    What counts is the best turn of either: these operations take less than the time for which a rank loses its core to somebody else, so on a
-    machine that others use, too, medians would tell of them.
+    What counts is the best turn of either: these operations take less than the time for which a
+    rank loses its core to somebody else, so on a machine that others use, too, medians would tell
+    of them.
     """
     able = group.engine.capabilities.algorithms
     names = [(*pair, n) for pair in NEAR_ALGORITHMS if pair[1] in able for n in plan.sizes_bytes]

@@ -1,7 +1,8 @@
 """One rank of `braid bench net`: all-reduce by Gloo, by braid and in fewer bytes, taken in turns.
 
-Every repetition begins behind a barrier, lasts until the slowest rank is ready, and is followed by one of the next library, so that
-whatever else the machine and its network do meets all of them alike.
+Every repetition begins behind a barrier, lasts until the slowest rank is ready, and is followed by
+one of the next library, so that whatever else the machine and its network do meets all of them
+alike.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         wires: Formats in which numbers cross the network, besides their own.
         turns: Repetitions of each library, at least.
         budget_s: Seconds of one library and size, about.
-        drain_bytes: What every rank sends before each repetition, so that no link has a full bucket to draw on (`lab`).
+        drain_bytes: What every rank sends before each repetition, so that no link has a full bucket
+            to draw on (`lab`).
     """
 
     sizes_bytes: tuple[int, ...]

@@ -1,8 +1,9 @@
 """One rank of `braid probe`: how long messages between ranks take, by size, for each level of the cluster.
 
-Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all pairs at the same time, there and back: half of that
-is one message while nothing comes the other way. The largest goes both ways at once, too, which tells whether the two ways of a
-link are in each other's way.
+Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all
+pairs at the same time, there and back: half of that is one message while nothing comes the other
+way. The largest goes both ways at once, too, which tells whether the two ways of a link are in each
+other's way.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def stand(group: Group, *, pin: bool) -> list[Rings]:
             ValueError,
             AttributeError,
         ) as exc:  # a container that has other processors
-            msg = f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node {node}: {exc}; say --no-pin"
+            msg = (
+                f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node "
+                f"{node}: {exc}; say --no-pin"
+            )
             raise ConfigError(msg) from exc
     own = torch.tensor([hosts[group.rank], node])
     places = group.all_gather(own).view(-1, 2).tolist()

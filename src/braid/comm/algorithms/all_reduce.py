@@ -1,6 +1,7 @@
 """All-reduce: every rank ends with the sum of all ranks' tensors, the same bits everywhere.
 
-Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one synchronisation):
+Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one
+synchronisation):
 
     direct       copy in, wait, add everybody's slot                      a        + (n+1) l b
     two_phase    reduce-scatter and all-gather through the slots         2a        + (3 + 1/n) l b
@@ -14,18 +15,21 @@ Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, 
                                   rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
                                                       ^ rank 0  ^ rank 1 sums and stores both
 
-Blocks are not dealt out beforehand (`claims`): of ranks that come at different times, or share their core with others, the one
-that has come and is running does the work meanwhile. Who has summed a block cannot be told from the numbers.
+Blocks are not dealt out beforehand (`claims`): of ranks that come at different times, or share
+their core with others, the one that has come and is running does the work meanwhile. Who has summed
+a block cannot be told from the numbers.
 
-Which one: `direct` has the fewest synchronisations and is best for little data or two ranks; `two_phase` lets each rank
-add only 1/n of the data; `pulled` saves the copies into the slots, which are the most expensive ones as soon as the data
-does not fit into the cache; `registered` needs all ranks to have registered their tensors, which they see in the first
-step. `selection` holds the measured costs.
+Which one: `direct` has the fewest synchronisations and is best for little data or two ranks;
+`two_phase` lets each rank add only 1/n of the data; `pulled` saves the copies into the slots, which
+are the most expensive ones as soon as the data does not fit into the cache; `registered` needs all
+ranks to have registered their tensors, which they see in the first step. `selection` holds the
+measured costs.
 
 Worked example: ranks hold (2, 4, 6), (1, 2, 3) and (4, 8, 12); all end with (7, 14, 21).
 
-Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), sec. 4.5, for
-the two phases; the registered form is theirs with the messages taken out, since all ranks see all tensors.
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005), sec. 4.5, for the two phases; the registered form is theirs with the messages taken out,
+since all ranks see all tensors.
 """
 
 from __future__ import annotations
@@ -181,7 +185,8 @@ def _require_offers(ch: Channel) -> None:
     missing = [rank for rank, block in enumerate(offers(ch)) if not block]
     if missing:
         msg = (
-            "expected tensors from Group.empty on all ranks for algorithm 'registered', found other memory on group "
+            "expected tensors from Group.empty on all ranks for algorithm 'registered', found "
+            "other memory on group "
             f"ranks {missing}: leave algorithm out, or allocate there with empty()"
         )
         raise ConfigError(msg)

@@ -1,19 +1,21 @@
 """Broadcast, all-gather, gather, scatter, all-to-all, barrier: the collectives that move parts.
 
-All follow one pattern. Small messages take one step: data is staged before the description is published, so the first
-look at a peer's line finds both. Large ones publish the description first together with the place of the tensor, if peers
-can read it there (it is registered, or the kernel copies private memory and that is faster at this size); when all
-sources are readable, peers read them in place and one more step tells the owners that they may go on; otherwise the data
-goes through the slots in chunks.
+All follow one pattern. Small messages take one step: data is staged before the description is
+published, so the first look at a peer's line finds both. Large ones publish the description first
+together with the place of the tensor, if peers can read it there (it is registered, or the kernel
+copies private memory and that is faster at this size); when all sources are readable, peers read
+them in place and one more step tells the owners that they may go on; otherwise the data goes
+through the slots in chunks.
 
-With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte moved by one rank:
+With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte
+moved by one rank:
 
     broadcast        ceil(l / chunk) a + l b        all_gather    ceil(l / (n chunk)) a + l b
     gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
     read in place    2 a, and without the copy into the slot
 
-Parts may have different sizes. Where all members know all sizes (`all_gather`) they are part of the description; where
-only sender and receiver do, one step more makes them known (`sizes`).
+Parts may have different sizes. Where all members know all sizes (`all_gather`) they are part of the
+description; where only sender and receiver do, one step more makes them known (`sizes`).
 """
 
 from __future__ import annotations

@@ -1,33 +1,39 @@
 """All-reduce over several hosts: memory inside of each, every byte over the network only once, and all at the same time.
 
-Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks sends 2 (p-1)/p l over the
-network card of every host, whatever the hosts have in common; with two ranks a host that is 1.5 l where l would do.
+Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks
+sends 2 (p-1)/p l over the network card of every host, whatever the hosts have in common; with two
+ranks a host that is 1.5 l where l would do.
 
-Idea: three phases, on slices (`nodes`). With L local_peers a host, h hosts, l = bytes of the tensor:
+Idea: three phases, on slices (`nodes`). With L local_peers a host, h hosts, l = bytes of the
+tensor:
 
     near reduce   lane i's member sums slice i of its local_peers' slots                 l / L of additions
     far           its cross_node_peers on the other hosts exchange their sums                 2 (h-1)/h l a host
     near gather   every mate copies the finished slices of the others              l of copies
 
-and the tensor goes through them in chunks, so that one chunk is summed while the next is on the wire and a third is copied out.
-Chunk j takes its steps at these turns of one loop (D chunks may be on the wire):
+and the tensor goes through them in chunks, so that one chunk is summed while the next is on the
+wire and a third is copied out. Chunk j takes its steps at these turns of one loop (D chunks may be
+on the wire):
 
     turn       j        j + 1         j + 1 + D          [ j + 1 + 2 D ]     + 1
     chunk j    staged   summed, sent  cross_node_peers' sums added  [ gathered ]        copied out
 
-With two hosts the cross_node_peers exchange whole slices; with more each sums 1/h of the slice and they gather (in brackets), so that the
-card of a host carries 2 (h-1)/h l in either case.
+With two hosts the cross_node_peers exchange whole slices; with more each sums 1/h of the slice and
+they gather (in brackets), so that the card of a host carries 2 (h-1)/h l in either case.
 
-Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross_node_peers in the turn in which it has seen that they sent it, when they
-had read what lies D turns before; a mate that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane
-waits for nobody on its way, so it looks whether its slot has been read.
+Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross_node_peers in
+the turn in which it has seen that they sent it, when they had read what lies D turns before; a mate
+that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane waits for
+nobody on its way, so it looks whether its slot has been read.
 
-Numbers may cross the network in another format (`wire`), which the sender's own sum goes through, too, so that all ranks end with the
-same bits. The order of additions is first inside of each host, then over the hosts: the same on all ranks and in every run, and
-that of ranks if every host has one.
+Numbers may cross the network in another format (`wire`), which the sender's own sum goes through,
+too, so that all ranks end with the same bits. The order of additions is first inside of each host,
+then over the hosts: the same on all ranks and in every run, and that of ranks if every host has
+one.
 
-Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); slices as in Traeff, Hunold, "Decomposing MPI Collectives for Exploiting Multi-lane
-Communication" (2020); pipelining of the phases as in Jiang et al., "BytePS" (OSDI 2020), sec. 4.
+Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); slices as in Traeff, Hunold,
+"Decomposing MPI Collectives for Exploiting Multi-lane Communication" (2020); pipelining of the
+phases as in Jiang et al., "BytePS" (OSDI 2020), sec. 4.
 """
 
 from __future__ import annotations
@@ -75,9 +81,11 @@ def hierarchical(
         scale: Factor for the result.
         nodes: Which members share memory.
         form: How numbers cross the network; as they are when None.
-        residuals: What a lossy format left out last time, for requests that are started again; kept up to date.
+        residuals: What a lossy format left out last time, for requests that are started again; kept
+            up to date.
     """
-    # nobody ends before all others have compared what they ask for: everybody's numbers are in what it waits for
+    # nobody ends before all others have compared what they ask for: everybody's numbers are in what
+    # it waits for
     run = _Run(ch, x, op, scale, nodes=nodes, form=form, residuals=residuals)
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
@@ -132,7 +140,8 @@ class _Places(NamedTuple):
 
     Attributes:
         most: Elements of a slice, one of which each lane has.
-        rows: Of a slice: one for each host when the hosts are more than two, else the whole slice is one.
+        rows: Of a slice: one for each host when the hosts are more than two, else the whole slice
+        is one.
         row: Elements of a row.
         row_bytes: Of a row as it crosses the network.
         sent: First byte of the rows that are sent; the staged chunk begins at 0.

@@ -1,14 +1,18 @@
 """A rank's part of a collective program, on tensors: messages out, messages in, additions, copies.
 
-Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory. Between them lie the same questions for each
-algorithm: which blocks go into one message, which lie beside each other and travel as one slice, in which of its sender's turns a message goes.
+Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory.
+Between them lie the same questions for each
+algorithm: which blocks go into one message, which lie beside each other and travel as one slice, in
+which of its sender's turns a message goes.
 
-Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat buffer for one rank: per stage what
-is sent (read as the stage begins), what comes in, to be added or to replace, and what is copied. Carrying it out (`program_steps`) is then a loop
-without a decision in it.
+Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat
+buffer for one rank: per stage what is sent (read as the stage begins), what comes in, to be added
+or to replace, and what is copied. Carrying it out (`program_steps`) is then a loop without a
+decision in it.
 
-Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages come in the program, which is the same on every
-run but not rank order; 16-bit numbers are rounded at every addition.
+Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages
+come in the program, which is the same on every run but not rank order; 16-bit numbers are rounded
+at every addition.
 """
 
 from __future__ import annotations
@@ -79,7 +83,10 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
     """
     blocks = program.header.num_units
     if program.header.operation == "all_to_all" and numel % blocks:
-        msg = f"expected a multiple of {blocks} elements for all_to_all in equal blocks, found {numel}"
+        msg = (
+            f"expected a multiple of {blocks} elements for all_to_all in equal blocks, found "
+            f"{numel}"
+        )
         raise ConfigError(msg)
     bounds = [numel * i // blocks for i in range(blocks + 1)]
     out: dict[int, list[Move]] = defaultdict(list)

@@ -1,11 +1,12 @@
 """Any collective program on a channel: the stages of `program_stages`, as steps that whoever waits can take.
 
-What a rank sends lies in its window, one message behind the other, so that nothing is written twice; a turn is one step, which only those
-look at who receive something of it:
+What a rank sends lies in its window, one message behind the other, so that nothing is written
+twice; a turn is one step, which only those look at who receive something of it:
 
     turn    copy what is sent into the window  |  step  |  wait for the steps that bring something, add or copy it
 
-Tensors go through it in pieces, and a piece begins and ends with a synchronisation of all ranks. That is the price of generality: the engine's own algorithms keep several chunks on their way.
+Tensors go through it in pieces, and a piece begins and ends with a synchronisation of all ranks.
+That is the price of generality: the engine's own algorithms keep several chunks on their way.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (
-            f"expected parts of one size, in one tensor, for {kind} with algorithm {algorithm!r}, found parts of "
+            f"expected parts of one size, in one tensor, for {kind} with algorithm {algorithm!r}, "
+            "found parts of "
             f"{list(widths)} elements: leave algorithm out"
         )
         raise ConfigError(msg)
@@ -142,7 +144,10 @@ def program_steps(
     """
     rows = 0 if operation in WHOLE else ch.size * (2 if operation == "all_to_all" else 1)
     if rows and x.numel() % rows:
-        msg = f"expected parts of one size for algorithm {name!r}, found {x.numel()} elements for {rows} parts"
+        msg = (
+            f"expected parts of one size for algorithm {name!r}, found {x.numel()} elements for "
+            f"{rows} parts"
+        )
         raise ConfigError(msg)
     for piece in _pieces(x, rows):
         part = programs.part(name, operation, root, piece.data.numel())

@@ -1,12 +1,14 @@
 """What has been sent to this rank, and who wants it: the receiver's side of messages.
 
-Problem: messages of one source come on one line, but receives are begun in any order, with any tags, from named sources
-and from whoever sends. A receive must not wait for a message that another receive is for.
+Problem: messages of one source come on one line, but receives are begun in any order, with any
+tags, from named sources and from whoever sends. A receive must not wait for a message that another
+receive is for.
 
-Idea: a receive is *posted* when it is begun. Whoever looks at a line, on behalf of whichever receive, takes in what has come
-there until that receive has its message: each goes straight into the memory of the first posted receive that it fits, or
-is set aside for one that will be posted. So a line moves on while anybody waits for anything on it, and messages of one
-source and tag reach their receives in order.
+Idea: a receive is *posted* when it is begun. Whoever looks at a line, on behalf of whichever
+receive, takes in what has come there until that receive has its message: each goes straight into
+the memory of the first posted receive that it fits, or is set aside for one that will be posted. So
+a line moves on while anybody waits for anything on it, and messages of one source and tag reach
+their receives in order.
 
 Source: the posted-receive and unexpected-message queues of every MPI (e.g. MPICH's ADI).
 """
@@ -253,8 +255,10 @@ class _Line:
     def _other_message(self, receipt: Receipt, message: _Message) -> str:
         pages, source = self._pages, self.source
         return (
-            f"expected {pages.text_of(pages.rank, receipt.digest)} from rank {pages.ranks[source]} with tag {receipt.tag}, found "
-            f"that it sent {pages.text_of(source, message.digest)}: make both ends agree on shape and dtype, or use another "
+            f"expected {pages.text_of(pages.rank, receipt.digest)} from rank "
+            f"{pages.ranks[source]} with tag {receipt.tag}, found "
+            f"that it sent {pages.text_of(source, message.digest)}: make both ends agree on shape "
+            "and dtype, or use another "
             "tag"
         )
 

@@ -6,8 +6,9 @@
 
 Sums are in the order of ranks, as in `all_reduce`.
 
-Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), sec. 4.3, 4.4;
-Blelloch, "Prefix Sums and Their Applications" (1990), for scan; in shared memory every rank sums what it needs itself.
+Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005), sec. 4.3, 4.4; Blelloch, "Prefix Sums and Their Applications" (1990), for scan; in shared
+memory every rank sums what it needs itself.
 """
 
 from __future__ import annotations

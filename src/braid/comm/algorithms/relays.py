@@ -1,25 +1,28 @@
 """Broadcast, all-gather and reduce-scatter over several hosts: every byte crosses the network once for each host, not for each rank.
 
-Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the same cable, to two ranks that share
-memory.
+Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the
+same cable, to two ranks that share memory.
 
-Idea: each rank has one *relay* on every other host, and shows what it has to its local_peers and to its relays only; a relay shows its own local_peers what
-came. Reducing goes the other way round: the relay of a rank sums for it over its own host. Tensors go through in chunks, D of which
-may be on the wire, as in `hierarchical`:
+Idea: each rank has one *relay* on every other host, and shows what it has to its local_peers and to
+its relays only; a relay shows its own local_peers what came. Reducing goes the other way round: the
+relay of a rank sums for it over its own host. Tensors go through in chunks, D of which may be on
+the wire, as in `hierarchical`:
 
     broadcast        root -> its local_peers and relays -> their local_peers                      (h-1) l a host
     all_gather       everybody -> local_peers and relays -> their local_peers                     L (h-1)/n l
     reduce_scatter   local_peers -> the relay sums -> the owner adds the hosts' sums        (n-L)/n l
 
-    n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has fewer:
+    n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has
+    fewer:
         a   0  1  2
         b   3  4  3
 
-What lies in a slot is written again K turns later, and only when the readers have said that they are done with it, in a step that they take
-anyway.
+What lies in a slot is written again K turns later, and only when the readers have said that they
+are done with it, in a step that they take anyway.
 
-Source: node-leader algorithms as in Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective
-operation performance" (2000), with all ranks of a host as leaders of their own parts.
+Source: node-leader algorithms as in Karonis et al., "Exploiting hierarchy in parallel computer
+networks to optimize collective operation performance" (2000), with all ranks of a host as leaders
+of their own parts.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Messages between two members, told apart by tags: the protocol, and the sender's side of it.
 
-A sender publishes its messages on its line to that receiver, one after the other; two may be under way. A step's slot begins
-with an envelope of one cache line:
+A sender publishes its messages on its line to that receiver, one after the other; two may be under
+way. A step's slot begins with an envelope of one cache line:
 
     word    0      1        2
             tag    bytes    place of the data: 0 for "behind this envelope, the rest in the next steps", else where
-                            the receiver can read it itself (shared memory, or private by the kernel)
+                            the receiver can read it itself (shared memory, or private by the
+                            kernel)
 
-Small messages are eager: the sender goes on when they are in the slot. Large ones that the receiver reads in place are not:
-the sender goes on when the receiver has them. The receiver's side is in `mailbox`.
+Small messages are eager: the sender goes on when they are in the slot. Large ones that the receiver
+reads in place are not: the sender goes on when the receiver has them. The receiver's side is in
+`mailbox`.
 
 Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous protocols of every MPI.
 """

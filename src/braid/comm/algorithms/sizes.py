@@ -1,8 +1,9 @@
 """What every member sends to every other, when only sender and receiver know: one step that makes it known to all.
 
-A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each publishes two rows: what it will
-send to each member, and what it expects from each (-1: it does not know). Everybody reads everybody's rows, so everybody
-sees the same matrix: it agrees, or all raise the same error. Cost: one step of 16 n bytes.
+A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each publishes
+two rows: what it will send to each member, and what it expects from each (-1: it does not know).
+Everybody reads everybody's rows, so everybody sees the same matrix: it agrees, or all raise the
+same error. Cost: one step of 16 n bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def agree_on_sizes(
         for r in range(n)
     ]
     wrong = [
-        f"  rank {ch.ranks[s]} sends {rows[s][r]} elements to rank {ch.ranks[r]}, which expects {rows[r][n + s]}"
+        f"  rank {ch.ranks[s]} sends {rows[s][r]} elements to rank {ch.ranks[r]}, which expects "
+        f"{rows[r][n + s]}"
         for s in range(n)
         for r in range(n)
         if rows[r][n + s] not in (UNKNOWN, rows[s][r])

@@ -5,9 +5,9 @@
         batch.recv(y, before)
     batch.work.wait()
 
-Inside the block operations are only written down. At its end they are all started, so it does not matter in which order
-messages are written down; neighbours that are the same all-reduce on small tensors are fused into one, so these may not
-share memory.
+Inside the block operations are only written down. At its end they are all started, so it does not
+matter in which order messages are written down; neighbours that are the same all-reduce on small
+tensors are fused into one, so these may not share memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ class Batch(Reductions, Movements, PointToPoint):
             StaleError: The block has not ended.
         """
         if self._work is None:
-            msg = "expected the coalesced block to have ended, found that its operations have not been started"
+            msg = (
+                "expected the coalesced block to have ended, found that its operations have not "
+                "been started"
+            )
             raise StaleError(msg)
         return self._work
 
@@ -99,7 +102,8 @@ class Batch(Reductions, Movements, PointToPoint):
 def fuse(collectives: Sequence[Collective]) -> list[Collective]:
     """Join neighbouring all-reduces of small tensors of one dtype and op into one each.
 
-    Ranks that write down the same calls fuse them alike, since it depends on their descriptions only.
+    Ranks that write down the same calls fuse them alike, since it depends on their descriptions
+    only.
 
     Raises:
         ConfigError: Some of them share memory.
@@ -140,7 +144,8 @@ def _check_apart(run: Sequence[Collective], collective: Collective) -> None:
         if any(overlap(x, y, exactly=True) for x in other.writes for y in touched):
             shapes = f"{list(other.shape or ())} and {list(collective.shape or ())}"
             msg = (
-                f"two neighbouring small all-reduces of a coalesced block share memory (shapes {shapes}): "
+                "two neighbouring small all-reduces of a coalesced block share memory (shapes "
+                f"{shapes}): "
                 "make them one after the other, in two blocks"
             )
             raise ConfigError(msg)

@@ -1,11 +1,13 @@
 """A group of ranks that communicate: what users call.
 
-The group checks and describes; its engine moves data. All members call the same operations in the same order, with the
-same shapes and dtypes; if they do not, every one of them raises the same MismatchError with the table of what each
-asked for. The tensor of a synchronous call holds the result when the call returns.
+The group checks and describes; its engine moves data. All members call the same operations in the
+same order, with the same shapes and dtypes; if they do not, every one of them raises the same
+MismatchError with the table of what each asked for. The tensor of a synchronous call holds the
+result when the call returns.
 
-On failure of any call: PeerLostError on every surviving member, at once, when a member dies; CommTimeout naming who has
-not come when the deadline passes (300 s, the first call 600 s); the tensors involved are then undefined.
+On failure of any call: PeerLostError on every surviving member, at once, when a member dies;
+CommTimeout naming who has not come when the deadline passes (300 s, the first call 600 s); the
+tensors involved are then undefined.
 
 The operations themselves are in `reductions`, `movements` and `point_to_point`.
 """
@@ -64,7 +66,8 @@ class Group(Reductions, Movements, PointToPoint):
         ranks: Global ranks of the members, in group order.
         names: Where descriptions are kept so that peers can read them.
         epoch: See the attribute.
-        name_prefix: Prefix of the names under which members of this group, and of no other one, meet in the store.
+        name_prefix: Prefix of the names under which members of this group, and of no other one,
+            meet in the store.
     """
 
     def __init__(
@@ -104,8 +107,9 @@ class Group(Reductions, Movements, PointToPoint):
         Args:
             context: Of this rank.
             transport: By which all ranks can be reached.
-            sum_order: Of ranks of several hosts: `rank` sums in the order of ranks, as inside of a host, so that results do not
-                depend on which ranks share one; `any` sums inside of each host first, which sends less.
+            sum_order: Of ranks of several hosts: `rank` sums in the order of ranks, as inside of a
+                host, so that results do not depend on which ranks share one; `any` sums inside of
+                each host first, which sends less.
         """
         if sum_order not in {"rank", "any"}:
             msg = f"expected sum_order 'rank' or 'any', found {sum_order!r}"
@@ -140,7 +144,8 @@ class Group(Reductions, Movements, PointToPoint):
         """Let `engine` take the tensors of its devices, such as a delegate to NCCL those on GPUs.
 
         Args:
-            engine: Of the same ranks; all members attach theirs. Groups made of this one later get one of their own.
+            engine: Of the same ranks; all members attach theirs. Groups made of this one later get
+                one of their own.
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
@@ -149,8 +154,8 @@ class Group(Reductions, Movements, PointToPoint):
         """A block in which operations are written down, to be started together at its end; see `braid.comm.api.batch`.
 
         Args:
-            steps_by: Who takes the steps. `StepsBy.WAITER` is for what will be waited for soon, where steps would only
-                take time from other work.
+            steps_by: Who takes the steps. `StepsBy.WAITER` is for what will be waited for soon,
+                where steps would only take time from other work.
         """
         self._check_open()
         return Batch(self, partial(self._launch, steps_by=steps_by))
@@ -175,8 +180,8 @@ class Group(Reductions, Movements, PointToPoint):
     ) -> Request:
         """Register `x` for an operation that will be started many times, on its own channel.
 
-        All members create their requests in the same order; after that they may start them in any order. On memory
-        from `empty` nothing is copied.
+        All members create their requests in the same order; after that they may start them in any
+        order. On memory from `empty` nothing is copied.
 
         Args:
             kind: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.
@@ -184,15 +189,22 @@ class Group(Reductions, Movements, PointToPoint):
             out: Where the result of the last three goes; contiguous, too.
             op: Reduction.
             root: Of a broadcast.
-            wire: Of an all_reduce. What a lossy format leaves out at one start is added at the next.
+            wire: Of an all_reduce. What a lossy format leaves out at one start is added at the
+                next.
 
         Cost: none; the first start compares what the members registered.
         """
         if kind not in PERSISTENT:
-            msg = f"expected kind out of {', '.join(PERSISTENT)} for a persistent request, found {kind!r}"
+            msg = (
+                f"expected kind out of {', '.join(PERSISTENT)} for a persistent request, found "
+                f"{kind!r}"
+            )
             raise ConfigError(msg)
         if wire is not None and kind != "all_reduce":
-            msg = f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts numbers on their way"
+            msg = (
+                f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts "
+                "numbers on their way"
+            )
             raise ConfigError(msg)
         with Batch(self, lambda _: []) as batch:  # writes the collective down, and starts nothing
             if kind == "all_reduce":
@@ -210,7 +222,8 @@ class Group(Reductions, Movements, PointToPoint):
         # an array that is read-only has been copied without anybody's doing
         if copied or collective.ins[0].data_ptr() != as_tensor(x).data_ptr():
             msg = (
-                f"a tensor registered for {kind} would have to be copied at every start: pass x.contiguous() on the "
+                f"a tensor registered for {kind} would have to be copied at every start: pass "
+                "x.contiguous() on the "
                 "group's device, and an out that does not overlap it"
             )
             raise ConfigError(msg)
@@ -265,7 +278,8 @@ class Group(Reductions, Movements, PointToPoint):
         whole = all(is_number(number) for number in (color or 0, key))
         if not whole or (color is not None and color < 0):
             msg = (
-                f"expected a color of at least 0 or None and a whole number as key, found {color!r} and {key!r} on rank "
+                "expected a color of at least 0 or None and a whole number as key, found "
+                f"{color!r} and {key!r} on rank "
                 f"{self.context.rank}"
             )
             raise ConfigError(msg)
@@ -288,7 +302,8 @@ class Group(Reductions, Movements, PointToPoint):
         """A new group of some members; only they call this, and they meet through `store`.
 
         Args:
-            ranks: Global ranks, this one among them, in the order of the new group; the same on all.
+            ranks: Global ranks, this one among them, in the order of the new group; the same on
+            all.
             store: Where they meet.
             name: Of the meeting: new for every group.
 
@@ -300,7 +315,8 @@ class Group(Reductions, Movements, PointToPoint):
         strangers = [rank for rank in ranks if rank not in self.ranks]
         if strangers or self.context.rank not in ranks or len(set(ranks)) < len(ranks):
             msg = (
-                f"expected different ranks out of {list(self.ranks)} with {self.context.rank} among them, found "
+                f"expected different ranks out of {list(self.ranks)} with {self.context.rank} "
+                "among them, found "
                 f"{list(ranks)}"
             )
             raise ConfigError(msg)
@@ -316,12 +332,14 @@ class Group(Reductions, Movements, PointToPoint):
     ) -> Group:
         """Go on with those that are left after a loss; every survivor calls it, and this process is not started anew.
 
-        What is under way in this group ends with StaleError, and so does whatever is asked of it later, its requests included; what was
-        sent but not received is gone. Groups that were made of it must each be rebuilt, too. Some survivors may have finished a step that
-        ended with an error on others: agree on the last complete one before going on.
+        What is under way in this group ends with StaleError, and so does whatever is asked of it
+        later, its requests included; what was sent but not received is gone. Groups that were made
+        of it must each be rebuilt, too. Some survivors may have finished a step that ended with an
+        error on others: agree on the last complete one before going on.
 
         Args:
-            survivors: Their global ranks, the same on all of them; agreed upon through the store when None.
+            survivors: Their global ranks, the same on all of them; agreed upon through the store
+            when None.
             timeout_s: Seconds to wait for the others.
 
         Returns:
@@ -330,12 +348,16 @@ class Group(Reductions, Movements, PointToPoint):
         Raises:
             CommTimeout: Some rank neither came nor died.
             PeerLostError: One of `survivors` is gone.
-            StaleError: The others have gone on without this rank, or the group has been rebuilt before.
+            StaleError: The others have gone on without this rank, or the group has been rebuilt
+                before.
 
         Cost: one meeting in the store; nothing is measured again.
         """
         if self._given_back and self._successor is not None:
-            msg = f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of it exists: use that one"
+            msg = (
+                f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of "
+                "it exists: use that one"
+            )
             raise StaleError(msg)
         name = f"{self._name_prefix}/{self.epoch}"
         self.abort(f"it is rebuilt, as epoch {self.epoch + 1}")
@@ -377,7 +399,8 @@ class Group(Reductions, Movements, PointToPoint):
     def close(self) -> None:
         """Give the group's memory back, but for 4 KiB; not a collective.
 
-        Members that still need this rank raise PeerLostError; what is under way here fails with StaleError.
+        Members that still need this rank raise PeerLostError; what is under way here fails with
+        StaleError.
         """
         if not self._given_back:
             self._given_back = True
@@ -434,7 +457,8 @@ class Group(Reductions, Movements, PointToPoint):
             self._check_algorithm(collective, engine)
         if collective.wire is not None and not engine.capabilities.wires:
             msg = (
-                f"wire={collective.wire!r} does not work for tensors that a backend of torch moves: leave wire out, "
+                f"wire={collective.wire!r} does not work for tensors that a backend of torch "
+                "moves: leave wire out, "
                 "and convert the tensor first"
             )
             raise ConfigError(msg)
@@ -445,7 +469,8 @@ class Group(Reductions, Movements, PointToPoint):
         if c.algorithm not in possible:
             msg = (
                 f"this group's engine cannot use algorithm {c.algorithm!r} here: choose one of "
-                f"{', '.join(possible) or 'none, it chooses itself'}, or see braid doctor for what the host does not permit"
+                f"{', '.join(possible) or 'none, it chooses itself'}, or see braid doctor for "
+                "what the host does not permit"
             )
             raise ConfigError(msg)
         if c.algorithm in PROGRAMS:

@@ -65,7 +65,8 @@ class Movements(Face):
             x: The same shape and dtype on all members.
             root: Group rank.
             async_op: Return a Work at once.
-            algorithm: staged or pulled instead of the choice by size (all operations of this class).
+            algorithm: staged or pulled instead of the choice by size (all operations of this
+            class).
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -134,8 +135,8 @@ class Movements(Face):
 
         Args:
             x: The same shape on all members, unless `out` is a sequence.
-            out: Where the result goes. A sequence with one tensor per member may have different sizes; all members
-                pass the same sizes.
+            out: Where the result goes. A sequence with one tensor per member may have different
+                sizes; all members pass the same sizes.
             async_op: Return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
@@ -154,7 +155,8 @@ class Movements(Face):
             widths = tuple(row.numel() for row in rows)
             if widths[self.rank] != flat.numel():
                 msg = (
-                    f"expected out[{self.rank}] to hold this rank's {flat.numel()} elements, found room for "
+                    f"expected out[{self.rank}] to hold this rank's {flat.numel()} elements, "
+                    "found room for "
                     f"{widths[self.rank]} (shape {list(out[self.rank].shape)})"
                 )
                 raise ConfigError(msg)
@@ -260,7 +262,8 @@ class Movements(Face):
         """Give each member its part of what member `root` has.
 
         Args:
-            x: On the root: a tensor whose dim 0 is cut into equal parts, or one tensor per member. Elsewhere nothing.
+            x: On the root: a tensor whose dim 0 is cut into equal parts, or one tensor per member.
+            Elsewhere nothing.
             root: Group rank.
             out: Where this member's part goes.
             async_op: Return a Work at once.
@@ -350,8 +353,10 @@ class Movements(Face):
         """Send part r to member r, and collect what the members sent here.
 
         Args:
-            x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no copy).
-            out: Where the result goes; with a sequence as `x` a sequence, too, whose sizes are what the others send.
+            x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no
+            copy).
+            out: Where the result goes; with a sequence as `x` a sequence, too, whose sizes are what
+            the others send.
             async_op: Return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
@@ -402,7 +407,8 @@ class Movements(Face):
         """A barrier with a short deadline, for finding out who is missing.
 
         Raises:
-            CommTimeout: On every rank that came, with all those that did not and where each was last.
+            CommTimeout: On every rank that came, with all those that did not and where each was
+                last.
         """
         self._submit(Collective("barrier", timeout_s=timeout_s))
 
@@ -442,7 +448,10 @@ class Movements(Face):
 
     def _refuse_elsewhere(self, x: object, name: str, root: int) -> None:
         if x is not None:
-            msg = f"expected {name} on the root only (group rank {root}), found one on group rank {self.rank}: pass None"
+            msg = (
+                f"expected {name} on the root only (group rank {root}), found one on group rank "
+                f"{self.rank}: pass None"
+            )
             raise ConfigError(msg)
 
 

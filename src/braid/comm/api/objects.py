@@ -1,13 +1,14 @@
 """Collectives of Python objects, of which no rank waits for one that could not be sent.
 
-Problem: torch's object collectives unpickle what other ranks send, so whoever can send runs code here; a typo in a
-configuration travels as silently as the configuration; and a rank whose object cannot be written raises alone, while the
-others wait for it until their deadline.
+Problem: torch's object collectives unpickle what other ranks send, so whoever can send runs code
+here; a typo in a configuration travels as silently as the configuration; and a rank whose object
+cannot be written raises alone, while the others wait for it until their deadline.
 
-Idea: None, bool, int, float, str, bytes, lists, tuples, sets and dictionaries of them travel as MessagePack and come back as
-they were (`plain_data`). Anything else raises and names its type and the place where it sits, unless the caller says
-`allow_pickle=True`, on both sides. A rank that raises takes part all the same: in place of the object it sends why there is
-none, so that whoever was to get it raises, too.
+Idea: None, bool, int, float, str, bytes, lists, tuples, sets and dictionaries of them travel as
+MessagePack and come back as they were (`plain_data`). Anything else raises and names its type and
+the place where it sits, unless the caller says `allow_pickle=True`, on both sides. A rank that
+raises takes part all the same: in place of the object it sends why there is none, so that whoever
+was to get it raises, too.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Objects:
 
     All members pass the same `allow_pickle`. Cost: two collectives, one for the sizes.
 
-    On failure: a member whose object is neither plain nor, with `allow_pickle`, can be pickled raises ConfigError, which names
-    the type and where it sits; those that were to get it raise CommError, which names the member's rank as well. The group
-    goes on.
+    On failure: a member whose object is neither plain nor, with `allow_pickle`, can be pickled
+    raises ConfigError, which names the type and where it sits; those that were to get it raise
+    CommError, which names the member's rank as well. The group goes on.
     """
 
     def __init__(self, group: Group) -> None:
@@ -122,8 +123,8 @@ class Objects:
             allow_pickle: Send and accept what is not plain.
 
         Raises:
-            ConfigError: On `root`, one of `objs` cannot be sent, then nobody gets any, or their number is wrong;
-                elsewhere, it came pickled.
+            ConfigError: On `root`, one of `objs` cannot be sent, then nobody gets any, or their
+                number is wrong; elsewhere, it came pickled.
             CommError: Elsewhere, one of those of `root` cannot be sent.
         """
         group = self._group
@@ -192,7 +193,8 @@ class _Packed(NamedTuple):
     """What a member sends.
 
     Attributes:
-        data: Length and bytes, padded to a power of two: few different shapes, so few different descriptions.
+        data: Length and bytes, padded to a power of two: few different shapes, so few different
+        descriptions.
         error: Why they are not those of its object.
     """
 

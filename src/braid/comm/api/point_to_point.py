@@ -49,7 +49,8 @@ class PointToPoint(Face):
     ) -> Any:
         """Send `x` to member `to`; returns when it may be changed, which for up to 256 KiB is at once.
 
-        Two members that send each other more than that at the same time must use `async_op` or `coalesce`.
+        Two members that send each other more than that at the same time must use `async_op` or
+        `coalesce`.
 
         Args:
             x: What is sent.
@@ -116,7 +117,10 @@ class PointToPoint(Face):
         if peer is not None:
             check_peer(peer, self.size, "destination" if kind == "send" else "source")
         if number == self.rank or (peer is None and self.size == 1):
-            msg = f"expected another member than oneself to {kind} with, found {number} on group rank {self.rank}"
+            msg = (
+                f"expected another member than oneself to {kind} with, found {number} on group "
+                f"rank {self.rank}"
+            )
             raise ConfigError(msg)
         if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
             msg = f"expected a tag of up to 61 bits, found {tag!r}"

@@ -1,16 +1,17 @@
 """Who is left after a loss: the survivors agree through the store, so that all of them go on with the same group.
 
-Problem: survivors notice a death at different times, and a second rank may die while they talk. If each went on with those it
-believes in, there would be two groups that wait for each other.
+Problem: survivors notice a death at different times, and a second rank may die while they talk. If
+each went on with those it believes in, there would be two groups that wait for each other.
 
-Idea: who comes leaves a word in the store, once, and with it whom it has lost. Whoever sees that all have come whom it does not know to be
-lost proposes as many of them as have not lost each other; the first proposal is the decision, for everybody (`Store.compare_set`). Of
-two ranks that both live but cannot reach each other any more the later one is left out. A decision may name a rank that died a
-moment ago: the new group finds that out as any group does, and is rebuilt. A rank that is not in it goes no further: the others
-have gone on without it.
+Idea: who comes leaves a word in the store, once, and with it whom it has lost. Whoever sees that
+all have come whom it does not know to be lost proposes as many of them as have not lost each other;
+the first proposal is the decision, for everybody (`Store.compare_set`). Of two ranks that both live
+but cannot reach each other any more the later one is left out. A decision may name a rank that died
+a moment ago: the new group finds that out as any group does, and is rebuilt. A rank that is not in
+it goes no further: the others have gone on without it.
 
-Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication capability" (2013), sec. 4, with
-the store in place of an agreement over messages.
+Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication
+capability" (2013), sec. 4, with the store in place of an agreement over messages.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def meet_survivors(
     if survivors is not None:
         strangers = [rank for rank in survivors if rank not in ranks]
         if strangers or context.rank not in survivors:
-            msg = f"expected survivors out of ranks {list(ranks)} with {context.rank} among them, found {list(survivors)}"
+            msg = (
+                f"expected survivors out of ranks {list(ranks)} with {context.rank} among them, "
+                f"found {list(survivors)}"
+            )
             raise ConfigError(msg)
         topic = f"rebuild/{name}/of {sorted(set(survivors))}"
         ranks = [rank for rank in ranks if rank in set(survivors)]
@@ -74,13 +78,15 @@ def meet_survivors(
         if context.clock.now_ns() > deadline_ns:
             missing = [r for r in ranks if not context.store.check([f"{topic}/{r}"])]
             msg = (
-                f"expected all survivors of ranks {list(ranks)} to rebuild the group within {timeout_s:g} s, found that ranks "
+                f"expected all survivors of ranks {list(ranks)} to rebuild the group within "
+                f"{timeout_s:g} s, found that ranks "
                 f"{missing} have neither come nor died: every survivor calls rebuild()"
             )
             raise CommTimeout(msg)
     if context.rank not in decided:
         msg = (
-            f"expected rank {context.rank} among the survivors of ranks {list(ranks)}, found that the others have gone on "
+            f"expected rank {context.rank} among the survivors of ranks {list(ranks)}, found that "
+            "the others have gone on "
             f"as {decided}: they took this process for lost; end it"
         )
         raise StaleError(msg)
@@ -97,7 +103,10 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
         health.collect()
         lost = [r for r in missing if r in health.lost]
         if agreed and lost:
-            msg = f"expected rank {lost[0]} among the survivors, found that it {health.lost[lost[0]].reason}: leave it out"
+            msg = (
+                f"expected rank {lost[0]} among the survivors, found that it "
+                f"{health.lost[lost[0]].reason}: leave it out"
+            )
             raise PeerLostError(msg, rank=lost[0])
         awaited = [r for r in missing if r not in lost]
         if awaited:

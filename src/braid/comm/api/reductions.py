@@ -33,12 +33,13 @@ X = TypeVar("X", bound=Data)
 class Reductions(Face):
     """all_reduce, reduce, reduce_scatter, scan; the sums are taken in the order of ranks.
 
-    Of several hosts with several ranks each, a large all_reduce sums inside of each host first, unless the group of all ranks was
-    made with `sum_order="rank"`: the same bits on all ranks either way, but not those of one process.
+    Of several hosts with several ranks each, a large all_reduce sums inside of each host first,
+    unless the group of all ranks was made with `sum_order="rank"`: the same bits on all ranks
+    either way, but not those of one process.
 
-    Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers and bool. For bool, sum
-    and max are "or", product and min are "and". Complex numbers take sum, avg and product. 16-bit floats are summed
-    in 32 bits and rounded once.
+    Reductions are sum, avg (integers truncate), product, min, max, and band, bor, bxor for integers
+    and bool. For bool, sum and max are "or", product and min are "and". Complex numbers take sum,
+    avg and product. 16-bit floats are summed in 32 bits and rounded once.
     """
 
     @overload
@@ -83,10 +84,12 @@ class Reductions(Face):
             op: See the class.
             out: Where the result goes, if `x` is to stay as it is.
             async_op: Return at once; the progress thread carries it out.
-            wire: Format in which float32 numbers cross the network between hosts, such as bf16, int8 or topk:0.01 (see
-                `braid.comm.formats`); inside of a host, where nothing is sent, it changes nothing. Sums are then taken inside of each
-                host first, whatever the group's order.
-            algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice by size.
+            wire: Format in which float32 numbers cross the network between hosts, such as bf16,
+                int8 or topk:0.01 (see `braid.comm.formats`); inside of a host, where nothing is
+                sent, it changes nothing. Sums are then taken inside of each host first, whatever
+                the group's order.
+            algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice
+            by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -96,8 +99,8 @@ class Reductions(Face):
             ConfigError: Unknown op or algorithm, or a tensor that cannot be reduced.
             MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
-        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.algorithms.all_reduce`; between h hosts 2 (h-1)/h l bytes a
-            host, see `braid.comm.algorithms.hierarchical`.
+        Cost: a + (n+1) l b for little data or two ranks, see `braid.comm.algorithms.all_reduce`;
+            between h hosts 2 (h-1)/h l bytes a host, see `braid.comm.algorithms.hierarchical`.
         """
         if wire is not None and not isinstance(wire, str):
             msg = f"expected the name of a wire format, such as 'bf16', found {wire!r}"  # type: ignore[unreachable]
@@ -175,7 +178,8 @@ class Reductions(Face):
             x: The same shape and dtype on all members.
             root: Group rank.
             op: See the class.
-            out: On the root: where the result goes, if `x` is to stay as it is. Not looked at elsewhere.
+            out: On the root: where the result goes, if `x` is to stay as it is. Not looked at
+            elsewhere.
             async_op: Return a Work at once.
             algorithm: staged or pulled instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
@@ -253,8 +257,8 @@ class Reductions(Face):
         """Reduce all members' `x` and keep the part that belongs to this member.
 
         Args:
-            x: A tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes and dtype on all
-                members. Stays as it is, unless `out` is a part of it.
+            x: A tensor whose dim 0 is cut into equal parts, or one tensor per member; the same
+                shapes and dtype on all members. Stays as it is, unless `out` is a part of it.
             op: See the class.
             out: Where this member's part goes; a new tensor when None.
             async_op: Return a Work at once.
@@ -265,8 +269,8 @@ class Reductions(Face):
             This member's part (`out`, if it was given), or with `async_op` the Work to wait for.
 
         Raises:
-            ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor per member.
-            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+            ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor
+            per member. MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Shape:
             x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
@@ -319,7 +323,8 @@ class Reductions(Face):
         Args:
             x: The same shape on all members; stays as it is.
             op: See the class.
-            exclusive: Without this member's own; member 0 gets the identity (sum, product, bor, bxor only).
+            exclusive: Without this member's own; member 0 gets the identity (sum, product, bor,
+            bxor only).
             out: Where the result goes; a new tensor when None.
             timeout_s: Seconds until CommTimeout.
 
@@ -327,8 +332,8 @@ class Reductions(Face):
             `out`, or a new tensor like `x`.
 
         Raises:
-            ConfigError: Unknown op, a tensor that cannot be reduced, or `exclusive` with an op that has no identity.
-            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+            ConfigError: Unknown op, a tensor that cannot be reduced, or `exclusive` with an op that
+            has no identity. MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Cost: a + (n+1) l b.
         """

@@ -1,8 +1,9 @@
 """Persistent requests: an operation that is described once and started many times (as in MPI-4).
 
-A gradient bucket takes part in the same all-reduce every step. Its request owns a channel, so it can be started as soon
-as its gradients are there, whatever the order in which other ranks start theirs. Starting publishes this rank's part and
-takes whatever steps are possible; nothing blocks until `Work.wait()`.
+A gradient bucket takes part in the same all-reduce every step. Its request owns a channel, so it
+can be started as soon as its gradients are there, whatever the order in which other ranks start
+theirs. Starting publishes this rank's part and takes whatever steps are possible; nothing blocks
+until `Work.wait()`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ MAX_SCALES = 64  # factors whose descriptions are kept
 class Numbers:
     """Numbers of a group's requests, equal on all members; a group has a limited number of channels.
 
-    The next number depends on which requests there are, not on how they came and went: that may be one member's own
-    business. So is when an object dies: requests that nobody holds any more are only noted (`lost`), until the members
-    have agreed on them (`reclaim`).
+    The next number depends on which requests there are, not on how they came and went: that may be
+    one member's own business. So is when an object dies: requests that nobody holds any more are
+    only noted (`lost`), until the members have agreed on them (`reclaim`).
     """
 
     def __init__(self) -> None:
@@ -99,9 +100,10 @@ class Request:
         """Begin once more; the tensors belong to the request until the Work is done.
 
         Args:
-            scale: Factor for the result, applied once while it is in the cache; the same on all members.
-            steps_by: Who takes the steps. With `StepsBy.WAITER` a tensor in memory that all members share is offered at
-                once all the same, so that whoever comes early can do the work.
+            scale: Factor for the result, applied once while it is in the cache; the same on all
+            members.
+            steps_by: Who takes the steps. With `StepsBy.WAITER` a tensor in memory that all members
+                share is offered at once all the same, so that whoever comes early can do the work.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired.
@@ -121,9 +123,10 @@ class Request:
         """What a lossy wire format has left out here and will add at the next start; None where nothing can be.
 
         Returns:
-            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It counts as part of this
-            rank's own numbers: added to them at some start, after `reset_residual`, it makes up for what was left out,
-            on whatever ranks and hosts that is. (Of requests that are started without a scale.)
+            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It
+            counts as part of this rank's own numbers: added to them at some start, after
+            `reset_residual`, it makes up for what was left out, on whatever ranks and hosts that
+            is. (Of requests that are started without a scale.)
         """
         return self._request.residual()
 
@@ -155,7 +158,8 @@ class Request:
             msg = f"{self!r} has been retired: make another request"
         else:
             msg = (
-                f"request {self._number} ({self._collective.text}) is busy, its last start is under way: "
+                f"request {self._number} ({self._collective.text}) is busy, its last start is "
+                "under way: "
                 "wait for the Work that start() returned"
             )
         raise StaleError(msg)
@@ -165,7 +169,8 @@ class Request:
         reduces = kind in {"all_reduce", "reduce_scatter"}
         if not reduces or not (dtype.is_floating_point or dtype.is_complex):
             msg = (
-                f"scale={scale!r} works for all_reduce or reduce_scatter of floating-point numbers only, not for "
+                f"scale={scale!r} works for all_reduce or reduce_scatter of floating-point "
+                "numbers only, not for "
                 f"{self._collective.text}: leave it out, and multiply the result"
             )
             raise ConfigError(msg)

@@ -1,26 +1,28 @@
 """One cache line per (rank, channel): counter, what is asked for, where the data lies.
 
-A channel is a sequence of *steps* that all members of a group take in the same order. In each step a rank publishes
-one line and waits for the others' lines; nothing else is ever exchanged, and that does flow control, mismatch check
-and registration at once:
+A channel is a sequence of *steps* that all members of a group take in the same order. In each step
+a rank publishes one line and waits for the others' lines; nothing else is ever exchanged, and that
+does flow control, mismatch check and registration at once:
 
     word   0         1        2 3 4                    5 6 7
            counter   claims   even step:               odd step:
                               digest  block  site      digest  block  site
 
-All words have one writer, the owner of the line, but for `claims` on the line of member 0: there members that share memory count who
-does what (`claims`).
+All words have one writer, the owner of the line, but for `claims` on the line of member 0: there
+members that share memory count who does what (`claims`).
 
-`digest` stands for the text of the operation, `block` for the place in the owner's arena where this step's data
-lies (staging slot or registered tensor, peers do not care which), `site` for the line of the program that asked.
+`digest` stands for the text of the operation, `block` for the place in the owner's arena where this
+step's data lies (staging slot or registered tensor, peers do not care which), `site` for the line
+of the program that asked.
 
-Why two entries and two staging slots are enough. Let a rank be about to publish step v. It has completed step v-1,
-in which it waited for every peer to publish v-1 (`exchange`). A peer publishes v-1 only after it has finished step v-2,
-reads included. So nobody still needs what was published in step v-2, which is what step v overwrites. Algorithms that
-do not wait for all peers in a step call `settle()` before they write.
+Why two entries and two staging slots are enough. Let a rank be about to publish step v. It has
+completed step v-1, in which it waited for every peer to publish v-1 (`exchange`). A peer publishes
+v-1 only after it has finished step v-2, reads included. So nobody still needs what was published in
+step v-2, which is what step v overwrites. Algorithms that do not wait for all peers in a step call
+`settle()` before they write.
 
-Several requests may be under way at once, each on its own channel; order matters inside a channel only. Where the lines
-lie is the business of `pages`.
+Several requests may be under way at once, each on its own channel; order matters inside a channel
+only. Where the lines lie is the business of `pages`.
 """
 
 from __future__ import annotations
@@ -98,8 +100,10 @@ class Channel:
         size: Number of members.
         ranks: Global ranks of the members.
         others: Group ranks of the others.
-        successors: The same, each rank beginning with its successor, so that no source is read by all at once.
-        shares: Whether peers may be able to read tensors where they lie, so that offering them makes sense.
+        successors: The same, each rank beginning with its successor, so that no source is read by
+        all at once.
+        shares: Whether peers may be able to read tensors where they lie, so that offering them
+        makes sense.
         chunk_bytes: Size of the pieces in which a large tensor goes through slots.
         value: Last step that this rank has published.
         digest: Digest of the operation under way; set by the group.
@@ -200,7 +204,8 @@ class Channel:
 
         Args:
             audience: Who shall see it; everybody, with what has been staged, when None.
-            waking: Otherwise who shares memory may see it, but nobody is woken or sent anything before `wake`.
+            waking: Otherwise who shares memory may see it, but nobody is woken or sent anything
+                before `wake`.
         """
         value = self.value + 1
         line, own = self._own_line, self.own
@@ -233,8 +238,9 @@ class Channel:
 
         Args:
             meanwhile: Called between publishing and waiting, for work that concerns this rank only.
-            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go on at once; nobody is woken before it
-                does: whoever is woken takes a core from those who compute.
+            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go
+                on at once; nobody is woken before it does: whoever is woken takes a core from those
+                who compute.
 
         Raises:
             Disagreement: Some member asked for something else.
@@ -273,7 +279,8 @@ class Channel:
     def require_members(self) -> Steps:
         """Before members' memory is written to: wait for ever, which ends with the reason, if one takes no further part.
 
-        Its memory may be something else by now. For operations in which all members wait for the next step of this rank.
+        Its memory may be something else by now. For operations in which all members wait for the
+        next step of this rank.
         """
         while (member := self._pages.stopped_member()) is not None:
             never = self.value + 2  # nobody takes that step before this rank takes the next

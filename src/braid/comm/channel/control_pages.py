@@ -1,7 +1,7 @@
 """A group's window on shared memory: the pages of control lines of all members, and who still takes part.
 
-Lines (see `channel`) lie in pages in the owner's arena, which grow by themselves: page k holds 64 * 4^k lines. Line 0 of page
-0 is the directory:
+Lines (see `channel`) lie in pages in the owner's arena, which grow by themselves: page k holds 64 *
+4^k lines. Line 0 of page 0 is the directory:
 
     word   0 .. 4                 5                     6       7
            places of pages 0..4   state | channel << 8  value   digest of the reason
@@ -41,15 +41,16 @@ class State(NamedTuple):
 class ControlPages:
     """A group's window on the transport: the pages of control lines of all members.
 
-    Channel 0 carries the group's collectives; then come n channels for sending, n for acknowledging, and one for each
-    persistent request.
+    Channel 0 carries the group's collectives; then come n channels for sending, n for
+    acknowledging, and one for each persistent request.
 
     Args:
         transport: Transport of this rank.
         ranks: Global ranks of the members.
         group_rank: This rank's index among them.
         pages: Place of each member's page 0, own included, as its arena's words.
-        retired: Closed ports of this rank whose memory a member may still read; shared by its groups.
+        retired: Closed ports of this rank whose memory a member may still read; shared by its
+            groups.
     """
 
     channel_type: type[Channel] = Channel  # the explorer records with its own
@@ -69,7 +70,8 @@ class ControlPages:
         self.shares = transport.shares_with(ranks)
         self.rank = group_rank
         self.size = len(ranks)
-        # for traces: equal on all members, another for every group, since no two first pages lie in one place
+        # for traces: equal on all members, another for every group, since no two first pages lie in
+        # one place
         self.number = text_digest(f"{ranks} {pages[0]}") & 0xFFFFFFFF
         self.end_reason = ""  # why this rank takes no further part
         self.abort_reason = ""  # why the program has given the group up, whatever stopped it before
@@ -227,7 +229,8 @@ class ControlPages:
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         word, nbytes = (page.word, page.nbytes) if page is not None else (0, 0)
         audience = self.transport.audience(others)
-        # lines of a new page are written long before a slow peer has it: what they say must come after their data
+        # lines of a new page are written long before a slow peer has it: what they say must come
+        # after their data
         self.transport.publish(audience, self._pages[self.rank], word, nbytes, changes=True)
 
 

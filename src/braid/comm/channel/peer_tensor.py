@@ -1,8 +1,8 @@
 """A peer's tensor, as the algorithms read it: in shared memory in place, in private memory by a copy of the kernel.
 
-A step's line holds one word that says where the owner's data lies: a place in its arena, or, with the highest bit set, an
-address in its private memory (`transport.pull`). Algorithms that only read do not care which; those that store into
-peers' tensors need the arena.
+A step's line holds one word that says where the owner's data lies: a place in its arena, or, with
+the highest bit set, an address in its private memory (`transport.pull`). Algorithms that only read
+do not care which; those that store into peers' tensors need the arena.
 """
 
 from __future__ import annotations

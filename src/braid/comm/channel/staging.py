@@ -1,7 +1,7 @@
 """What a rank shows with the next step of a channel: a slot that it has filled, or a place of its memory.
 
-Slots are two, used in turn; `channel` says why that is enough. They grow as needed and are kept, as are the tensors that look at them: a small
-collective spends most of its time on such things.
+Slots are two, used in turn; `channel` says why that is enough. They grow as needed and are kept, as
+are the tensors that look at them: a small collective spends most of its time on such things.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Staging:
     Args:
         transport: This rank's end of it.
         others: Group ranks of the others.
-        shares: Whether they may be able to read tensors where they lie, so that offering them makes sense.
+        shares: Whether they may be able to read tensors where they lie, so that offering them makes
+            sense.
 
     Attributes:
         parity: Of the next step: which slot is to be filled.
@@ -115,7 +116,8 @@ class Staging:
 
         Args:
             x: Contiguous; stays as it is until a later step has told that everyone has read it.
-            private: Whether memory outside the arena is offered, too, by its address; it can be read only.
+            private: Whether memory outside the arena is offered, too, by its address; it can be
+                read only.
         """
         self.expose_address(self.locate(x, private=private))
 

@@ -1,10 +1,12 @@
 """Slots of which members know the places after one step, so that several steps can be under way at once.
 
-Problem: a channel's own slots are two, and a step may begin only when everybody has finished the last but one. That suits memory,
-where a step takes microseconds. On a network the next chunk must leave while the last one is still on its way.
+Problem: a channel's own slots are two, and a step may begin only when everybody has finished the
+last but one. That suits memory, where a step takes microseconds. On a network the next chunk must
+leave while the last one is still on its way.
 
-Idea: the first step says where a member's window lies; from then on a step only counts, and says nothing of places. What lies in
-which part of the window, and when it may be written again, is the algorithm's business.
+Idea: the first step says where a member's window lies; from then on a step only counts, and says
+nothing of places. What lies in which part of the window, and when it may be written again, is the
+algorithm's business.
 """
 
 from __future__ import annotations

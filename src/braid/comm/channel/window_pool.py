@@ -1,9 +1,11 @@
 """Memory for windows, lent while an operation is under way: many requests, few of which are ever under way at once, share it.
 
-Problem: a window of some MiB for each persistent request would take more memory than the gradients themselves.
+Problem: a window of some MiB for each persistent request would take more memory than the gradients
+themselves.
 
-Idea: whoever ends an operation takes one more step that nobody waits for. Its window may be lent again, to whatever comes next, as soon as
-all members have taken theirs: then nobody reads it any more. Looking is cheap, and done when a window is needed.
+Idea: whoever ends an operation takes one more step that nobody waits for. Its window may be lent
+again, to whatever comes next, as soon as all members have taken theirs: then nobody reads it any
+more. Looking is cheap, and done when a window is needed.
 """
 
 from __future__ import annotations

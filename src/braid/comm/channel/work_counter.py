@@ -1,15 +1,16 @@
 """Who does which block of a work that any member could do: whoever has time for it.
 
-Problem: with a fixed share for each member, all of them wait for the slowest: one that came late, or whose core somebody else uses, too.
+Problem: with a fixed share for each member, all of them wait for the slowest: one that came late,
+or whose core somebody else uses, too.
 
-Idea: blocks are numbered, and a counter says which is the next; whoever is free adds one to it, in one instruction that nobody can get in between,
-and does the block whose number was there.
+Idea: blocks are numbered, and a counter says which is the next; whoever is free adds one to it, in
+one instruction that nobody can get in between, and does the block whose number was there.
 
     member 0, late       ........................ 4 6 |
     member 1             0 1 2 3 . . . . . . . .  5 7 |
 
-Every member adds one more than it finds blocks, when there are none left. So a work of b blocks moves the counter by b + n, the next begins
-there, and nobody has to set it back.
+Every member adds one more than it finds blocks, when there are none left. So a work of b blocks
+moves the counter by b + n, the next begins there, and nobody has to set it back.
 
 Source: Tang and Yew, "Processor Self-Scheduling for Multiple-Nested Parallel Loops" (1986).
 """

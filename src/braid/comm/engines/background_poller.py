@@ -1,19 +1,21 @@
 """Takes the steps of operations that nobody waits for, without a thread in anybody's way.
 
-Problem: an asynchronous operation promises to go on while the caller does something else. Handing each one to the progress
-thread keeps the promise, but two threads of one interpreter that share a core take longer to hand over a KiB than Gloo
-takes to send it; and most asynchronous calls of torch (functional collectives, tensor parallel layers, messages of
-pipelines) are waited for at once.
+Problem: an asynchronous operation promises to go on while the caller does something else. Handing
+each one to the progress thread keeps the promise, but two threads of one interpreter that share a
+core take longer to hand over a KiB than Gloo takes to send it; and most asynchronous calls of torch
+(functional collectives, tensor parallel layers, messages of pipelines) are waited for at once.
 
-Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the others. A thread comes
-by every millisecond while anything is under way, takes the steps that have become possible since, and calls back. It has
-nothing to do for operations that are waited for sooner than that, and ends when it has not been needed for a while.
+Idea: the caller starts the operation and takes the steps that are possible; whoever waits takes the
+others. A thread comes by every millisecond while anything is under way, takes the steps that have
+become possible since, and calls back. It has nothing to do for operations that are waited for
+sooner than that, and ends when it has not been needed for a while.
 
-What is started inside backward is waited for at its end. On a host without spare cores every step before that takes time
-from the computation that all ranks wait for: such operations are polled rarely, and not in the round after their start.
+What is started inside backward is waited for at its end. On a host without spare cores every step
+before that takes time from the computation that all ranks wait for: such operations are polled
+rarely, and not in the round after their start.
 
-This is not the progress thread (`progress`): callbacks here are the program's and may wait for other operations, which the
-thread that carries operations out must never do.
+This is not the progress thread (`progress`): callbacks here are the program's and may wait for
+other operations, which the thread that carries operations out must never do.
 """
 
 from __future__ import annotations

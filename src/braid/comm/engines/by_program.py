@@ -1,7 +1,8 @@
 """Carries out a collective by a program of `schedule.collective` that the caller names.
 
-The algorithms of the engine's own choice work on the caller's tensors; a program works on one flat buffer that holds the
-parts of all members. This module makes that buffer, runs the program and copies the results out.
+The algorithms of the engine's own choice work on the caller's tensors; a program works on one flat
+buffer that holds the parts of all members. This module makes that buffer, runs the program and
+copies the results out.
 """
 
 from __future__ import annotations

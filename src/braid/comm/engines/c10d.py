@@ -1,14 +1,16 @@
 """Collectives through a process group of torch: NCCL on GPUs, Gloo and MPI where they serve better.
 
-Problem: c10d backends have no way to say what is wrong. Ranks that ask for different things hang or abort; a death shows as
-"Connection reset by peer" or not at all.
+Problem: c10d backends have no way to say what is wrong. Ranks that ask for different things hang or
+abort; a death shows as "Connection reset by peer" or not at all.
 
-Idea: the backend moves the data, braid keeps the words. What each rank asks for travels through the job's store: the first
-time that a description is used, and at every call in `checked` mode, all ranks compare before the backend sees the call; and
-when a call times out, all look up what the others asked for last. Deaths come from whoever tells `Health`. What the
-backend still cannot do is in its `capabilities`.
+Idea: the backend moves the data, braid keeps the words. What each rank asks for travels through the
+job's store: the first time that a description is used, and at every call in `checked` mode, all
+ranks compare before the backend sees the call; and when a call times out, all look up what the
+others asked for last. Deaths come from whoever tells `Health`. What the backend still cannot do is
+in its `capabilities`.
 
-A collective is a generator again; it yields works of torch, which are waited for one after the other.
+A collective is a generator again; it yields works of torch, which are waited for one after the
+other.
 """
 
 from __future__ import annotations
@@ -232,7 +234,10 @@ class C10dEngine:
         if len({a.text for a in asked}) > 1:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        msg = f"expected {c.text} to end, found that {self._group.name()} failed on rank {self._context.rank}: {text}"
+        msg = (
+            f"expected {c.text} to end, found that {self._group.name()} failed on rank "
+            f"{self._context.rank}: {text}"
+        )
         return CommTimeout(msg) if "imed out" in text else CommError(msg)
 
     def _compare(self, c: Collective) -> None:
@@ -275,7 +280,8 @@ class C10dEngine:
         asked = [Asked(rank, text, "") for rank, text in sorted(self._last_asked().items())]
         table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
         return CommTimeout(
-            f"expected all ranks in {c.text} within {c.timeout_s:g} s, found no word from ranks {missing}\n{table}"
+            f"expected all ranks in {c.text} within {c.timeout_s:g} s, found no word from ranks "
+            f"{missing}\n{table}"
         )
 
     def _last_asked(self) -> dict[int, str]:

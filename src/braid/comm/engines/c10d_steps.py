@@ -1,7 +1,8 @@
 """Each collective in terms of what a c10d backend has: generators of torch's works.
 
-Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. What they lack is made of what they have:
-moves travel as bytes; an average is a sum and a division; ragged parts go from rank to rank; a scan is a gather and a sum.
+Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. What they lack is
+made of what they have: moves travel as bytes; an average is a sum and a division; ragged parts go
+from rank to rank; a scan is a gather and a sum.
 """
 
 from __future__ import annotations

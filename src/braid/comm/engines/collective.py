@@ -1,12 +1,13 @@
 """The record of one collective, and its description: the text and digest that the members of a group compare.
 
-A `Group` makes one `Collective` per call: what is asked for, the flat tensors that it works on, and how the caller wants
-it carried out. The `Describer` adds the text that users read, the digest that ranks compare, and the line of the program
-that made the call. The engine gets the same record; nothing is copied into another one on the way.
+A `Group` makes one `Collective` per call: what is asked for, the flat tensors that it works on, and
+how the caller wants it carried out. The `Describer` adds the text that users read, the digest that
+ranks compare, and the line of the program that made the call. The engine gets the same record;
+nothing is copied into another one on the way.
 
-When digests differ, ranks look up each other's texts. So each description is entered into this rank's name table, which
-peers can read, when it is first used. Both ends of a message share a digest, but each user reads its own end:
-`send(float32[4], to rank 2)`.
+When digests differ, ranks look up each other's texts. So each description is entered into this
+rank's name table, which peers can read, when it is first used. Both ends of a message share a
+digest, but each user reads its own end: `send(float32[4], to rank 2)`.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class Collective:
         widths: Number of elements of each part, where parts differ and all ranks know the sizes.
         exclusive: Whether a scan leaves out the rank's own numbers.
         wire: Format in which numbers cross a network, None for their own.
-        ins: Flat tensors that are read; parts for several members lie one after the other in one tensor.
+        ins: Flat tensors that are read; parts for several members lie one after the other in one
+        tensor.
         outs: Flat tensors that are written: one, or one per member.
-        part_widths: Number of elements of each part of `ins[0]`; None where all are equal or there are none.
+        part_widths: Number of elements of each part of `ins[0]`; None where all are equal or there
+        are none.
         nbytes: Size in bytes of the largest full buffer.
         tag: Tag of a message.
-        source: List to which the sender's group rank is appended when a message from any member arrives.
+        source: List to which the sender's group rank is appended when a message from any member
+        arrives.
         copies: Copies between the caller's tensors and the flat ones; None if there are none.
         result: What the caller gets when the operation is done.
         reads: The caller's tensors that an all-reduce reads, for `Batch`.

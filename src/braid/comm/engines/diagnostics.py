@@ -1,7 +1,8 @@
 """What to say when ranks ask for different things, or when one does not come.
 
-The texts are made from what the members have published in shared memory (their last lines and name tables), so no rank
-has to cooperate: a rank that is stuck, or dead, still says what it last asked for.
+The texts are made from what the members have published in shared memory (their last lines and name
+tables), so no rank has to cooperate: a rank that is stuck, or dead, still says what it last asked
+for.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
         text = answer.text or "has not come"
         lines.append(f"  rank {answer.rank}  {text:<{width}}{where}{mark}".rstrip())
     lines.append(
-        "make all ranks call the same collectives, with the same shapes and dtypes, in the same order"
+        "make all ranks call the same collectives, with the same shapes and dtypes, in the same "
+        "order"
     )
     return "\n".join(lines)
 
@@ -81,7 +83,10 @@ def timeout_text(
     if pages.carries_messages(channel.index):
         return _message_timeout(pages, channel, operation, timeout_s, awaited)
     lines = [
-        f"expected all ranks in {operation} within {timeout_s:g} s, found rank {pages.ranks[pages.rank]} waiting for"
+        (
+            f"expected all ranks in {operation} within {timeout_s:g} s, found rank "
+            f"{pages.ranks[pages.rank]} waiting for"
+        )
     ]
     for member in channel.others:
         counter = channel.counter(member)
@@ -103,7 +108,10 @@ def _message_timeout(
     pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
 ) -> str:
     lines = [
-        f"expected {operation} to end within {timeout_s:g} s, found rank {pages.ranks[pages.rank]} waiting for"
+        (
+            f"expected {operation} to end within {timeout_s:g} s, found rank "
+            f"{pages.ranks[pages.rank]} waiting for"
+        )
     ]
     for member in awaited:
         if channel.index == pages.sending_index(pages.rank):  # of what is sent to this rank
@@ -114,6 +122,7 @@ def _message_timeout(
             what = "has not received it"
         lines.append(f"  rank {pages.ranks[member]}  {what}".rstrip())
     lines.append(
-        "see where those ranks are, whether both ends use the same tag and group, or raise timeout_s"
+        "see where those ranks are, whether both ends use the same tag and group, or raise "
+        "timeout_s"
     )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The seam between a group and the ways of moving data.
 
-A `Group` hands each `Collective` to an `Engine`: `SharedMemoryEngine` carries it out in memory that is shared or mirrored,
-`C10dEngine` through a process group of torch.
+A `Group` hands each `Collective` to an `Engine`: `SharedMemoryEngine` carries it out in memory that
+is shared or mirrored, `C10dEngine` through a process group of torch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class Capabilities(NamedTuple):
     """What an engine does beyond moving data; the conformance suite asks.
 
     Attributes:
-        rank_order: Sums are in the order of ranks, those of 16-bit floats in 32 bits: the same bits on all ranks and in
-            one process.
+        rank_order: Sums are in the order of ranks, those of 16-bit floats in 32 bits: the same bits
+            on all ranks and in one process.
         requests_any_order: Persistent requests may start in another order on every rank.
-        messages_checked: A message or part of another size than was expected is an error on all ranks alike.
-        eager_messages: A small message is sent when `send` returns, whether or not its receiver has come.
+        messages_checked: A message or part of another size than was expected is an error on all
+        ranks alike.
+        eager_messages: A small message is sent when `send` returns, whether or not its receiver has
+        come.
         algorithms: Names that `algorithm=` takes.
         adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
         wires: Numbers can cross a network in another format than their own.

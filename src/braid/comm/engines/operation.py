@@ -1,8 +1,9 @@
 """One collective under way on this rank: the steps to take, the wait that blocks them, its deadline and its errors.
 
-An `Operation` holds the generator of an algorithm and the `Wait` that it stands at, and turns whatever stops it into the
-error that the user sees. Who takes the steps is decided by `Progress`. The operation of a persistent request lives as
-long as the request and is restarted; any other operation is used once.
+An `Operation` holds the generator of an algorithm and the `Wait` that it stands at, and turns
+whatever stops it into the error that the user sees. Who takes the steps is decided by `Progress`.
+The operation of a persistent request lives as long as the request and is restarted; any other
+operation is used once.
 """
 
 from __future__ import annotations
@@ -122,8 +123,9 @@ class Operation:
         """Go on as far as possible without waiting; True when the operation has ended, well or badly.
 
         Args:
-            in_turn: Wait for another thread that is taking steps, instead of leaving them to it. A thread that waits does:
-                a loop that polled again and again would keep the interpreter from the other thread.
+            in_turn: Wait for another thread that is taking steps, instead of leaving them to it. A
+                thread that waits does: a loop that polled again and again would keep the
+                interpreter from the other thread.
             until_wait: Stop at the first wait, whether or not it is over.
         """
         if torch.is_inference_mode_enabled():
@@ -268,7 +270,8 @@ class Operation:
         with self._lock:
             if self.done:
                 return
-            # a stopped peer may store into these tensors when it goes on: they live as long as the group
+            # a stopped peer may store into these tensors when it goes on: they live as long as the
+            # group
             self.pages.pinned.append((self._steps, self._collective.outs))
             self.error = self._explain(exc)
             if isinstance(self.error, MismatchError):

@@ -1,14 +1,16 @@
 """Who takes the steps of operations: the thread that waits, for everything that has been started, and one thread for the rest.
 
-A started operation needs this rank's steps even while the rank waits for something else. If rank 0 waited for bucket A
-and rank 1 for bucket B, and each advanced only what it waits for, neither would end (MPI calls this the progress rule).
-So a thread that waits takes the steps of every started operation as they become possible.
+A started operation needs this rank's steps even while the rank waits for something else. If rank 0
+waited for bucket A and rank 1 for bucket B, and each advanced only what it waits for, neither would
+end (MPI calls this the progress rule). So a thread that waits takes the steps of every started
+operation as they become possible.
 
-`StepsBy.THREAD` hands an operation to the progress thread. Operations of one channel are carried out in the order in
-which they were started; those of different channels advance independently, so a late one blocks no other. An operation
-that is started in the background behind one of the program's threads is left to the thread, together with what it stands
-behind. The progress thread exists only while something is under way; while it runs, the interpreter's switch interval
-is lowered (5 ms by default, which a 1 MiB all-reduce would pay several times) and put back afterwards.
+`StepsBy.THREAD` hands an operation to the progress thread. Operations of one channel are carried
+out in the order in which they were started; those of different channels advance independently, so a
+late one blocks no other. An operation that is started in the background behind one of the program's
+threads is left to the thread, together with what it stands behind. The progress thread exists only
+while something is under way; while it runs, the interpreter's switch interval is lowered (5 ms by
+default, which a 1 MiB all-reduce would pay several times) and put back afterwards.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Progress:
         Args:
             operation: New, or restarted.
             steps_by: Who takes the steps.
-            opens: Take the first step in any case: it only tells where a tensor lies, and nothing stands before it.
+            opens: Take the first step in any case: it only tells where a tensor lies, and nothing
+                stands before it.
         """
         if self._transport.forked:
             self.refuse_fork()
@@ -246,7 +249,8 @@ class Progress:
         """Raise StaleError in a forked child, whose steps would be taken in its parent's name."""
         if self._transport.forked:
             msg = (
-                "this process was forked from the one that made the group: use the group, its works and its requests "
+                "this process was forked from the one that made the group: use the group, its "
+                "works and its requests "
                 "in the parent only"
             )
             raise StaleError(msg)
@@ -256,7 +260,8 @@ class Progress:
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
-                f"a callback waits for {operation.text} in the thread that carries it out: start it there with "
+                f"a callback waits for {operation.text} in the thread that carries it out: start "
+                "it there with "
                 "async_op=True, and wait for it in a thread of the program"
             )
             raise StaleError(msg)
@@ -328,8 +333,8 @@ class Progress:
     def _watcher(self, operation: Operation, late: Callable[[], bool] | None) -> Callable[[], bool]:
         """The condition that ends a wait: `operation` can move, or something else has been started.
 
-        The usual wait is for one counter, and nothing else has been started. It is resolved to that word once, so that
-        each look costs a single call.
+        The usual wait is for one counter, and nothing else has been started. It is resolved to that
+        word once, so that each look costs a single call.
         """
         if late is None and len(self._started) == 1:
             seen = self._num_started

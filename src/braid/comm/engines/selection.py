@@ -1,16 +1,17 @@
 """Which algorithm for which size: measured costs of a few primitives, closed forms over them, one table.
 
-Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of the tensor, since a
-copy that stays in the cache is several times as fast as one that does not:
+Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of
+the tensor, since a copy that stays in the cache is several times as fast as one that does not:
 
     a         a step of the group on few bytes          copy(l)   a byte between a tensor and a slot
     add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
     send(l)   a byte through the network card of a host; nothing where memory is shared
 
-All ranks measure them together when the group of all ranks is made (`measure`), so that they share the memory's bandwidth
-as they will later; rank 0's figures are handed to all, so all choose alike. Sub-groups use the same figures with their own
-number of ranks. Inside of a host all choices give the same bits: it is a matter of speed only. Over hosts `hierarchical` takes sums
-in another order, unless the group keeps that of ranks.
+All ranks measure them together when the group of all ranks is made (`measure`), so that they share
+the memory's bandwidth as they will later; rank 0's figures are handed to all, so all choose alike.
+Sub-groups use the same figures with their own number of ranks. Inside of a host all choices give
+the same bits: it is a matter of speed only. Over hosts `hierarchical` takes sums in another order,
+unless the group keeps that of ranks.
 
 Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
 """
@@ -65,7 +66,8 @@ class Costs(NamedTuple):
         add: Likewise.
         pull: Likewise; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
-        send: Seconds per byte that a host sends, with all of its ranks; empty where memory is shared.
+        send: Seconds per byte that a host sends, with all of its ranks; empty where memory is
+        shared.
         call_s: Of a call, beside its steps; the same for all algorithms.
     """
 
@@ -96,7 +98,8 @@ def predicted_s(
 
     Args:
         kind: Operation.
-        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or hierarchical for the others.
+        algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or
+        hierarchical for the others.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Of the primitives.
@@ -119,7 +122,8 @@ def predicted_s(
     )
 
 
-# (n, l, (n-1)/n l) -> synchronisations, bytes copied, bytes added, bytes pulled, on the busiest rank
+# (n, l, (n-1)/n l) -> synchronisations, bytes copied, bytes added, bytes pulled, on the busiest
+# rank
 _Form = Callable[[int, int, float], tuple[float, float, float, float]]
 _FORMS: dict[tuple[str, str], _Form] = {
     ("all_reduce", "direct"): lambda n, l, _: (_chunks(l), l, (n - 1) * l, 0),  # noqa: E741 - the model's l
@@ -151,8 +155,8 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ("send", "staged"): lambda _n, l, _: (_chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
     ("send", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
 }
-# (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have a choice where memory is
-# not shared
+# (n, l, nodes) -> synchronisations, bytes that the busiest host sends; for operations that have a
+# choice where memory is not shared
 _SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]] = {
     ("all_reduce", "direct"): lambda _n, l, nodes: (  # noqa: E741
         _chunks(l, SENT_CHUNK_BYTES),
@@ -326,7 +330,8 @@ def measure(
     for nbytes in SENT_BYTES:
         hosts = nodes or NodeMap.of(range(ch.size))
         figures += [(yield from _sent(ch, clock, x[:nbytes], hosts, sync_s=figures[0]))]
-    # little data may fit into buffers on the way and seem to take no time; the next call finds them full
+    # little data may fit into buffers on the way and seem to take no time; the next call finds them
+    # full
     for i in range(2, 1 + len(SENT_BYTES)):
         figures[-i] = max(figures[-i], figures[1 - i])
     ch.own.stage(torch.tensor(figures, dtype=torch.float64, device="cpu"))
@@ -391,7 +396,8 @@ def _pass(
 ) -> Generator[Wait | WaitAny, None, int]:
     """Stage a chunk and use the peer's, which lies in another core's cache, as in a collective.
 
-    What is copied goes elsewhere than where it was staged from, to memory that is in no cache; what is added stays in its place.
+    What is copied goes elsewhere than where it was staged from, to memory that is in no cache; what
+    is added stays in its place.
     """
     start_ns = clock.now_ns()
     ch.own.stage(part)

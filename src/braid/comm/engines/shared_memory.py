@@ -49,7 +49,8 @@ class SharedMemoryEngine:
         pages: The group's control lines.
         progress: The rank's progress thread.
         events: Recorder of the rank.
-        costs: What has been measured so far, where all ranks share memory and where they do not; shared by all groups.
+        costs: What has been measured so far, where all ranks share memory and where they do not;
+        shared by all groups.
         in_order: Sum in the order of ranks whatever it costs, over several hosts, too.
         owns_progress: Whether closing this engine ends the progress thread.
     """
@@ -389,8 +390,8 @@ class MemoryRequest:
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
         """Publish this rank's part; take the steps that are possible now, unless whoever waits takes all.
 
-        Where publishing only tells where a tensor lies, it is done at once in any case: the others need not wait until
-        this rank takes steps.
+        Where publishing only tells where a tensor lies, it is done at once in any case: the others
+        need not wait until this rank takes steps.
         """
         engine, operation, progress = self._engine, self._operation, self._engine.progress
         steps = engine.steps(collective, self._channel, scale, self._residuals)

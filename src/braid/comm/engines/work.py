@@ -45,10 +45,12 @@ class Underway(Protocol):
 class Work:
     """A collective that has been started and may not have ended.
 
-    Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting twice is allowed.
+    Keeps its tensors alive until it has ended, by way of the algorithm that holds them. Waiting
+    twice is allowed.
 
     Attributes:
-        result: What the synchronous call would have returned; complete when the collective has ended.
+        result: What the synchronous call would have returned; complete when the collective has
+            ended.
 
     Args:
         operation: What has been started.

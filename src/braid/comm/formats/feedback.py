@@ -1,19 +1,22 @@
 """Error feedback: what a lossy format left out this time is added to what it is given next time.
 
-Problem: a format that always rounds the same way, or always leaves the small numbers out, makes training stop somewhere
-else than it should, however long it runs. Numbers that are small every time are never sent at all.
+Problem: a format that always rounds the same way, or always leaves the small numbers out, makes
+training stop somewhere else than it should, however long it runs. Numbers that are small every time
+are never sent at all.
 
-Idea: the residual, what was given less what arrives, is kept and added to the next call. Nothing is lost then, only late:
-at any time, all that was sent plus the residual is all that was given.
+Idea: the residual, what was given less what arrives, is kept and added to the next call. Nothing is
+lost then, only late: at any time, all that was sent plus the residual is all that was given.
 
     c = x + residual;   send encode(c);   residual = c - decode(encode(c))
 
-There is one residual for every tensor *and* every sender, so it belongs to whoever owns the tensor, is kept under the
-parameter's name in checkpoints and forgotten (`reset`) when the parameters are replaced. It says nothing about the other
-formats on the way: what a server or an engine sends on in a lossy format needs feedback of its own.
+There is one residual for every tensor *and* every sender, so it belongs to whoever owns the tensor,
+is kept under the parameter's name in checkpoints and forgotten (`reset`) when the parameters are
+replaced. It says nothing about the other formats on the way: what a server or an engine sends on in
+a lossy format needs feedback of its own.
 
-Source: Seide et al., "1-Bit Stochastic Gradient Descent" (2014), section 3; Karimireddy et al., "Error Feedback Fixes
-SignSGD and other Gradient Compression Schemes" (2019), algorithm 2, which shows that the rate of SGD comes back.
+Source: Seide et al., "1-Bit Stochastic Gradient Descent" (2014), section 3; Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (2019), algorithm 2, which
+shows that the rate of SGD comes back.
 """
 
 from __future__ import annotations
@@ -31,14 +34,16 @@ __all__ = ["ErrorFeedback"]
 class ErrorFeedback:
     """What was lost so far of one tensor.
 
-    What is not finite is sent but not remembered: a step that overflowed leaves no trace in those after it.
+    What is not finite is sent but not remembered: a step that overflowed leaves no trace in those
+    after it.
 
     Args:
         numel: Numbers in the tensor.
         device: Where it lies.
 
     Cost:
-        4 bytes a number for as long as it lives; five passes over the numbers a call, besides the format's own.
+        4 bytes a number for as long as it lives; five passes over the numbers a call, besides the
+        format's own.
     """
 
     def __init__(self, numel: int, *, device: torch.device | str = "cpu") -> None:
@@ -116,7 +121,10 @@ class ErrorFeedback:
         x = numbers(x, "x")
         same_device(self._residual, x)
         if x.numel() != self._residual.numel():
-            msg = f"expected {self._residual.numel()} numbers for {self}, found {x.numel()}: one residual per tensor"
+            msg = (
+                f"expected {self._residual.numel()} numbers for {self}, found {x.numel()}: one "
+                "residual per tensor"
+            )
             raise ConfigError(msg)
         return x
 

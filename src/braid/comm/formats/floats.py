@@ -1,8 +1,9 @@
 """Numbers cast to another float: float32 as it is, bf16 and float16 in half the bytes.
 
-bf16 keeps the range of float32 (8 bits of exponent) and 8 significant bits: the safe choice for gradients. float16
-keeps 11 significant bits but numbers from 6.1e-5 to 65,504 only: below, it loses bits one by one; from 65,520 on, it
-sends infinity, which a loss scaler notices. NaN stays NaN, infinity stays infinity, zero keeps its sign.
+bf16 keeps the range of float32 (8 bits of exponent) and 8 significant bits: the safe choice for
+gradients. float16 keeps 11 significant bits but numbers from 6.1e-5 to 65,504 only: below, it loses
+bits one by one; from 65,520 on, it sends infinity, which a loss scaler notices. NaN stays NaN,
+infinity stays infinity, zero keeps its sign.
 
     | format  | bytes | error of a number x that is in range                         |
     |---------|-------|--------------------------------------------------------------|
@@ -10,8 +11,8 @@ sends infinity, which a loss scaler notices. NaN stays NaN, infinity stays infin
     | bf16    | 2     | 2^-8 |x| + 2^-134     (half the distance to the next number) |
     | float16 | 2     | 2^-11 |x| + 2^-25                                            |
 
-Source: IEEE 754-2019, section 3.6 (binary16) and 4.3.1 (round to nearest, ties to even); Kalamkar et al., "A Study of
-BFLOAT16 for Deep Learning Training" (2019).
+Source: IEEE 754-2019, section 3.6 (binary16) and 4.3.1 (round to nearest, ties to even); Kalamkar
+et al., "A Study of BFLOAT16 for Deep Learning Training" (2019).
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """int8 with a scale per block: a quarter of the bytes, and an outlier spoils 256 numbers instead of all.
 
-Problem: one scale for a whole tensor must cover its largest number, and where that is 100 times the typical one, the
-typical number is rounded to 1 or 0.
+Problem: one scale for a whole tensor must cover its largest number, and where that is 100 times the
+typical one, the typical number is rounded to 1 or 0.
 
 Idea: blocks of 256 numbers, each with the scale that its own largest magnitude needs.
 
     wire    | scales: float32 x ceil(n / 256) | numbers: int8 x n |
-            scale = max |x| of the block / 127,  number = round(x / scale) in -127..127,  x ~ number * scale
+            scale = max |x| of the block / 127,  number = round(x / scale) in -127..127,  x ~ number
+            * scale
 
-The error of a number is at most half its block's scale: max |x| / 254, twice that with stochastic rounding, which
-rounds up with the probability of the remainder and is therefore right on average: sums over many ranks or steps do not
-drift. A block in which any number is infinite or NaN is sent with an infinite scale and arrives as NaN throughout: what
-cannot be scaled is not hidden.
+The error of a number is at most half its block's scale: max |x| / 254, twice that with stochastic
+rounding, which rounds up with the probability of the remainder and is therefore right on average:
+sums over many ranks or steps do not drift. A block in which any number is infinite or NaN is sent
+with an infinite scale and arrives as NaN throughout: what cannot be scaled is not hidden.
 
-Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.1; we take equal steps where
-they take dynamic ones. Stochastic rounding: Alistarh et al., "QSGD" (2017), section 3.
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 2.1; we take
+equal steps where they take dynamic ones. Stochastic rounding: Alistarh et al., "QSGD" (2017),
+section 3.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ MAX_SCALE = 2.679388e36  # the largest float32 / 127, rounded down: 127 times it
 class Int8:
     """Symmetric 8-bit integers, one float32 scale per block of 256.
 
-    With m the largest magnitude of a number's block, its error is at most `m / 254` (`m / 127` if stochastic), but for
-    the rounding of float32: 2^-21 m, and 2^-142 where scales themselves are subnormal.
+    With m the largest magnitude of a number's block, its error is at most `m / 254` (`m / 127` if
+    stochastic), but for the rounding of float32: 2^-21 m, and 2^-142 where scales themselves are
+    subnormal.
 
     Attributes:
-        stochastic: Round up with the probability of the remainder instead of to the nearest, ties to even.
-        generator: Where stochastic rounding takes its numbers from; on the device of what is encoded.
+        stochastic: Round up with the probability of the remainder instead of to the nearest, ties
+        to even.
+        generator: Where stochastic rounding takes its numbers from; on the device of what is
+            encoded.
 
     Cost:
         1.016 bytes a number; three passes over the numbers to encode, one to decode.
@@ -86,7 +91,10 @@ class Int8:
         same_device(x, into)
         generator = self.generator if self.stochastic else None
         if generator is not None and generator.device.type != x.device.type:
-            msg = f"expected a generator on {x.device}, where the numbers are, found one on {generator.device}"
+            msg = (
+                f"expected a generator on {x.device}, where the numbers are, found one on "
+                f"{generator.device}"
+            )
             raise ConfigError(msg)
         scales, codes = _parts(into[:nbytes], x.numel())
         for rows, of_rows, scale in _blocks(x, codes, scales):
@@ -116,7 +124,8 @@ class Int8:
         if bool(wrong.any()):
             block = int(wrong.nonzero()[0])
             msg = (
-                f"expected scales of at least 0 in {self.name}, found {float(scales[block])} for block {block} of "
+                f"expected scales of at least 0 in {self.name}, found {float(scales[block])} for "
+                f"block {block} of "
                 f"{scales.numel()}: the message is corrupt, or in another format"
             )
             raise CommError(msg)

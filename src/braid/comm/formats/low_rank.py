@@ -1,18 +1,21 @@
 """A matrix as the product of two thin ones: (rows + columns) * rank numbers instead of rows * columns.
 
-Problem: formats that change single numbers stop at a bit a number, and their sums have to be taken apart and put
-together again at every hop. The gradient of a weight matrix is often close to a matrix of low rank, which is linear: the
-sum of products with the same factor is the product with the sum.
+Problem: formats that change single numbers stop at a bit a number, and their sums have to be taken
+apart and put together again at every hop. The gradient of a weight matrix is often close to a
+matrix of low rank, which is linear: the sum of products with the same factor is the product with
+the sum.
 
-Idea (PowerSGD): one step of power iteration instead of a singular value decomposition, starting where the last call ended
-(`q`, the warm start), which over the steps of a training turns into the full iteration. M is this rank's matrix:
+Idea (PowerSGD): one step of power iteration instead of a singular value decomposition, starting
+where the last call ended (`q`, the warm start), which over the steps of a training turns into the
+full iteration. M is this rank's matrix:
 
     stage 1   P = M Q                   rows x rank      <- all-reduce (average) over the ranks
     stage 2   P = orthogonal(P)
               Q = M^T P                 columns x rank   <- all-reduce (average) over the ranks
     finish    M' = P Q^T                the average of all M, projected onto P's columns; Q is the next warm start
 
-It takes *two* all-reduces with work between them and is therefore no `WireFormat`: it has two stages and an end.
+It takes *two* all-reduces with work between them and is therefore no `WireFormat`: it has two
+stages and an end.
 
     p = low_rank.compress(matrix)
     group.all_reduce(p, op="avg")
@@ -20,12 +23,12 @@ It takes *two* all-reduces with work between them and is therefore no `WireForma
     group.all_reduce(q, op="avg")
     low_rank.finish(p, q, out=matrix)
 
-The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `settle` after), without which what
-is orthogonal to P is lost.
+The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `settle`
+after), without which what is orthogonal to P is lost.
 
-Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
-(2019), algorithm 1; we orthogonalise with Householder reflections (QR) where they use Gram-Schmidt, which leaves a
-column of zeros where a matrix has less than the rank.
+Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization" (2019), algorithm 1; we orthogonalise with Householder reflections (QR)
+where they use Gram-Schmidt, which leaves a column of zeros where a matrix has less than the rank.
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ __all__ = ["LowRank"]
 class LowRank:
     """Compresses one matrix of fixed shape again and again; owned by whoever owns the matrix.
 
-    All ranks must begin with equal generators and take the same steps: then `q` is the same on all of them. A call that
-    is abandoned before `finish` changes nothing. NaN and infinity in any rank's matrix arrive as NaN at all.
+    All ranks must begin with equal generators and take the same steps: then `q` is the same on all
+    of them. A call that is abandoned before `finish` changes nothing. NaN and infinity in any
+    rank's matrix arrive as NaN at all.
 
     Args:
         rows: Of the matrix.
@@ -52,7 +56,8 @@ class LowRank:
         generator: Where the first `q` comes from, on its device; equal on all ranks.
 
     Cost:
-        Two all-reduces of `4 * rank * rows` and `4 * rank * columns` bytes; `6 * rank * rows * columns` operations.
+        Two all-reduces of `4 * rank * rows` and `4 * rank * columns` bytes; `6 * rank * rows *
+        columns` operations.
 
     Raises:
         ConfigError: `rank` is out of range.
@@ -61,7 +66,8 @@ class LowRank:
     def __init__(self, rows: int, columns: int, rank: int, *, generator: torch.Generator) -> None:
         if not 1 <= rank <= min(rows, columns):
             msg = (
-                f"expected a rank from 1 to {min(rows, columns)} for a matrix of {rows} x {columns}, found {rank}: "
+                f"expected a rank from 1 to {min(rows, columns)} for a matrix of {rows} x "
+                f"{columns}, found {rank}: "
                 "send small matrices and vectors as they are"
             )
             raise ConfigError(msg)
@@ -149,7 +155,8 @@ class LowRank:
     def _check(self, name: str, x: torch.Tensor, rows: int, columns: int) -> None:
         if x.shape != (rows, columns) or x.dtype != torch.float32 or x.device != self._q.device:
             msg = (
-                f"expected {name} to be torch.float32 of shape {(rows, columns)} on {self._q.device} for {self}, "
+                f"expected {name} to be torch.float32 of shape {(rows, columns)} on "
+                f"{self._q.device} for {self}, "
                 f"found {x.dtype} of shape {tuple(x.shape)} on {x.device}"
             )
             raise ConfigError(msg)

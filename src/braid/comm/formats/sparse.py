@@ -1,20 +1,24 @@
 """Only the largest numbers, with their indices: 1 % of the numbers in 2 % of the bytes.
 
-Problem: the exact k largest of n numbers take longer to find than a fast network takes to send all of them.
+Problem: the exact k largest of n numbers take longer to find than a fast network takes to send all
+of them.
 
-Idea: find a *threshold* in a sample, take what is at least as large in one pass, and where that is more than k keep
-exactly the largest k of them, which are few by then. At most k = ceil(ratio * n) numbers are sent, so the size on the
-wire has a bound, and none that is left out is larger in magnitude than one that is sent.
+Idea: find a *threshold* in a sample, take what is at least as large in one pass, and where that is
+more than k keep exactly the largest k of them, which are few by then. At most k = ceil(ratio * n)
+numbers are sent, so the size on the wire has a bound, and none that is left out is larger in
+magnitude than one that is sent.
 
     wire    | count: int32 | indices: int32 x count, ascending | values: float32 x count |
 
-The sample is the same positions every time (steps of about n / golden ratio, which spread evenly and meet no row or
-column of a matrix more often than others), so every run sends the same. What arrives is exact, what is left out arrives
-as zero: add it to the next call's numbers with `ErrorFeedback`, without which training may never see it. Zeros are not
-sent. NaN and infinity count as larger than anything and are sent first.
+The sample is the same positions every time (steps of about n / golden ratio, which spread evenly
+and meet no row or column of a matrix more often than others), so every run sends the same. What
+arrives is exact, what is left out arrives as zero: add it to the next call's numbers with
+`ErrorFeedback`, without which training may never see it. Zeros are not sent. NaN and infinity count
+as larger than anything and are sent first.
 
-Source: Lin et al., "Deep Gradient Compression" (2018), section 3 (threshold from a sample, then exact among the
-selected); Aji, Heafield, "Sparse Communication for Distributed Gradient Descent" (2017).
+Source: Lin et al., "Deep Gradient Compression" (2018), section 3 (threshold from a sample, then
+exact among the selected); Aji, Heafield, "Sparse Communication for Distributed Gradient Descent"
+(2017).
 """
 
 from __future__ import annotations
@@ -42,13 +46,16 @@ SMALLEST = 2.0**-149  # a threshold above zero keeps zeros back
 class TopK:
     """The numbers of largest magnitude, at most `ratio` of all.
 
-    A number that is sent has no error; one that is not is its own error, and no larger in magnitude than any that is.
+    A number that is sent has no error; one that is not is its own error, and no larger in magnitude
+    than any that is.
 
     Attributes:
-        ratio: Share of the numbers that may be sent, above 0 and at most 1; rounded up to whole numbers.
+        ratio: Share of the numbers that may be sent, above 0 and at most 1; rounded up to whole
+            numbers.
 
     Cost:
-        At most `4 + 8 * ceil(ratio * n)` bytes; two passes over the numbers to encode, one to decode, none to add.
+        At most `4 + 8 * ceil(ratio * n)` bytes; two passes over the numbers to encode, one to
+        decode, none to add.
 
     Raises:
         ConfigError: `ratio` is out of range.
@@ -58,7 +65,10 @@ class TopK:
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            msg = f"expected a ratio above 0 and at most 1 for topk, found {self.ratio}: topk:0.01 sends 1 %"
+            msg = (
+                f"expected a ratio above 0 and at most 1 for topk, found {self.ratio}: "
+                "topk:0.01 sends 1 %"
+            )
             raise ConfigError(msg)
 
     @property
@@ -83,7 +93,10 @@ class TopK:
         """See `WireFormat.encode`."""
         x = numbers(x, "x")
         if x.numel() > MAX_NUMEL:
-            msg = f"expected at most {MAX_NUMEL} numbers for topk, found {x.numel()}: encode it in parts"
+            msg = (
+                f"expected at most {MAX_NUMEL} numbers for topk, found {x.numel()}: encode it "
+                "in parts"
+            )
             raise ConfigError(msg)
         into = room(into, "into", self.nbytes(x.numel()))
         same_device(x, into)
@@ -117,7 +130,8 @@ class TopK:
         cap = self.max_entries(numel)
         if not 0 <= count <= cap:
             msg = (
-                f"expected a count of 0 to {cap} for {numel} numbers in {self.name}, found {count}: "
+                f"expected a count of 0 to {cap} for {numel} numbers in {self.name}, found "
+                f"{count}: "
                 "sender and receiver must agree on format and shape"
             )
             raise CommError(msg)
@@ -131,7 +145,8 @@ class TopK:
         ):
             low, high = (int(end) for end in indices.aminmax())
             msg = (
-                f"expected ascending indices from 0 to {numel - 1} in {self.name}, found {count} from {low} to {high}: "
+                f"expected ascending indices from 0 to {numel - 1} in {self.name}, found {count} "
+                f"from {low} to {high}: "
                 "the message is corrupt, or in another format"
             )
             raise CommError(msg)

@@ -1,16 +1,19 @@
 """What a wire format is: a pair of pure functions between float32 numbers and bytes, and what both may expect.
 
-Problem: numbers that cross a network are often wanted in fewer bytes than they are computed in, in ways that differ in
-everything (a cast, blocks with scales, indices with values) but whose callers differ in nothing: they need to know how
-much room to make, fill it, send it, and take it apart at the other side.
+Problem: numbers that cross a network are often wanted in fewer bytes than they are computed in, in
+ways that differ in everything (a cast, blocks with scales, indices with values) but whose callers
+differ in nothing: they need to know how much room to make, fill it, send it, and take it apart at
+the other side.
 
-Idea: one small interface for all of them. `nbytes` bounds what `encode` writes, so that a transport can allocate once;
-`encode` returns what it did write; `decode` and `add` are given exactly those bytes and believe none of them: what came
-over a network is checked before it is used as a count, an index or a scale. Formats have no state. What a format loses
-is kept by `feedback.ErrorFeedback`, which belongs to the tensor.
+Idea: one small interface for all of them. `nbytes` bounds what `encode` writes, so that a transport
+can allocate once; `encode` returns what it did write; `decode` and `add` are given exactly those
+bytes and believe none of them: what came over a network is checked before it is used as a count, an
+index or a scale. Formats have no state. What a format loses is kept by `feedback.ErrorFeedback`,
+which belongs to the tensor.
 
-Bytes are in the machine's own order and every part starts at a multiple of 4 bytes, so that nothing has to be copied to
-be read. Numbers that are not finite are never hidden: whoever looks for NaN at the receiver finds one.
+Bytes are in the machine's own order and every part starts at a multiple of 4 bytes, so that nothing
+has to be copied to be read. Numbers that are not finite are never hidden: whoever looks for NaN at
+the receiver finds one.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class WireFormat(Protocol):
 
         Args:
             x: float32, flat and contiguous; any number of elements.
-            into: uint8, flat and contiguous, at least `nbytes(x.numel())` long, beginning at a multiple of 4 bytes.
+            into: uint8, flat and contiguous, at least `nbytes(x.numel())` long, beginning at a
+                multiple of 4 bytes.
 
         Returns:
             Bytes written; `into[:written]` is what `decode` takes.
@@ -66,7 +70,8 @@ class WireFormat(Protocol):
 
         Raises:
             ConfigError: A tensor is not as described.
-            CommError: The bytes are not what `encode` writes for so many numbers; `out` is as it was.
+            CommError: The bytes are not what `encode` writes for so many numbers; `out` is as it
+                was.
         """
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
@@ -81,7 +86,8 @@ def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
     """
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
         msg = (
-            f"expected {name} to be a flat contiguous tensor of torch.float32, found {_described(x)}: "
+            f"expected {name} to be a flat contiguous tensor of torch.float32, found "
+            f"{_described(x)}: "
             "pass x.float().contiguous().view(-1)"
         )
         raise ConfigError(msg)
@@ -96,13 +102,15 @@ def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         msg = (
-            f"expected {name} to be a flat contiguous tensor of torch.uint8, found {_described(buffer)}: "
+            f"expected {name} to be a flat contiguous tensor of torch.uint8, found "
+            f"{_described(buffer)}: "
             "pass x.view(torch.uint8), or a slice of bytes"
         )
         raise ConfigError(msg)
     if buffer.storage_offset() % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
         msg = (
-            f"expected {name} to begin at a multiple of {ALIGNMENT} bytes, found byte {buffer.storage_offset()} of "
+            f"expected {name} to begin at a multiple of {ALIGNMENT} bytes, found byte "
+            f"{buffer.storage_offset()} of "
             f"memory at {buffer.untyped_storage().data_ptr():#x}: round the offset up"
         )
         raise ConfigError(msg)

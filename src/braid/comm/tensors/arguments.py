@@ -1,12 +1,13 @@
 """What users pass -> tensors that fit the operation.
 
-Tensors, numpy arrays and raw memory (`Buffer`) are welcome. Any strided tensor will do (results need one whose elements do
-not overlap): non-contiguous ones are copied and copied back (`copies`), those that require grad are used without autograd
-noticing (collectives with gradients are another room), empty and zero-dim ones are ordinary. CUDA tensors of a group in
-shared memory travel through a copy in pinned memory.
+Tensors, numpy arrays and raw memory (`Buffer`) are welcome. Any strided tensor will do (results
+need one whose elements do not overlap): non-contiguous ones are copied and copied back (`copies`),
+those that require grad are used without autograd noticing (collectives with gradients are another
+room), empty and zero-dim ones are ordinary. CUDA tensors of a group in shared memory travel through
+a copy in pinned memory.
 
-`Parts` are what an operation divides among the members: one tensor whose dim 0 is cut into equal slices, or a sequence
-with one tensor per member, whose sizes may differ.
+`Parts` are what an operation divides among the members: one tensor whose dim 0 is cut into equal
+slices, or a sequence with one tensor per member, whose sizes may differ.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
     if isinstance(x, np.ndarray):
         return _from_array(x, written=written)
     msg = (  # type: ignore[unreachable]  # users without a type checker
-        f"expected a torch.Tensor, a numpy array or a Buffer, found {type(x).__name__}: wrap numbers with torch.tensor"
+        f"expected a torch.Tensor, a numpy array or a Buffer, found {type(x).__name__}: wrap "
+        "numbers with torch.tensor"
     )
     raise ConfigError(msg)
 
@@ -84,7 +86,8 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
     ):
         return None
     flat = (x.detach() if x.requires_grad else x).view(-1)
-    # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
+    # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be
+    # viewed
     return flat if flat.stride(0) == 1 else None
 
 
@@ -125,7 +128,8 @@ def overlap(one: torch.Tensor, other: torch.Tensor, *, exactly: bool) -> bool:
     Args:
         one: Strided.
         other: Likewise.
-        exactly: Look at every element, which for large tensors takes long; else only at the first and the last.
+        exactly: Look at every element, which for large tensors takes long; else only at the first
+            and the last.
     """
     if not (one.numel() and other.numel()):
         return False
@@ -150,7 +154,8 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
         fits = out.count == count
     if not fits or found.dtype != x.dtype:
         msg = (
-            f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(found.shape)} and "
+            f"expected out of shape {list(shape)} and dtype {x.dtype}, found {list(found.shape)} "
+            "and "
             f"{found.dtype}: leave it out, or pass a tensor that fits"
         )
         raise ConfigError(msg)
@@ -187,7 +192,10 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
         return None
     if not isinstance(timeout_s, int | float) or not (timeout_s > 0 or (zero and timeout_s == 0)):
         least = "of at least 0" if zero else "above 0"
-        msg = f"expected timeout_s in seconds, {least}, found {timeout_s!r}: of a timedelta pass total_seconds()"
+        msg = (
+            f"expected timeout_s in seconds, {least}, found {timeout_s!r}: of a timedelta pass "
+            "total_seconds()"
+        )
         raise ConfigError(msg)
     return float(timeout_s)
 
@@ -232,7 +240,8 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
     if x.dim() == 0 or x.shape[0] % size:
         found = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
         msg = (
-            f"expected dim 0 of the {kind} input to be a multiple of the group's size {size}, found {found} "
+            f"expected dim 0 of the {kind} input to be a multiple of the group's size {size}, "
+            f"found {found} "
             f"(shape {list(x.shape)}): pad it, or pass a list with one tensor per rank"
         )
         raise ConfigError(msg)
@@ -258,5 +267,8 @@ def _from_array(x: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as exc:
-        msg = f"expected an array that torch can share, found dtype {x.dtype} with strides {x.strides}: {exc}"
+        msg = (
+            f"expected an array that torch can share, found dtype {x.dtype} with strides "
+            f"{x.strides}: {exc}"
+        )
         raise ConfigError(msg) from exc

@@ -1,14 +1,16 @@
 """What has to be copied before an operation's first step and after its last.
 
-Algorithms want flat, contiguous memory on their own device, and inputs that no result is written over while peers still
-read them. Most tensors are so; for the others an operation works on memory of its own:
+Algorithms want flat, contiguous memory on their own device, and inputs that no result is written
+over while peers still read them. Most tensors are so; for the others an operation works on memory
+of its own:
 
     read       load before the first step
     written    store after the last step
     changed    both
 
-When the load happens matters: a collective that waits its turn behind another one must see what that one writes. So nothing
-is copied when the operation is called, everything when its first step is taken.
+When the load happens matters: a collective that waits its turn behind another one must see what
+that one writes. So nothing is copied when the operation is called, everything when its first step
+is taken.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Copies:
     """The copies of one operation; none when it works on the user's memory itself.
 
     Args:
-        device_types: Devices on which the group's engine works; tensors on CUDA are copied to the CPU for others.
+        device_types: Devices on which the group's engine works; tensors on CUDA are copied to the
+            CPU for others.
     """
 
     __slots__ = ("_after", "_before", "_device_types")
@@ -142,7 +145,8 @@ class Copies:
         here = x.device.type in self._device_types
         if here and x.is_contiguous() and not x.is_conj() and not x.is_neg():
             flat = x.view(-1)
-            # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot be viewed
+            # a tensor of one element counts as contiguous whatever its stride, but its bytes cannot
+            # be viewed
             return flat if flat.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
         if store:
             _check_own_memory(x)
@@ -158,20 +162,25 @@ class Copies:
 def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
     if x.device.type not in device_types and x.device.type != "cuda":
         msg = (
-            f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: this group has no "
+            f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: "
+            "this group has no "
             "engine for that device; move the tensor, or make a group with a backend for it"
         )
         raise ConfigError(msg)
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout)
-        msg = f"expected an ordinary strided tensor, found a {kind} one: convert it first (to_dense, dequantize)"
+        msg = (
+            f"expected an ordinary strided tensor, found a {kind} one: convert it first "
+            "(to_dense, dequantize)"
+        )
         raise ConfigError(msg)
 
 
 def _check_own_memory(x: torch.Tensor) -> None:
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         msg = (
-            f"expected a tensor whose elements each have their own memory, found shape {list(x.shape)} with strides "
+            "expected a tensor whose elements each have their own memory, found shape "
+            f"{list(x.shape)} with strides "
             f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
         )
         raise ConfigError(msg)
@@ -180,8 +189,8 @@ def _check_own_memory(x: torch.Tensor) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
     """What copies `source` to `target`.
 
-    Between a GPU and page-locked memory the copy is ordered with the stream that is current now, and the host waits for it:
-    shared memory knows nothing of streams.
+    Between a GPU and page-locked memory the copy is ordered with the stream that is current now,
+    and the host waits for it: shared memory knows nothing of streams.
     """
     if target.is_cuda == source.is_cuda:
         return partial(target.copy_, source)

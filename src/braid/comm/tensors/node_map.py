@@ -1,7 +1,8 @@
 """Which members of a group are on one host, and which of several hosts work on the same part.
 
-Members of one host are *local_peers*. They divide a tensor into *slices*, one for each of as many local_peers as every host has; the
-members that work on one slice, one per host, are *cross_node_peers*:
+Members of one host are *local_peers*. They divide a tensor into *slices*, one for each of as many
+local_peers as every host has; the members that work on one slice, one per host, are
+*cross_node_peers*:
 
             host a         host b
     slice 0  member 0  ...  member 3      cross_node_peers
@@ -21,7 +22,8 @@ class NodeMap(NamedTuple):
     """Members by host.
 
     Attributes:
-        hosts: Group ranks of each host's members, in order; hosts in the order of their first members.
+        hosts: Group ranks of each host's members, in order; hosts in the order of their first
+            members.
     """
 
     hosts: tuple[tuple[int, ...], ...]

@@ -1,10 +1,11 @@
 """Plain data as MessagePack, anything else behind a switch: the bytes of an object, and the object of the bytes.
 
-Problem: MessagePack has neither tuples nor sets, large integers nor keys that are not strings, and what writes it fails
-on a cyclic list with an exhausted stack and on half a surrogate pair with a word about codecs.
+Problem: MessagePack has neither tuples nor sets, large integers nor keys that are not strings, and
+what writes it fails on a cyclic list with an exhausted stack and on half a surrogate pair with a
+word about codecs.
 
-Idea: walk the object first, note the path, give each such type an extension of its own, and refuse with the type and the place
-whatever is left.
+Idea: walk the object first, note the path, give each such type an extension of its own, and refuse
+with the type and the place whatever is left.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ MAX_DEPTH = (
     100  # containers in containers; each takes several frames of Python's stack, there and here
 )
 
-USUAL = "send tensors with the tensor collectives, or pass allow_pickle=True on all ranks if you trust every one of them"
+USUAL = (
+    "send tensors with the tensor collectives, or pass allow_pickle=True on all ranks if you "
+    "trust every one of them"
+)
 OF_CYCLES = "send what it holds once and tie it again there, or pass allow_pickle=True on all ranks"
 OF_DEPTH = "send a flat list with indices, or pass allow_pickle=True on all ranks"
 OF_SURROGATES = (
-    "send bytes made with .encode('utf-8', 'surrogatepass') (os.fsencode for names of files), or pass allow_pickle=True "
+    "send bytes made with .encode('utf-8', 'surrogatepass') (os.fsencode for names of files), or "
+    "pass allow_pickle=True "
     "on all ranks"
 )
 
@@ -58,7 +63,8 @@ def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
             return bytes([PICKLE]) + _pickled(obj)
         where = f" at {exc.path}" if exc.path else ""
         msg = (
-            f"expected plain data (None, bool, int, float, str, bytes, lists, tuples, sets, dictionaries), found "
+            "expected plain data (None, bool, int, float, str, bytes, lists, tuples, sets, "
+            "dictionaries), found "
             f"{exc.found}{where}: {exc.advice}"
         )
         raise ConfigError(msg) from None
@@ -73,13 +79,15 @@ def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
         allow_pickle: Unpickle what was pickled, which runs code of whoever sent it.
 
     Raises:
-        ConfigError: It was pickled, and `allow_pickle` is off or what it is made of is not to be had here.
+        ConfigError: It was pickled, and `allow_pickle` is off or what it is made of is not to be
+            had here.
     """
     if raw[0] != PICKLE:
         return _original(msgspec.msgpack.decode(raw[1:]))
     if not allow_pickle:
         msg = (
-            "expected plain data, found a pickled object: pass allow_pickle=True here, too, if you trust the rank "
+            "expected plain data, found a pickled object: pass allow_pickle=True here, too, if "
+            "you trust the rank "
             "that sent it (unpickling runs code)"
         )
         raise ConfigError(msg)
@@ -87,7 +95,8 @@ def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
         return pickle.loads(raw[1:])  # noqa: S301 - what the switch is for
     except Exception as exc:
         msg = (
-            f"expected a pickled object that can be made again here, found {type(exc).__name__}: {exc}; see that its "
+            f"expected a pickled object that can be made again here, found {type(exc).__name__}: "
+            f"{exc}; see that its "
             "classes can be imported on all ranks"
         )
         raise ConfigError(msg) from exc
@@ -106,7 +115,8 @@ def _pickled(obj: object) -> bytes:
         return pickle.dumps(obj)
     except Exception as exc:  # of whatever class the object's own __reduce__ likes
         msg = (
-            f"expected an object that can be pickled, found {_name(type(obj))}: {type(exc).__name__}: {exc}; send what it "
+            f"expected an object that can be pickled, found {_name(type(obj))}: "
+            f"{type(exc).__name__}: {exc}; send what it "
             "is made of instead"
         )
         raise ConfigError(msg) from exc

@@ -1,9 +1,10 @@
 """How numbers are combined: always in the order of ranks, so that every rank gets the same bits.
 
-Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm or on the rank gives
-results that differ between ranks and between runs; ours is 0, 1, ..., n-1 everywhere, which is also what a loop in
-one process does. float16 and bfloat16 are combined, divided and scaled in float32 and rounded once at the end (the sum
-of two is rounded once anyway), so an average never overflows on the way.
+Floating-point addition is not associative. A sum whose order depends on arrival, on the algorithm
+or on the rank gives results that differ between ranks and between runs; ours is 0, 1, ..., n-1
+everywhere, which is also what a loop in one process does. float16 and bfloat16 are combined,
+divided and scaled in float32 and rounded once at the end (the sum of two is rounded once anyway),
+so an average never overflows on the way.
 """
 
 from __future__ import annotations
@@ -53,7 +54,10 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     possible = _OPS_OF.get(dtype, ())
     if op not in possible:
         what = f"{', '.join(possible)} are" if possible else "only moving them is"
-        msg = f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert the tensor first"
+        msg = (
+            f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert "
+            "the tensor first"
+        )
         raise ConfigError(msg)
 
 
@@ -67,7 +71,10 @@ def identity(op: str, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(x)
     if op == "product":
         return torch.ones_like(x)
-    msg = f"expected sum, product, bor or bxor for an exclusive scan, found {op!r}: rank 0 would have no result"
+    msg = (
+        f"expected sum, product, bor or bxor for an exclusive scan, found {op!r}: rank 0 would "
+        "have no result"
+    )
     raise ConfigError(msg)
 
 
@@ -77,7 +84,8 @@ def combine(
     """Reduce `sources` in their order into `out`.
 
     Args:
-        sources: One tensor per rank. `out` may be (exactly) the first or the second of them, no other.
+        sources: One tensor per rank. `out` may be (exactly) the first or the second of them, no
+        other.
         out: Result.
         op: Name of the reduction.
         scale: Factor for the result, None for none.
@@ -104,7 +112,8 @@ def combine(
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
     """Factor for every rank's numbers before they are summed in several stages, each rounded; None for none.
 
-    16-bit numbers that are rounded on the way are made as small as the result first, so that no sum of them overflows.
+    16-bit numbers that are rounded on the way are made as small as the result first, so that no sum
+    of them overflows.
     """
     if dtype not in _WIDENED or op not in {"sum", "avg"} or (op == "sum" and scale is None):
         return None

@@ -1,6 +1,7 @@
 """Adasum as an operation of the engine: gradients that point alike are averaged, those that do not are added.
 
-Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; see `braid.data_parallel.hooks.adasum`.
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; see
+`braid.data_parallel.hooks.adasum`.
 """
 
 from __future__ import annotations

@@ -47,8 +47,10 @@ def init(
     """Become a rank. Calling it again does nothing.
 
     Args:
-        comm: None, a `braid.Group`, or all ranks; jobs among some of the started ranks are not there: use process sets.
-        process_sets: Those that are there from the beginning, the same on all ranks; "dynamic" is accepted: sets can always be added.
+        comm: None, a `braid.Group`, or all ranks; jobs among some of the started ranks are not
+        there: use process sets.
+        process_sets: Those that are there from the beginning, the same on all ranks; "dynamic" is
+            accepted: sets can always be added.
 
     Raises:
         ConfigError: `comm` is something else, or a set repeats or has strange ranks.
@@ -63,7 +65,10 @@ def init(
     everybody = list(range(found.group.size))
     if comm is not None and not isinstance(comm, Group) and list(comm) not in ([], everybody):
         stop()
-        msg = f"expected comm=None, a Group or all ranks {everybody}, found {comm!r}: use process_sets for operations among some ranks"
+        msg = (
+            f"expected comm=None, a Group or all ranks {everybody}, found {comm!r}: use "
+            "process_sets for operations among some ranks"
+        )
         raise ConfigError(msg)
     try:
         for wanted in sets:

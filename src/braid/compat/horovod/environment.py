@@ -1,6 +1,7 @@
 """What HOROVOD_* says to a rank: one frozen value, read once.
 
-`variables` has the table of names. This module makes the options of the engine of it, and so needs torch.
+`variables` has the table of names. This module makes the options of the engine of it, and so needs
+torch.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ class Environment:
     """HOROVOD_* with Horovod's defaults.
 
     Attributes:
-        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor alone. The engine's own when None.
-        cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves it to what cores are free
-            (`collecting_s`).
+        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor
+        alone. The engine's own when None.
+        cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves
+            it to what cores are free (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
         disable_group_fusion: Whether explicit groups are divided by the limit, too.
         timeline: Path of the timeline; empty for none.
@@ -38,9 +40,12 @@ class Environment:
         stall_check: Whether it is told what waits for ranks that do not come.
         stall_check_s: After how long.
         stall_shutdown_s: After how long everything ends for that; 0 for never.
-        hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured costs.
-        hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever this says.
-        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`); one that is said stays as it is.
+        hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured
+        costs.
+        hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever
+        this says.
+        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`);
+        one that is said stays as it is.
         autotune_log: Path of the search's log; empty for none.
         autotune_warmup_samples: Samples that are thrown away.
         autotune_steps_per_sample: Steps of a sample.
@@ -127,7 +132,8 @@ class Environment:
         """Those of an engine.
 
         Args:
-            spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by hosts.
+            spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by
+            hosts.
             free_cores: Whether hosts have cores that no rank computes on.
         """
         ms, most = self.cycle_time_ms, self.fusion_threshold_bytes
@@ -165,8 +171,9 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 def collecting_s(spans_hosts: bool, free_cores: bool) -> float:
     """For how long operations are collected while nobody waits for one, in seconds.
 
-    Sums in shared memory are work for the cores that compute gradients meanwhile. Where there are no others, they end no sooner for being
-    begun early, and drive out of the caches what is computed on.
+    Sums in shared memory are work for the cores that compute gradients meanwhile. Where there are
+    no others, they end no sooner for being begun early, and drive out of the caches what is
+    computed on.
 
     Args:
         spans_hosts: Whether there is a network, which works beside the cores.

@@ -52,7 +52,10 @@ class ProcessSet:
             ConfigError: It has not been added.
         """
         if self.process_set_id is None:
-            msg = f"expected a process set that has been added, found {self}: call hvd.add_process_set on all ranks, or hvd.init(process_sets=[...])"
+            msg = (
+                f"expected a process set that has been added, found {self}: call "
+                "hvd.add_process_set on all ranks, or hvd.init(process_sets=[...])"
+            )
             raise ConfigError(msg)
         return session().member(self.process_set_id)
 
@@ -145,5 +148,8 @@ def _check_new(found: ProcessSet, size: int) -> None:
         raise ConfigError(msg)
     for number, ranks in get_process_set_ids_and_ranks().items():
         if found.ranks == ranks:
-            msg = f"expected a process set that is not there yet, found {ranks}, which is number {number}"
+            msg = (
+                f"expected a process set that is not there yet, found {ranks}, which is number "
+                f"{number}"
+            )
             raise ConfigError(msg)

@@ -1,6 +1,7 @@
 """`python -m braid.compat.horovod.run -np 4 python train.py` is horovodrun.
 
-`horovod.run` must stay the function of this name, whoever imports what: imported, this module *is* that function.
+`horovod.run` must stay the function of this name, whoever imports what: imported, this module *is*
+that function.
 """
 
 from __future__ import annotations

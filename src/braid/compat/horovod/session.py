@@ -1,6 +1,7 @@
 """What `hvd.init()` makes and `hvd.shutdown()` takes away: the one state of this face.
 
-Horovod's functions take no group: they mean the process that they run in. So something must remember; it is here, and nowhere else.
+Horovod's functions take no group: they mean the process that they run in. So something must
+remember; it is here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Member:
             ConfigError: This rank is not in the set.
         """
         if self._engine is None:
-            msg = f"expected a rank of process set {self.number} ({', '.join(map(str, self.ranks))}), found another one that uses it"
+            msg = (
+                f"expected a rank of process set {self.number} "
+                f"({', '.join(map(str, self.ranks))}), found another one that uses it"
+            )
             raise ConfigError(msg)
         return self._engine
 
@@ -86,7 +90,8 @@ class Session:
 
     Args:
         group: Of all ranks.
-        environment: What HOROVOD_* says; that of the first rank holds for all, as ranks must work alike.
+        environment: What HOROVOD_* says; that of the first rank holds for all, as ranks must work
+            alike.
     """
 
     def __init__(self, group: Group, environment: Environment) -> None:
@@ -129,7 +134,10 @@ class Session:
             ConfigError: There is none of this number.
         """
         if number not in self._members:
-            msg = f"expected the number of a process set, one of {sorted(self._members)}, found {number}"
+            msg = (
+                f"expected the number of a process set, one of {sorted(self._members)}, found "
+                f"{number}"
+            )
             raise ConfigError(msg)
         return self._members[number]
 
@@ -200,7 +208,8 @@ class Session:
     def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best
         print(
-            f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} bytes, {best.cycle_time_s * 1e3:g} ms",
+            f"braid.compat.horovod: best of {len(tuner.samples)} samples: {best.threshold_bytes} "
+            f"bytes, {best.cycle_time_s * 1e3:g} ms",
             file=sys.stderr,
             flush=True,
         )
@@ -217,7 +226,8 @@ class Session:
             write_search(path, tuner)
         except OSError as error:
             print(
-                f"braid.compat.horovod: expected a file that can be written for autotune's log, found {error}",
+                "braid.compat.horovod: expected a file that can be written for autotune's log, "
+                f"found {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -263,7 +273,10 @@ def session() -> Session:
         NotInitializedError: There is none.
     """
     if _HOLDER.session is None:
-        msg = "expected hvd.init() to have been called, found no session: call it once at the start of the program"
+        msg = (
+            "expected hvd.init() to have been called, found no session: call it once at the "
+            "start of the program"
+        )
         raise NotInitializedError(msg)
     return _HOLDER.session
 

@@ -1,10 +1,12 @@
 """Horovod's environment variables: which there are, how each is read, and which mean nothing here. Pure, and without torch.
 
-Problem: a variable that is misspelt, or that holds a word where a number belongs, changes nothing and says nothing; the job is
-then slow in a way that nobody looks for. Idea: one table. What it does not know is told with the closest name it knows, and
-everything that is wrong is said at once, by the launcher before anything starts and by a rank that was started otherwise.
+Problem: a variable that is misspelt, or that holds a word where a number belongs, changes nothing
+and says nothing; the job is then slow in a way that nobody looks for. Idea: one table. What it does
+not know is told with the closest name it knows, and everything that is wrong is said at once, by
+the launcher before anything starts and by a rank that was started otherwise.
 
-Source: the documentation of horovodrun and of its tensor fusion, timeline, stall check and autotune.
+Source: the documentation of horovodrun and of its tensor fusion, timeline, stall check and
+autotune.
 """
 
 from __future__ import annotations

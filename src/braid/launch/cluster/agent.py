@@ -3,9 +3,10 @@
     python -m braid.launch.cluster.agent_main    started by a `Placement`; speaks on stdin and stdout
     serve(connection, ...)               in a launcher that has joined the one of node 0
 
-Problem: ssh ends when its connection does, and leaves what it started running on the other side. Idea: the agent waits for
-two things at once, its children and its launcher. When the stream from the launcher ends, for whatever reason, it kills
-its ranks and all that they have started; when the agent itself is killed, the kernel kills its ranks (PR_SET_PDEATHSIG).
+Problem: ssh ends when its connection does, and leaves what it started running on the other side.
+Idea: the agent waits for two things at once, its children and its launcher. When the stream from
+the launcher ends, for whatever reason, it kills its ranks and all that they have started; when the
+agent itself is killed, the kernel kills its ranks (PR_SET_PDEATHSIG).
 
 Source: Horovod's task service (horovod/runner/task), without pickled messages.
 """

@@ -17,8 +17,8 @@ BEAT_S = 5.0
 def van_config(lost_after_s: float) -> VanConfig:
     """For the van of a launcher or an agent.
 
-    Neither may wait for the other: it would hear no signals. So the queue has no end, and who fills it is paused instead:
-    ranks that print.
+    Neither may wait for the other: it would hear no signals. So the queue has no end, and who fills
+    it is paused instead: ranks that print.
     """
     return VanConfig(
         heartbeat_s=BEAT_S,

@@ -37,8 +37,8 @@ class AgentHandle:
         name: What to call its host.
         van: Of the launcher; not owned.
         peer: Its name there.
-        placed: The process that carries it, of which the van has nothing before its first line; None for one that has
-            come by itself. Owned.
+        placed: The process that carries it, of which the van has nothing before its first line;
+            None for one that has come by itself. Owned.
         clock: Time source.
         on_message: Called with what it says, and the buffers that follow.
         on_lost: Called once when it is gone, with a sentence about why.

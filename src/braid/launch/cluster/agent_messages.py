@@ -301,7 +301,8 @@ FromAgent: TypeAlias = (
     | Finished
 )
 AGENT_SCHEMA = Schema(*get_args(ToAgent), *get_args(FromAgent))
-# That a rank has ended is told after what it wrote last, in which it says why; and that nothing is left, after that.
+# That a rank has ended is told after what it wrote last, in which it says why; and that nothing is
+# left, after that.
 IN_TURN = (Output, FinalRecord, ProcessChanged, Finished)
 URGENT = NUM_PRIORITIES // 2
 

@@ -1,7 +1,7 @@
 """The ranks of one host, as its agent sees them: children whose output, ends and memory go to the launcher.
 
-An agent decides nothing. It does for its children what only a parent on the same host can do (start, signal, wait, read
-pipes and memory) and says what it saw.
+An agent decides nothing. It does for its children what only a parent on the same host can do
+(start, signal, wait, read pipes and memory) and says what it saw.
 """
 
 from __future__ import annotations

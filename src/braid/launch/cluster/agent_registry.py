@@ -20,8 +20,9 @@ __all__ = ["AgentRegistry"]
 class AgentRegistry:
     """All agents of a launcher, on one van; closing it ends them.
 
-    Agents have numbers of their own on the van: several may come and say that they are the same host. One that has come by
-    itself is forgotten when it is gone, so that it may come again however often.
+    Agents have numbers of their own on the van: several may come and say that they are the same
+    host. One that has come by itself is forgotten when it is gone, so that it may come again
+    however often.
 
     Args:
         clock: Time source.

@@ -1,9 +1,10 @@
 r"""How an agent that was started through another program begins to speak: with a line that nothing else prints.
 
-Problem: what reaches another host (ssh, `ip netns exec`, a batch system) offers stdin and stdout and nothing else, and the far
-shell may print a greeting of its own into the stream before braid speaks. Idea: the agent begins with a line that
-nothing else prints, with its version in it; what comes before is kept for the error message, what comes after belongs to the
-van that then takes the pipes over.
+Problem: what reaches another host (ssh, `ip netns exec`, a batch system) offers stdin and stdout
+and nothing else, and the far shell may print a greeting of its own into the stream before braid
+speaks. Idea: the agent begins with a line that nothing else prints, with its version in it; what
+comes before is kept for the error message, what comes after belongs to the van that then takes the
+pipes over.
 
     agent -> launcher    noise ... \0braid-agent 0.1.0\n frame frame ...
     launcher -> agent    frame frame ...

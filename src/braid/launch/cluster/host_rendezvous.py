@@ -215,10 +215,16 @@ class HostRendezvous:
             return f"expected --node-rank 1 to {num_nodes - 1}, found {node}"
         if node in self._agents:
             who = f"{taken.hostname} (pid {taken.pid})" if taken is not None else "another"
-            return f"expected one node with --node-rank {node}, found {who} and {said.hostname} (pid {said.pid})"
+            return (
+                f"expected one node with --node-rank {node}, found {who} and {said.hostname} "
+                f"(pid {said.pid})"
+            )
         if said.command != self._job.command:
             ours, theirs = " ".join(self._job.command), " ".join(said.command)
-            return f"expected the same command on all nodes, found `{ours}` on node 0 and `{theirs}` on node {node}"
+            return (
+                f"expected the same command on all nodes, found `{ours}` on node 0 and "
+                f"`{theirs}` on node {node}"
+            )
         names = {agent.name for agent in self._agents.values()}
         agent.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
         agent.on_message, agent.on_lost = self._on_message, self._on_lost

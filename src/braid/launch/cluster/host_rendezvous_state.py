@@ -1,7 +1,8 @@
 """Gathering the hosts of a job, as a state machine: what agents say in, what to tell them out.
 
-Problem: a job over several hosts can fail to start in a dozen ways, most of which show as silence. Idea: one table of what is
-known of each host; the job starts when nothing is missing, and what is missing is said once, for all hosts, by name.
+Problem: a job over several hosts can fail to start in a dozen ways, most of which show as silence.
+Idea: one table of what is known of each host; the job starts when nothing is missing, and what is
+missing is said once, for all hosts, by name.
 
     phase       event                          instructions                          next
     GATHERING   an agent is ready              Greet it                              GATHERING
@@ -11,7 +12,8 @@ known of each host; the job starts when nothing is missing, and what is missing 
     any         nothing more can come          -                                     FAILED
     any         deadline                       -                                     FAILED
 
-In GATHERING a host that cannot take part does not end the wait for the others: their problems are reported as well.
+In GATHERING a host that cannot take part does not end the wait for the others: their problems are
+reported as well.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class HostRendezvousState:
     """Decides when a job over several hosts can start.
 
     Args:
-        names: Names of the hosts, by number, as far as they are known; the others are called `node 2`.
+        names: Names of the hosts, by number, as far as they are known; the others are called `node
+        2`.
         num_nodes: How many hosts there shall be.
         here: The launcher's own place.
         version: The launcher's braid.

@@ -22,7 +22,8 @@ __all__ = ["INSECURE", "follow", "open_lobby"]
 
 FIRST_LIMIT_S = 5.0  # then the user is told that node 0 cannot be reached yet
 INSECURE = (
-    "--insecure-network: whoever reaches the ports of this job can take part in it and run programs as you. "
+    "--insecure-network: whoever reaches the ports of this job can take part in it and run "
+    "programs as you. "
     "Use it on a network of your own only"
 )
 
@@ -87,8 +88,10 @@ def follow(
             addresses = [a for a in found if not Address.parse(a).is_loopback]
         if not addresses:
             msg = (
-                f"expected an address of node 0 in {nodes.meeting.path} that leads there from node {node}, found "
-                f"{', '.join(found) or 'none'}: see that node 0 is in a network, and is told of it by --network-interface if at all"
+                f"expected an address of node 0 in {nodes.meeting.path} that leads there from "
+                f"node {node}, found "
+                f"{', '.join(found) or 'none'}: see that node 0 is in a network, and is told of "
+                "it by --network-interface if at all"
             )
             raise ConfigError(msg)
     link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
@@ -122,7 +125,8 @@ def _dial(
         if not before:
             notice(f"node {node} cannot reach node 0 yet ({found}), trying for {limit_s:g} s")
     msg = (
-        f"expected to reach the launcher of node 0 from node {node} within {limit_s:g} s, found {found}: "
+        f"expected to reach the launcher of node 0 from node {node} within {limit_s:g} s, found "
+        f"{found}: "
         "is it running, has it ended, and is its port open?"
     )
     raise ConfigError(msg)
@@ -132,7 +136,10 @@ def _check_name(host: str) -> None:
     try:
         socket.getaddrinfo(host, None)
     except OSError as exc:
-        msg = f"expected the host of node 0, found that the name {host!r} is not resolvable: {exc.strerror}"
+        msg = (
+            f"expected the host of node 0, found that the name {host!r} is not resolvable: "
+            f"{exc.strerror}"
+        )
         raise ConfigError(msg) from exc
 
 

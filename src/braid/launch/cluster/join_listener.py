@@ -73,7 +73,8 @@ class JoinListener:
         Args:
             selector: Its keys' data is what to call.
             registry: Where those who come in are heard.
-            judge: Asked about each that has said who it is: why it may not take part, or empty; then it is the judge's.
+            judge: Asked about each that has said who it is: why it may not take part, or empty;
+            then it is the judge's.
             notice: Told of those who were turned away.
         """
         self.unregister()

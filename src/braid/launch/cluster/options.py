@@ -36,7 +36,8 @@ class Hosts:
         rsh: Command that reaches a host, see `RshPlacement`.
         remote_python: Interpreter there, as words; that of the launcher when empty.
         interfaces: Names of interfaces or networks to restrict the choice of addresses to.
-        listen: Address that the launcher's store listens on, such as 0.0.0.0; when empty the one that hosts reach it at.
+        listen: Address that the launcher's store listens on, such as 0.0.0.0; when empty the one
+        that hosts reach it at.
         environ: Names of further variables that ranks shall have from here.
         start_limit_s: How long hosts may take to answer.
     """
@@ -69,10 +70,12 @@ class Nodes:
     Attributes:
         meeting: Where the launchers meet.
         slots: Number of ranks of this node.
-        secret_file: File with the secret of all nodes, mode 0600; empty when the network is trusted.
+        secret_file: File with the secret of all nodes, mode 0600; empty when the network is
+        trusted.
         insecure_network: Whether to trust whoever comes.
         interfaces: Names of interfaces or networks to restrict the choice of addresses to.
-        listen: Address that node 0 listens on, such as 0.0.0.0; when empty the one that nodes reach it at.
+        listen: Address that node 0 listens on, such as 0.0.0.0; when empty the one that nodes reach
+        it at.
         join_limit_s: How long nodes may take to come.
     """
 
@@ -90,7 +93,8 @@ class Nodes:
             problems.append(f"-n is {self.slots}, expected 1 to 4096 ranks on this node")
         if bool(self.secret_file) == self.insecure_network:
             problems.append(
-                "nodes trust each other by a secret: set BRAID_SECRET_FILE to a file that all of them have "
+                "nodes trust each other by a secret: set BRAID_SECRET_FILE to a file that all of "
+                "them have "
                 "(`(umask 077; head -c 32 /dev/urandom > job.secret)`), or say --insecure-network"
                 if not self.secret_file
                 else "BRAID_SECRET_FILE and --insecure-network exclude each other"

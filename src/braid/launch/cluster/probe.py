@@ -1,8 +1,8 @@
 """Trying to reach other hosts: which of their addresses lead to them, and why the others do not.
 
-Problem: that something accepts a connection proves nothing: every host has a container bridge at 172.17.0.1, and connects to
-its own. Idea: whoever answers proves with the job's secret which host it is; all addresses are tried at once, and each
-is given its reason.
+Problem: that something accepts a connection proves nothing: every host has a container bridge at
+172.17.0.1, and connects to its own. Idea: whoever answers proves with the job's secret which host
+it is; all addresses are tried at once, and each is given its reason.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Which hosts a job runs on, and which rank stands where.
 
-Problem: mpirun, horovodrun and deepspeed each read host lists in a way of their own, and start on what they understood of a
-slip: a host that is named twice becomes two, a missing number becomes one. Idea: one small grammar, everything that is
-wrong with it said at once, and ranks numbered host by host, so that neighbours in rank are neighbours in memory.
+Problem: mpirun, horovodrun and deepspeed each read host lists in a way of their own, and start on
+what they understood of a
+slip: a host that is named twice becomes two, a missing number becomes one. Idea: one small grammar,
+everything that is wrong with it said at once, and ranks numbered host by host, so that neighbours
+in rank are neighbours in memory.
 
     -H a:2,b:2            hostfile:  a slots=2      # a comment
                                      b slots=2      or  b:2
@@ -18,7 +20,8 @@ from braid.errors import ConfigError
 
 __all__ = ["Host", "Place", "assign", "parse_hostfile", "parse_hosts"]
 
-# user@name, an IPv4 address, or an IPv6 address in brackets; never an option for the command that reaches it
+# user@name, an IPv4 address, or an IPv6 address in brackets; never an option for the command that
+# reaches it
 NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|\w[\w.-]*)", re.ASCII)
 LINE = re.compile(r"(\S+)(?:\s+slots\s*=\s*(\S+))?", re.ASCII)
 SLOTS = re.compile(r"[1-9][0-9]{0,3}", re.ASCII)
@@ -59,7 +62,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of `a:2,b:2`; one slot where there is no number.
 
     Raises:
-        ConfigError: An item that is empty or malformed, or a host that is named twice; the message lists all.
+        ConfigError: An item that is empty or malformed, or a host that is named twice; the message
+            lists all.
     """
     problems: list[str] = []
     hosts = [_item(item.strip(), f"-H {text}", problems) for item in text.split(",")]

@@ -1,14 +1,16 @@
 """Who can reach whom, and at which address each host shall listen: a pure function of what all of them have tried.
 
-Problem: a machine has many addresses (loopback, containers' bridges, tunnels, a second network for storage), and a job that
-picks the wrong one hangs in its first collective until a time-out that names no host. Guessing from routing tables or
-interface names fails on the next cluster, because every host has a 172.17.0.1 of its own.
+Problem: a machine has many addresses (loopback, containers' bridges, tunnels, a second network for
+storage), and a job that picks the wrong one hangs in its first collective until a time-out that
+names no host. Guessing from routing tables or interface names fails on the next cluster, because
+every host has a 172.17.0.1 of its own.
 
-Idea: every host tries to reach every address of every other one and proves there who it is. What remains is a choice
-among facts: first a network that all share, then any address that all others can reach; else a table of hosts by hosts
-that says why not.
+Idea: every host tries to reach every address of every other one and proves there who it is. What
+remains is a choice among facts: first a network that all share, then any address that all others
+can reach; else a table of hosts by hosts that says why not.
 
-Source: Horovod's driver and task services (horovod/runner/driver), which intersect the names of interfaces.
+Source: Horovod's driver and task services (horovod/runner/driver), which intersect the names of
+interfaces.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def eligible(
     Args:
         endpoints: All of all hosts.
         wanted: Names of interfaces or networks such as `10.0.0.0/8`; empty for any.
-        one_machine: Whether all hosts are the same machine, so that loopback addresses lead somewhere.
+        one_machine: Whether all hosts are the same machine, so that loopback addresses lead
+            somewhere.
     """
     found = [e for e in endpoints if _is_wanted(e, wanted)]
     if one_machine:  # loopback first: it is always there and nobody else can reach it
@@ -195,7 +198,8 @@ def _problem(
                 if a.target == node and not a.reason
             ]
             lines.append(
-                f"{names[node]} has no address that all others can reach: it is found at {', '.join(seen)}"
+                f"{names[node]} has no address that all others can reach: it is found at "
+                f"{', '.join(seen)}"
             )
     has = {
         node: [f"{e.interface} {e.ip}/{e.prefix}" for e in endpoints if e.node == node]

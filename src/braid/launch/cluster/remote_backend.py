@@ -50,7 +50,8 @@ class HostsReady(NamedTuple):
         places: Of all ranks.
         master_port: Kept by the agent of rank 0's host.
         threads: OMP_NUM_THREADS of the ranks, and the reason.
-        listen: Address that the store shall listen on instead of the launcher's in `addresses`; empty for that one.
+        listen: Address that the store shall listen on instead of the launcher's in `addresses`;
+        empty for that one.
         join_listener: Where latecomers knock; None when agents are started, not awaited.
     """
 

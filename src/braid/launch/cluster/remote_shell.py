@@ -1,7 +1,7 @@
 """How an agent comes to be on a host: started here, or by a command that reaches there.
 
-This is the seam for batch systems: whatever can start a process on a host, hand it two pipes, and end it, can carry a job.
-Nothing but the agent is started this way; the ranks are its children.
+This is the seam for batch systems: whatever can start a process on a host, hand it two pipes, and
+end it, can carry a job. Nothing but the agent is started this way; the ranks are its children.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class HostsSupervisor:
             What came of it; failures of ranks and losses of hosts are outcomes, not exceptions.
 
         Raises:
-            ConfigError: Some host cannot take part; the message names all that cannot, and nothing is left running.
+            ConfigError: Some host cannot take part; the message names all that cannot, and nothing
+                is left running.
         """
         with SignalInbox() as inbox, self._rendezvous(job, hosts, inbox) as rendezvous:
             return self._carry_out(job, inbox, rendezvous, None)
@@ -62,7 +63,8 @@ class HostsSupervisor:
             Exit code of the run, and the error block if it failed.
 
         Raises:
-            ConfigError: Nodes are missing, late or there twice, or cannot see each other; nothing is left running.
+            ConfigError: Nodes are missing, late or there twice, or cannot see each other; nothing
+                is left running.
         """
         if nodes.insecure_network:
             self._console.notice(INSECURE)

@@ -1,7 +1,8 @@
 """Memory that outlives a rank: its event ring and its stack dumps, made by the launcher and handed over by descriptor.
 
-A file would need a name, a place with room, and somebody to remove it; a memory file has none of these, and the kernel
-frees it with its last user. What is worth keeping is written to the log directory after the run.
+A file would need a name, a place with room, and somebody to remove it; a memory file has none of
+these, and the kernel frees it with its last user. What is worth keeping is written to the log
+directory after the run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class BlackBox:
 
         Args:
             at_ns: Moment of the fault that ended the run; now when None.
-            gave_up: The rank ended because another had: what counts is the collective in which it noticed.
+            gave_up: The rank ended because another had: what counts is the collective in which it
+                noticed.
         """
         if gave_up:
             at_ns = last_operation_end(self.ring) or at_ns
@@ -97,7 +99,10 @@ class BlackBox:
         offset_ns, capacity = self.ring.clock_offset_ns, self.ring.capacity
         for at, data in pieces:
             if not 0 <= at <= at + len(data) <= len(self._map):
-                msg = f"expected pieces of a ring of {len(self._map)} bytes, found {len(data)} at {at}"
+                msg = (
+                    f"expected pieces of a ring of {len(self._map)} bytes, found {len(data)} at "
+                    f"{at}"
+                )
                 raise CommError(msg)
             self._map[at : at + len(data)] = bytes(data)
         if self.ring.header[1] != capacity:

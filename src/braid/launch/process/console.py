@@ -1,7 +1,7 @@
 """The user's terminal, written to by a thread of its own so that a terminal that is not read stops nobody.
 
-`[rank 1]` stands before each line when there are several ranks, coloured on a terminal and plain elsewhere; `NO_COLOR` and
-`TERM=dumb` are honoured (by rich, which is asked for the style only).
+`[rank 1]` stands before each line when there are several ranks, coloured on a terminal and plain
+elsewhere; `NO_COLOR` and `TERM=dumb` are honoured (by rich, which is asked for the style only).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class TerminalConsole:
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
         """Show a line of a rank; dropped, and counted, while nobody reads the terminal.
 
-        A rank alone keeps its own line ends, so that progress bars move; several ranks get a line each.
+        A rank alone keeps its own line ends, so that progress bars move; several ranks get a line
+        each.
         """
         shown = "\n" if self._prefixed else end.decode()
         self._put(stream, self._prefix(rank, stream) + text.decode(errors="replace") + shown)

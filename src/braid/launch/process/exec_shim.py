@@ -1,12 +1,13 @@
 """The first moment of a rank: tie its life to the launcher's, then become the program.
 
-Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`; imports nothing of braid, so it costs one bare start of the
-interpreter (some 15 ms). Doing this in `preexec_fn` would run Python between fork and exec of a process that has
-threads, which may deadlock.
+Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`; imports nothing of braid, so it
+costs one bare start of the interpreter (some 15 ms). Doing this in `preexec_fn` would run Python
+between fork and exec of a process that has threads, which may deadlock.
 
     setpgid                    Ctrl-C reaches the launcher alone, which forwards it once
     PR_SET_PDEATHSIG SIGKILL   no orphan when the launcher is killed; the kernel ties it to the *thread* that spawned
-                               this process, so the launcher spawns from its main thread; execv keeps it
+                               this process, so the launcher spawns from its main thread; execv
+                               keeps it
     getppid                    the launcher may have died before the line above
 
 Source: prctl(2), PR_SET_PDEATHSIG.

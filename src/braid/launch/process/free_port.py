@@ -1,12 +1,14 @@
 """A free port that stays free until rank 0 listens on it.
 
-Problem: a launcher that asks for a free port, closes the socket and passes the number on races with every other
-process of the host; two jobs started together then meet on one port.
+Problem: a launcher that asks for a free port, closes the socket and passes the number on races with
+every other process of the host; two jobs started together then meet on one port.
 
-Idea: keep the socket bound, without listening, for the whole run. With SO_REUSEADDR on both sides Linux lets rank 0's
-TCPStore listen on the same port, while the system gives it to nobody who asks for a free one.
+Idea: keep the socket bound, without listening, for the whole run. With SO_REUSEADDR on both sides
+Linux lets rank 0's TCPStore listen on the same port, while the system gives it to nobody who asks
+for a free one.
 
-Source: socket(7), SO_REUSEADDR; the rule is in `inet_csk_get_port` (net/ipv4/inet_connection_sock.c).
+Source: socket(7), SO_REUSEADDR; the rule is in `inet_csk_get_port`
+(net/ipv4/inet_connection_sock.c).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class PortReservation:
         address: Of this host; loopback unless other hosts shall reach it.
 
     Raises:
-        ConfigError: The port is in use; the message names the process that uses it, when it can be known.
+        ConfigError: The port is in use; the message names the process that uses it, when it can be
+            known.
     """
 
     def __init__(self, port: int | None, address: str = "127.0.0.1") -> None:

@@ -1,8 +1,9 @@
 """When to look for a hang, when to ask ranks for their stacks, and when to speak again: a state machine.
 
-Problem: a report that comes once is overlooked, one that comes every second hides everything else, and one that comes
-while all ranks compute is worse than none. Idea: reports of one place come at growing distances, those of another
-place at once; asking ranks for their stacks costs them something, so it is done only when a wait is long enough.
+Problem: a report that comes once is overlooked, one that comes every second hides everything else,
+and one that comes while all ranks compute is worse than none. Idea: reports of one place come at
+growing distances, those of another place at once; asking ranks for their stacks costs them
+something, so it is done only when a wait is long enough.
 
     phase       event                                               instructions      next
     WATCHING    it is time                                          Look              same
@@ -15,7 +16,8 @@ place at once; asking ranks for their stacks costs them something, so it is done
     WATCHING    Looked: the waits of the last report are over       Resume            same
     any         all ranks have ended well, who were waiting         Resume            same
 
-The first collective of a channel is given three limits: ranks that start together do not arrive together.
+The first collective of a channel is given three limits: ranks that start together do not arrive
+together.
 """
 
 from __future__ import annotations

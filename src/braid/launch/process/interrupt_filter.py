@@ -1,10 +1,12 @@
 """Leaves the tracebacks of a Ctrl-C out of what is shown: N ranks that were told to stop have nothing to explain.
 
-Problem: Python answers SIGINT with a traceback, of forty lines when it comes during imports, and N ranks print N of them over
-the one block that says what happened. Ignoring the signal in the ranks would take it from programs that save on it.
+Problem: Python answers SIGINT with a traceback, of forty lines when it comes during imports, and N
+ranks print N of them over the one block that says what happened. Ignoring the signal in the ranks
+would take it from programs that save on it.
 
-Idea: hold back what looks like a traceback until the line that names its error; a `KeyboardInterrupt` is dropped, anything
-else is shown as it was. Logs do not come this way and keep everything.
+Idea: hold back what looks like a traceback until the line that names its error; a
+`KeyboardInterrupt` is dropped, anything else is shown as it was. Logs do not come this way and keep
+everything.
 """
 
 from __future__ import annotations

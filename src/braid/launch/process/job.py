@@ -1,7 +1,8 @@
 """What to run and what came of it.
 
-`JobSpec` holds everything that can be said before the start, and `check_command` finds what can be found wrong before
-anything is started: a missing script and a syntax error are one message on one line, not one per rank and a log file.
+`JobSpec` holds everything that can be said before the start, and `check_command` finds what can be
+found wrong before anything is started: a missing script and a syntax error are one message on one
+line, not one per rank and a log file.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class JobSpec:
         timeout_s: Longest duration of the run; None for no limit.
         threads: OMP_NUM_THREADS of each rank; when None, the user's own or physical cores / ranks.
         stopped_limit_s: How long a rank may be stopped (SIGSTOP) before it is given up.
-        hang_report_s: How long ranks may wait for one that does not come before it is reported; 0 for never.
+        hang_report_s: How long ranks may wait for one that does not come before it is reported; 0
+        for never.
         grace_s: After a failure, how long the other ranks may end by themselves.
         interrupt_limit_s: After Ctrl-C or SIGTERM, how long all ranks may save and end.
         resume: Checkpoint that ranks shall resume from; `auto` for the last complete one.
         where: Options that say on which hosts and how many ranks; `-n` alone when empty.
-        resume_command: What the user types to go on from a checkpoint; `braid run` with this job when empty.
+        resume_command: What the user types to go on from a checkpoint; `braid run` with this job
+        when empty.
         environ: Environment that ranks inherit.
     """
 
@@ -127,8 +130,8 @@ def check_command(job: JobSpec) -> None:
     """Refuse what cannot run.
 
     Raises:
-        ConfigError: The script is missing, a directory, unreadable or no Python; the module is not found; the
-            program is missing or not executable.
+        ConfigError: The script is missing, a directory, unreadable or no Python; the module is not
+            found; the program is missing or not executable.
     """
     name = job.command[0]
     if job.kind == "script":

@@ -1,10 +1,11 @@
 """Whether the kernel killed a process for memory, told from the counters of its control group.
 
-Problem: the kernel's memory killer sends SIGKILL, and a rank that dies of signal 9 looks like one that a colleague
-killed. The kernel log needs root. Idea: both generations of cgroups count such kills; a SIGKILL that nobody of ours
-sent, while the counter rose, is one.
+Problem: the kernel's memory killer sends SIGKILL, and a rank that dies of signal 9 looks like one
+that a colleague killed. The kernel log needs root. Idea: both generations of cgroups count such
+kills; a SIGKILL that nobody of ours sent, while the counter rose, is one.
 
-Source: Documentation/admin-guide/cgroup-v1/memory.rst (memory.oom_control, `oom_kill`) and cgroup-v2.rst (memory.events).
+Source: Documentation/admin-guide/cgroup-v1/memory.rst (memory.oom_control, `oom_kill`) and
+cgroup-v2.rst (memory.events).
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def parse_limit(text: str) -> int:
 def cgroup_paths(membership: str, mount: Path) -> list[tuple[Path, _Files]]:
     """Where the files of this process's memory group may be, likeliest first.
 
-    Inside a container the path of `/proc/self/cgroup` may be the host's; its own group is then the mount itself.
+    Inside a container the path of `/proc/self/cgroup` may be the host's; its own group is then the
+    mount itself.
     """
     paths: list[tuple[Path, _Files]] = []
     for line in membership.splitlines():

@@ -1,8 +1,10 @@
 r"""Which spans of a ring have begun and not ended, found without reading the ring.
 
-Problem: the launcher wants to know every second, and a ring has 32,768 records, which Python takes 30 ms to unpack.
-Idea: an open span is a record whose second word is all ones, and `mmap.find` sees eight such bytes in a mebibyte in
-half a millisecond. Only what was written since the last look is searched; of older records, those that were open.
+Problem: the launcher wants to know every second, and a ring has 32,768 records, which Python takes
+30 ms to unpack.
+Idea: an open span is a record whose second word is all ones, and `mmap.find` sees eight such bytes
+in a mebibyte in half a millisecond. Only what was written since the last look is searched; of older
+records, those that were open.
 """
 
 from __future__ import annotations

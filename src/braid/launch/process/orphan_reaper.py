@@ -1,11 +1,12 @@
 """Ends what a killed agent leaves behind: a process beside it that does nothing but wait for its end.
 
-Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin; imports nothing of braid, so it costs one bare
-start of the interpreter.
+Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin;
+imports nothing of braid, so it costs one bare start of the interpreter.
 
-Problem: when an agent is killed, the kernel kills its ranks with it, but not what the ranks have started (loaders of data,
-shells), and the launcher is on another host. Idea: the kernel closes the pipe of a dead agent as well; then every process
-with the agent's marks in its environment is killed. After an agent that has ended its ranks itself there is none.
+Problem: when an agent is killed, the kernel kills its ranks with it, but not what the ranks have
+started (loaders of data, shells), and the launcher is on another host. Idea: the kernel closes the
+pipe of a dead agent as well; then every process with the agent's marks in its environment is
+killed. After an agent that has ended its ranks itself there is none.
 
 Source: proc_pid_environ(5). Where there is no /proc, nothing is found.
 """

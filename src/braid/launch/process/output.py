@@ -1,11 +1,12 @@
 r"""What ranks print: complete in their log files, readable on the console.
 
-Problem: N processes that share a terminal cut each other's lines, a rank in a loop of warnings hides all the others,
-progress bars write `\r` a hundred times a second, and a terminal that is not read blocks the training.
+Problem: N processes that share a terminal cut each other's lines, a rank in a loop of warnings
+hides all the others, progress bars write `\r` a hundred times a second, and a terminal that is not
+read blocks the training.
 
-Idea: each rank writes to two pipes that the launcher drains at once. The log gets every byte, line by line. The console
-gets whole lines with the rank before them, at most so many a second, of progress bars one state every half second,
-and what is left out is counted.
+Idea: each rank writes to two pipes that the launcher drains at once. The log gets every byte, line
+by line. The console gets whole lines with the rank before them, at most so many a second, of
+progress bars one state every half second, and what is left out is counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Processes and signals: the few system calls that the launcher makes.
 
-Problem: an exit must be seen at once, a stop is no exit, a grandchild outlives its parent and is handed to init, and
-Python's Popen knows none of this. Idea: one inbox turns signals into bytes that a selector sees; `waitid` tells exits
-from stops; the launcher is a *subreaper*, so every orphan of the run becomes its child and is found and ended.
+Problem: an exit must be seen at once, a stop is no exit, a grandchild outlives its parent and is
+handed to init, and Python's Popen knows none of this. Idea: one inbox turns signals into bytes that
+a selector sees; `waitid` tells exits from stops; the launcher is a *subreaper*, so every orphan of
+the run becomes its child and is found and ended.
 
 Source: waitid(2), prctl(2) PR_SET_CHILD_SUBREAPER, signal.set_wakeup_fd of the standard library.
 """
@@ -66,7 +67,8 @@ class SignalInbox:
     SIGINT and SIGHUP stay ignored where they were, so `nohup` works.
 
     Raises:
-        ConfigError: This is not the main thread, which alone may handle signals and whose death the ranks follow.
+        ConfigError: This is not the main thread, which alone may handle signals and whose death the
+            ranks follow.
     """
 
     def __init__(self) -> None:
@@ -157,8 +159,8 @@ def end_descendants(
     Args:
         groups: Process groups of the ranks, whose leaders have been reaped.
         marker: Environment variables that processes of the run have inherited.
-        all_new: Whether every descendant that is not in `known` belongs to the run; set where this process does
-            nothing but launch.
+        all_new: Whether every descendant that is not in `known` belongs to the run; set where this
+            process does nothing but launch.
         known: Children that this process had before the run.
 
     Returns:

@@ -1,8 +1,8 @@
 """Watches a run for ranks that stand still, and reports who they wait for.
 
-Everything is read from outside: event rings in memory of the launcher's, /proc, and stacks that a signal handler of the
-rank's dumps into a descriptor of the launcher's, which works while the rank holds the interpreter's lock. A rank pays
-for its stack, once per report, and for nothing else.
+Everything is read from outside: event rings in memory of the launcher's, /proc, and stacks that a
+signal handler of the rank's dumps into a descriptor of the launcher's, which works while the rank
+holds the interpreter's lock. A rank pays for its stack, once per report, and for nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank as the launcher sees it, wherever it runs: what it says, what it is told, how it ended.
 
-A braid program connects to the launcher itself, from any host; what happens to its process is seen by whoever started it, and
-comes here as a `Change`.
+A braid program connects to the launcher itself, from any host; what happens to its process is seen
+by whoever started it, and comes here as a `Change`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run a function on N ranks: `spawn(train, n=4, args=(0.1,))` is `braid run -n 4 -m braid.launch.process.spawned module:train [0.1]`.
 
-The function is found by its name and its arguments travel as JSON: no pickle, and a rank is started the same way whether a
-person or a program asks for it. It must therefore live in a module that can be imported; functions of `__main__`,
-lambdas and closures are refused with the way out.
+The function is found by its name and its arguments travel as JSON: no pickle, and a rank is started
+the same way whether a person or a program asks for it. It must therefore live in a module that can
+be imported; functions of `__main__`, lambdas and closures are refused with the way out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def spawn(
     target = f"{fn.__module__}:{fn.__qualname__}"
     if fn.__module__ == "__main__" or "<" in fn.__qualname__:
         msg = (
-            f"expected a function at the top level of a module, found {target}: each rank imports it by "
+            f"expected a function at the top level of a module, found {target}: each rank imports "
+            "it by "
             "name, so move it into a file of its own and import it from there"
         )
         raise ConfigError(msg)

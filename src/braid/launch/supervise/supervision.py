@@ -1,7 +1,7 @@
 """One run in progress: what happens to its ranks becomes events of `SupervisorState`, whose instructions are carried out here.
 
-One thread, one selector. Signals, pipes, connections and deadlines are all that wakes it. Nothing in this file decides, and
-nothing in it knows on which hosts the ranks are: that is its backend's.
+One thread, one selector. Signals, pipes, connections and deadlines are all that wakes it. Nothing
+in this file decides, and nothing in it knows on which hosts the ranks are: that is its backend's.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ class _Run:
                 stack.pop_all()
         except OSError as exc:
             msg = (
-                f"cannot start rank {rank} of {self._job.num_ranks}: {exc.strerror}; use fewer ranks, "
+                f"cannot start rank {rank} of {self._job.num_ranks}: {exc.strerror}; use fewer "
+                "ranks, "
                 "or raise the limits of files and processes (ulimit -n, ulimit -u)"
             )
             raise ConfigError(msg) from exc
@@ -369,7 +370,8 @@ class _Run:
             return
         inside = process.testimony()
         self._console.notice(
-            f"{who} was stopped by {signal_name(signum)}{' ' + inside if inside else ''}; it is given "
+            f"{who} was stopped by {signal_name(signum)}{' ' + inside if inside else ''}; it is "
+            "given "
             f"up after {self._job.stopped_limit_s:g} s, `kill -CONT {process.pid}` lets it go on"
         )
 

@@ -1,11 +1,12 @@
 """The launcher: starts the ranks of a run on this host, watches them, ends them together and says which rank is the cause.
 
-Problem: whoever starts N processes must answer for all of them: see a death at once, tell the others why, collect what each
-said, leave nothing behind, and never blame a victim. Shell loops and `mp.spawn` do a part of this; torchrun polls its
-workers and restarts them before anybody has looked.
+Problem: whoever starts N processes must answer for all of them: see a death at once, tell the
+others why, collect what each said, leave nothing behind, and never blame a victim. Shell loops and
+`mp.spawn` do a part of this; torchrun polls its workers and restarts them before anybody has
+looked.
 
-Idea: a `RankBackend` knows where ranks are and how to start them there; a `Run` watches them, wherever that is. This file puts the two
-together for one host, `several_hosts` for more.
+Idea: a `RankBackend` knows where ranks are and how to start them there; a `Run` watches them,
+wherever that is. This file puts the two together for one host, `several_hosts` for more.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Supervisor:
     Args:
         console: Where output and notices go; kept in memory when None.
         clock: Time source; the host's when None.
-        owns_process: Set by a program that does nothing but launch: every descendant left at the end of a run is then
-            ended, even one that hides its origin.
+        owns_process: Set by a program that does nothing but launch: every descendant left at the
+            end of a run is then ended, even one that hides its origin.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """What the launcher decides, as a state machine: endings and signals in, instructions out.
 
-Problem: launchers hang, leave orphans or blame the wrong rank where their decisions are spread over signal handlers,
-threads and waits that cannot be tested. Idea: everything that happens is an event with a time; what shall be done is a
-list of instructions. No process, signal, socket or clock is touched here.
+Problem: launchers hang, leave orphans or blame the wrong rank where their decisions are spread over
+signal handlers, threads and waits that cannot be tested. Idea: everything that happens is an event
+with a time; what shall be done is a list of instructions. No process, signal, socket or clock is
+touched here.
 
     phase         event                                  instructions                     next
     RUNNING       last rank ended                        -                                DONE

@@ -1,12 +1,13 @@
 """Frames of one link become messages, received straight into their final memory.
 
-Problem: a receiver that collects chunks and joins them copies every message, and one that believes a length allocates what
-a stranger asks for.
+Problem: a receiver that collects chunks and joins them copies every message, and one that believes
+a length allocates what a stranger asks for.
 
-Idea: the head of a message says all its sizes, which are checked before anything is allocated. Memory for the buffers is
-chosen once, when the message itself is known, so the program can say where a tensor shall go. Each chunk is then
-received into its slice of that memory. At most one message per priority is open, so a peer can make this process
-hold 16 of the largest size; nobody who has not proven the job's secret gets here.
+Idea: the head of a message says all its sizes, which are checked before anything is allocated.
+Memory for the buffers is chosen once, when the message itself is known, so the program can say
+where a tensor shall go. Each chunk is then received into its slice of that memory. At most one
+message per priority is open, so a peer can make this process hold 16 of the largest size; nobody
+who has not proven the job's secret gets here.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Inflow:
         max_message_bytes: What to refuse.
         allocators: Who chooses the memory for buffers, by type of message.
 
-    On failure: anything but a correct sequence of frames raises CommError; the link must then be closed.
+    On failure: anything but a correct sequence of frames raises CommError; the link must then be
+    closed.
     """
 
     def __init__(
@@ -220,7 +222,8 @@ class Inflow:
                 chosen = None if found is None else [as_bytes(each) for each in found]
             except Exception as exc:
                 msg = (
-                    f"the memory for the buffers of {type(message).__name__} from {self._peer} could not be "
+                    f"the memory for the buffers of {type(message).__name__} from {self._peer} "
+                    "could not be "
                     f"chosen: its receive_into callback raised {type(exc).__name__}: {exc}"
                 )
                 raise CommError(msg) from exc
@@ -229,7 +232,8 @@ class Inflow:
         found_sizes = tuple(map(len, chosen))
         if found_sizes != sizes or any(len(each) and each.readonly for each in chosen):
             msg = (
-                f"expected the receive_into callback of {type(message).__name__} to return writable memory of "
+                f"expected the receive_into callback of {type(message).__name__} to return "
+                "writable memory of "
                 f"{sizes} bytes, found {found_sizes}: return one memoryview for each size"
             )
             raise CommError(msg)
@@ -240,7 +244,8 @@ class Inflow:
             return memoryview(bytearray(size))
         except MemoryError as exc:
             msg = (
-                f"expected memory for {size} bytes of message {name!r} from {self._peer}, found that there is not so "
+                f"expected memory for {size} bytes of message {name!r} from {self._peer}, found "
+                "that there is not so "
                 "much: send it in parts, or receive_into memory that is there"
             )
             raise CommError(msg) from exc

@@ -1,12 +1,14 @@
 """What has arrived and was not received yet: by urgency, then by age, in shares of the senders.
 
-Problem: with one bound for all, a peer that floods this node keeps the messages of the others out. With a notice of loss in
-the same queue, an urgent one overtakes the last words of the peer it speaks of. With priorities alone, what a restarted
-peer says overtakes what it said in its last life.
+Problem: with one bound for all, a peer that floods this node keeps the messages of the others out.
+With a notice of loss in the same queue, an urgent one overtakes the last words of the peer it
+speaks of. With priorities alone, what a restarted peer says overtakes what it said in its last
+life.
 
-Idea: every peer has its own share, and the van stops reading from one whose share is full. The notice that a peer is lost
-waits until the last of its messages has been received, and then comes before everything else. When the peer is there again,
-what is left of its last life comes at once, before anything of the new one.
+Idea: every peer has its own share, and the van stops reading from one whose share is full. The
+notice that a peer is lost waits until the last of its messages has been received, and then comes
+before everything else. When the peer is there again, what is left of its last life comes at once,
+before anything of the new one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Which messages a node understands: types by name, checked at both ends.
 
-Problem: pickle runs what a peer sends; dictionaries and strings move the mistakes of the sender into the code of the
-receiver, where nobody knows any more who made them.
+Problem: pickle runs what a peer sends; dictionaries and strings move the mistakes of the sender
+into the code of the receiver, where nobody knows any more who made them.
 
-Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses what is not registered; decoding
-refuses unknown names and bodies that do not have the fields and types of the struct, and says who sent them.
+Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses what is not
+registered; decoding refuses unknown names and bodies that do not have the fields and types of the
+struct, and says who sent them.
 
     class Join(msgspec.Struct, tag="join", frozen=True):
         host: str
@@ -57,7 +58,8 @@ class Schema:
     """The types of messages that nodes exchange; both ends must register the same.
 
     Args:
-        types: Struct types; the name of each on the wire is its `tag`, or its class name if it has none.
+        types: Struct types; the name of each on the wire is its `tag`, or its class name if it has
+            none.
 
     Raises:
         ConfigError: Something is not a Struct type, or two have one name.
@@ -89,7 +91,8 @@ class Schema:
             problem = f"of {len(name.encode())} bytes (allowed: 1 to {MAX_NAME_BYTES})"
         if problem:
             msg = (
-                f"cannot register message {message_type.__qualname__} under the name {name!r} {problem}: "
+                f"cannot register message {message_type.__qualname__} under the name {name!r} "
+                f"{problem}: "
                 "give it another `tag`"
             )
             raise ConfigError(msg)
@@ -139,7 +142,10 @@ class Schema:
         except (
             Exception
         ) as exc:  # a type's own checks may raise anything, and it is the sender's mistake
-            msg = f"expected from {sender} a message {name!r} with the fields of its type, found: {exc}"
+            msg = (
+                f"expected from {sender} a message {name!r} with the fields of its type, found: "
+                f"{exc}"
+            )
             raise CommError(msg) from exc
 
     def __str__(self) -> str:

@@ -1,11 +1,13 @@
 """The queue of one link: which bytes leave next, and what becomes of messages that cannot.
 
-Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the peer is declared dead.
-A queue without bound turns a slow peer into a process that runs out of memory.
+Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the
+peer is declared dead. A queue without bound turns a slow peer into a process that runs out of
+memory.
 
-Idea: one lane per priority, and before every frame the choice is made anew: control heads first, then the next chunk of the
-first message in the most urgent lane that has one. A message is begun when the one before it in its lane has left, so
-lanes are first in, first out. Chunks are slices of the sender's memory; nothing is copied.
+Idea: one lane per priority, and before every frame the choice is made anew: control heads first,
+then the next chunk of the first message in the most urgent lane that has one. A message is begun
+when the one before it in its lane has left, so lanes are first in, first out. Chunks are slices of
+the sender's memory; nothing is copied.
 
     state of a message     event                         next
     waiting                its turn: next_frame()        under way (Open, then More for each further chunk)
@@ -64,7 +66,8 @@ class Outgoing:
         body: What has not been cut yet of a body that the head does not hold.
         buffers: What has not been cut yet of the buffers.
         deadline_ns: When it is worth nothing any more; None for never.
-        life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that has not greeted.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that
+        has not greeted.
         begun: Whether its head has left.
         done: Whether the van is finished with it.
         error: Why it did not leave; None if it did, or may yet.
@@ -86,11 +89,13 @@ class Outgoing:
         """A message of `body` and `buffers`, which `head` does not describe yet.
 
         Raises:
-            ConfigError: A buffer is not contiguous, or there are too many, or there is no such priority.
+            ConfigError: A buffer is not contiguous, or there are too many, or there is no such
+                priority.
         """
         if not 0 <= head.priority < NUM_PRIORITIES or len(buffers) > MAX_BUFFERS:
             msg = (
-                f"expected a priority from 0 to {NUM_PRIORITIES - 1} and at most {MAX_BUFFERS} buffers for message "
+                f"expected a priority from 0 to {NUM_PRIORITIES - 1} and at most {MAX_BUFFERS} "
+                "buffers for message "
                 f"{head.name!r}, found priority {head.priority} and {len(buffers)} buffers"
             )
             raise ConfigError(msg)
@@ -98,7 +103,8 @@ class Outgoing:
             views = [as_bytes(buffer) for buffer in buffers]
         except TypeError as exc:
             msg = (
-                f"expected contiguous buffers beside message {head.name!r}, found one that is not ({exc}): "
+                f"expected contiguous buffers beside message {head.name!r}, found one that is not "
+                f"({exc}): "
                 "send a contiguous copy of it"
             )
             raise ConfigError(msg) from exc
@@ -219,7 +225,8 @@ class Outbox:
     def expire(self, now_ns: int) -> None:
         """End the messages whose deadline has passed.
 
-        One of which a chunk is in the network is ended when that has left: until then its memory is in use.
+        One of which a chunk is in the network is ended when that has left: until then its memory is
+        in use.
         """
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             outgoing = heapq.heappop(self._deadlines)[2]
@@ -259,8 +266,10 @@ class Outbox:
         if outgoing.begun:
             self.say(Cancel(outgoing.head.priority))
         msg = (
-            f"expected message {outgoing.head.name!r} #{outgoing.head.id} to reach {self._peer} before "
-            f"its deadline, found it still {how_far}: the peer or the network is slow, or the deadline short"
+            f"expected message {outgoing.head.name!r} #{outgoing.head.id} to reach {self._peer} "
+            "before "
+            f"its deadline, found it still {how_far}: the peer or the network is slow, or the "
+            "deadline short"
         )
         self._counts["expired"] += 1
         self._finish(outgoing, CommTimeout(msg))

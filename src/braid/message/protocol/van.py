@@ -1,28 +1,33 @@
 """A van carries typed messages between named nodes.
 
-Problem: not everything that processes tell each other is a collective. Launcher services, parameter servers, remote calls
-and pipelines across hosts send single messages to single peers, of a few bytes or of gigabytes, some of which must not
-wait behind others. Each such system usually brings its own sockets, its own queue and its own idea of a lost peer.
+Problem: not everything that processes tell each other is a collective. Launcher services, parameter
+servers, remote calls and pipelines across hosts send single messages to single peers, of a few
+bytes or of gigabytes, some of which must not wait behind others. Each such system usually brings
+its own sockets, its own queue and its own idea of a lost peer.
 
-Idea: one face, `Van`, with four implementations that share one state machine (`van_state`): sockets and pipes for programs,
-one process for tests of programs, and a simulated network with faults and a virtual clock for tests of protocols.
+Idea: one face, `Van`, with four implementations that share one state machine (`van_state`): sockets
+and pipes for programs, one process for tests of programs, and a simulated network with faults and a
+virtual clock for tests of protocols.
 
 What is promised
-* A message arrives whole or not at all, at most once, and is of a registered type. (A simulated network can be told to
-  duplicate.)
-* Messages of one sender and one priority arrive in the order in which they were sent. Of those that wait at the sender,
-  the more urgent leaves first; a large one leaves in chunks, between which more urgent ones pass.
+* A message arrives whole or not at all, at most once, and is of a registered type. (A simulated
+  network can be told to duplicate.)
+* Messages of one sender and one priority arrive in the order in which they were sent. Of those that
+  wait at the sender, the more urgent leaves first; a large one leaves in chunks, between which more
+  urgent ones pass.
 * Who does not read slows down who sends to it, and nobody else.
-* A peer that is gone is noticed: at once when its process ends, after `lost_after_s` of silence otherwise. What it has sent,
-  and the notice of its loss, comes before anything that its next life says.
+* A peer that is gone is noticed: at once when its process ends, after `lost_after_s` of silence
+  otherwise. What it has sent, and the notice of its loss, comes before anything that its next life
+  says.
 
 What is not promised
-* Delivery. When a link breaks, what was on it is lost, and the van neither resends nor reconnects: it cannot know whether
-  the peer acted already. Layers above send again under the same message id, and the receiver drops what it has seen;
-  `services` does that.
+* Delivery. When a link breaks, what was on it is lost, and the van neither resends nor reconnects:
+  it cannot know whether the peer acted already. Layers above send again under the same message id,
+  and the receiver drops what it has seen; `services` does that.
 
-Source: the Van of PS-Lite (M. Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014),
-with FIFO among equal priorities, deadlines, types and authentication, which that one lacks.
+Source: the Van of PS-Lite (M. Li et al., "Scaling Distributed Machine Learning with the Parameter
+Server", OSDI 2014), with FIFO among equal priorities, deadlines, types and authentication, which
+that one lacks.
 """
 
 from __future__ import annotations
@@ -65,8 +70,10 @@ def split_node(node: str) -> tuple[str, int]:
     found = _NODE.fullmatch(node)
     if found is None:
         msg = (
-            f"expected the name of a node such as 'worker:3' or 'launcher', found {node!r}: a role of at "
-            "most 16 lower-case letters, digits, - or _, then a colon and a number unless it is alone"
+            f"expected the name of a node such as 'worker:3' or 'launcher', found {node!r}: a "
+            "role of at "
+            "most 16 lower-case letters, digits, - or _, then a colon and a number unless it is "
+            "alone"
         )
         raise ConfigError(msg)
     role, rank = found.groups()
@@ -80,8 +87,8 @@ class Delivery(NamedTuple):
         sender: Name of the node that sent it.
         message: A registered type, or `PeerLost`.
         buffers: What was sent beside it, in order; writable.
-        id: Number of the message, unique per sender and incarnation; 0 for a van's own notices. The same id again is
-            the same message sent again.
+        id: Number of the message, unique per sender and incarnation; 0 for a van's own notices. The
+            same id again is the same message sent again.
         incarnation: Which life of the sender: changes when it restarts.
         epoch: The sender's membership epoch when it sent this.
         priority: 0 to 15; more is more urgent.
@@ -103,12 +110,14 @@ class VanConfig:
     """How a van behaves.
 
     Attributes:
-        chunk_bytes: Larger messages leave in chunks of this size; an urgent message waits for one of them at most.
+        chunk_bytes: Larger messages leave in chunks of this size; an urgent message waits for one
+        of them at most.
         max_message_bytes: Largest message that this node receives, buffers included.
-        max_queue_bytes: What may wait for one peer at this node before `send` blocks. A larger message waits alone.
+        max_queue_bytes: What may wait for one peer at this node before `send` blocks. A larger
+        message waits alone.
         max_queue_messages: Likewise, in messages.
-        max_unread_bytes: What one peer may have delivered and this node not received, before the van stops reading
-            from it.
+        max_unread_bytes: What one peer may have delivered and this node not received, before the
+            van stops reading from it.
         max_unread_messages: Likewise, in messages.
         heartbeat_s: A link on which nothing else was sent for so long carries a heartbeat.
         lost_after_s: A peer of which nothing was heard for so long is lost.
@@ -198,7 +207,8 @@ class Sending(Protocol):
         """Wait until the van has handed all of it to the network, and the buffers may be reused.
 
         Args:
-            timeout_s: The message's own deadline when None, or the van's `timeout_s` if it has none.
+            timeout_s: The message's own deadline when None, or the van's `timeout_s` if it has
+                none.
 
         Raises:
             CommTimeout: The deadline passed; `done` says whether the buffers are still in use.
@@ -282,14 +292,15 @@ class Van(Protocol):
         Args:
             to: Name of a connected node.
             message: Of a type of the schema.
-            buffers: Contiguous objects with the buffer protocol; not copied. Leave them alone until the sending is
-                `done`.
+            buffers: Contiguous objects with the buffer protocol; not copied. Leave them alone until
+                the sending is `done`.
             priority: 0 to 15; more is more urgent.
-            deadline_s: The message is dropped if the van has not sent it by then, or if its last byte arrives later;
-                none when None. Time that it waits for `recv` does not count, nor does the way of its first chunk.
+            deadline_s: The message is dropped if the van has not sent it by then, or if its last
+                byte arrives later; none when None. Time that it waits for `recv` does not count,
+                nor does the way of its first chunk.
             answers: Id of the message that this answers.
-            message_id: Number to give it, from `new_id`, or that of the earlier message which this repeats; a new one
-                when 0.
+            message_id: Number to give it, from `new_id`, or that of the earlier message which this
+                repeats; a new one when 0.
 
         Raises:
             CommTimeout: The queue had no room until the deadline; names who does not read.
@@ -333,8 +344,8 @@ class Van(Protocol):
     def receive_into(self, message_type: type[Message], allocate: Allocate | None) -> None:
         """Let `allocate(sender, message, sizes)` choose the memory for buffers beside messages of this type.
 
-        It runs in the van's thread before the buffers arrive: keep it short. It returns one writable memoryview for each
-        size, or None for new memory. If it raises, the link is closed.
+        It runs in the van's thread before the buffers arrive: keep it short. It returns one
+        writable memoryview for each size, or None for new memory. If it raises, the link is closed.
         """
         ...
 

@@ -1,10 +1,11 @@
 """What a van decides, as a state machine: no sockets, no threads, no clock.
 
-Problem: queues, epochs, heartbeats, back-pressure and the order in which a lost peer is reported interact, and in a driver
-with threads nobody can test their combinations.
+Problem: queues, epochs, heartbeats, back-pressure and the order in which a lost peer is reported
+interact, and in a driver with threads nobody can test their combinations.
 
-Idea: drivers report what happened on numbered links and what time it is, then carry out the instructions that this left
-behind, and move frames: `next_frame` on one end, `allocate` and `frame_received` on the other.
+Idea: drivers report what happened on numbered links and what time it is, then carry out the
+instructions that this left behind, and move frames: `next_frame` on one end, `allocate` and
+`frame_received` on the other.
 
     event                                  effect                                        instructions
     link_up(link, peer)                    says Hello                                    Carry
@@ -29,9 +30,9 @@ behind, and move frames: `next_frame` on one end, `allocate` and `frame_received
                                            last message
     tick(now)                              heartbeats, silence, deadlines                Carry, Close
 
-Which life of a peer is current is decided by the last Hello: one that was replaced under its name loses its links. Two
-links of one life come from both ends connecting at the same time, or from an end that has given up a link of which the
-other does not know yet.
+Which life of a peer is current is decided by the last Hello: one that was replaced under its name
+loses its links. Two links of one life come from both ends connecting at the same time, or from an
+end that has given up a link of which the other does not know yet.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ class VanState:
     def link_up(self, link: int, peer: str, now_ns: int, *, known: bool = False) -> None:
         """A connection to `peer`, whose name is proven, has been made; `link` is a new number for it.
 
-        Nobody else can be at the other end of one that is `known`, such as a pipe to a child: it is a peer before its
-        Hello, and its loss is told even if that never comes.
+        Nobody else can be at the other end of one that is `known`, such as a pipe to a child: it is
+        a peer before its Hello, and its loss is told even if that never comes.
         """
         config = self.config
         outbox = Outbox(peer, config, self._count(peer))
@@ -222,13 +223,15 @@ class VanState:
         head = outgoing.head
         if max(peer.epoch, self.epoch) > head.epoch:
             msg = (
-                f"message {head.name!r} to {to} belongs to epoch {head.epoch}, but {to} is in epoch {peer.epoch} and "
+                f"message {head.name!r} to {to} belongs to epoch {head.epoch}, but {to} is in "
+                f"epoch {peer.epoch} and "
                 f"{self.node} in {self.epoch}: join the later epoch before sending"
             )
             raise StaleError(msg)
         if head.nbytes > peer.max_message_bytes:
             msg = (
-                f"message {head.name!r} has {head.nbytes} bytes, but {to} accepts {peer.max_message_bytes}: send it in "
+                f"message {head.name!r} has {head.nbytes} bytes, but {to} accepts "
+                f"{peer.max_message_bytes}: send it in "
                 "parts, or raise max_message_bytes there"
             )
             raise ConfigError(msg)
@@ -315,7 +318,8 @@ class VanState:
             if self.wants_read(link.number) and now_ns >= self._silent_at_ns(link):
                 silence_s = (now_ns - link.heard_ns) / 1e9
                 reason = link.deaf or (
-                    f"nothing was heard of it for {silence_s:.1f} s (limit {config.lost_after_s:g} s): it is stopped, "
+                    f"nothing was heard of it for {silence_s:.1f} s (limit "
+                    f"{config.lost_after_s:g} s): it is stopped, "
                     "its host is down, or the network is cut"
                 )
                 self.link_lost(link.number, reason, silent=not link.deaf)
@@ -341,13 +345,19 @@ class VanState:
     def advance_epoch(self, epoch: int, now_ns: int) -> None:
         """See `Van.advance_epoch`."""
         if epoch < self.epoch:
-            msg = f"expected an epoch after {self.epoch} of {self.node}, found {epoch}: epochs only grow"
+            msg = (
+                f"expected an epoch after {self.epoch} of {self.node}, found {epoch}: epochs "
+                "only grow"
+            )
             raise ConfigError(msg)
         if epoch == self.epoch:
             return
         self.epoch = epoch
         for link in self._links.values():
-            msg = f"a message to {link.name} was still queued when {self.node} went on to epoch {epoch}"
+            msg = (
+                f"a message to {link.name} was still queued when {self.node} went on to epoch "
+                f"{epoch}"
+            )
             link.outbox.fail_waiting(StaleError(msg))
             link.outbox.say(Beat(epoch))
             self.instructions.append(Carry(link.number))
@@ -471,7 +481,10 @@ class VanState:
         if reason is not None:
             return _lost_error(name, reason)
         connected = ", ".join(self.peers) or "nobody"
-        msg = f"expected {name} to be connected to {self.node}, found {connected}: connect() to it, or wait_for() it"
+        msg = (
+            f"expected {name} to be connected to {self.node}, found {connected}: connect() to "
+            "it, or wait_for() it"
+        )
         return PeerLostError(msg, rank=split_node(name)[1])
 
     def _beat_at_ns(self, link: _Link) -> int:

@@ -1,7 +1,8 @@
 """Vans inside one process: for programs on threads, and for tests of programs that use vans.
 
-Frames are handed over by whoever sends or receives, under one lock for all nodes of a network: no thread, no socket, and no
-delay. Everything else is as between processes: types, copies, order, back-pressure, deadlines, epochs.
+Frames are handed over by whoever sends or receives, under one lock for all nodes of a network: no
+thread, no socket, and no delay. Everything else is as between processes: types, copies, order,
+back-pressure, deadlines, epochs.
 """
 
 from __future__ import annotations

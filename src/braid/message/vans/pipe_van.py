@@ -1,9 +1,10 @@
 """A van over streams that somebody has handed over: the pipes of a child, or a connection that is already trusted.
 
-Problem: what starts a process elsewhere (ssh, `ip netns exec`, a batch system) offers it stdin and stdout, before any
-network is known; there is nothing to connect to, and no handshake to make. Idea: whoever holds the pipes of a process has
-started it, or was started by the other end. So a pair of pipes is a link as soon as it is attached, under the name
-that its holder gives it: messages queue up before the other end has said a word.
+Problem: what starts a process elsewhere (ssh, `ip netns exec`, a batch system) offers it stdin and
+stdout, before any network is known; there is nothing to connect to, and no handshake to make. Idea:
+whoever holds the pipes of a process has started it, or was started by the other end. So a pair of
+pipes is a link as soon as it is attached, under the name that its holder gives it: messages queue
+up before the other end has said a word.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class PipeStream:
         reader: Readable end of a pipe; owned and closed by this object, and made not to block.
         writer: Writable end of another; likewise.
         peer: Who is at the other end, for errors.
-        received: Bytes of frames that were read already, with those of another protocol before them.
+        received: Bytes of frames that were read already, with those of another protocol before
+            them.
     """
 
     def __init__(self, reader: int, writer: int, peer: str, *, received: bytes = b"") -> None:
@@ -157,10 +159,11 @@ class PipeVan(StreamVan):
         A peer of that name that takes nothing more is heard to its end first, for a second at most.
 
         Args:
-            peer: What this node calls the node at the other end, whatever that calls itself. A message can be sent to it
-                at once; `PeerLost` tells its end, even if it has never spoken. Until it has, the own limit for the
-                size of messages stands for its own.
-            stream: A `PipeStream`, or a connection after its handshake; owned and closed by this van from now on.
+            peer: What this node calls the node at the other end, whatever that calls itself. A
+                message can be sent to it at once; `PeerLost` tells its end, even if it has never
+                spoken. Until it has, the own limit for the size of messages stands for its own.
+            stream: A `PipeStream`, or a connection after its handshake; owned and closed by this
+                van from now on.
 
         Raises:
             ConfigError: The name is none, or is taken; the stream is still the caller's.
@@ -172,7 +175,10 @@ class PipeVan(StreamVan):
             while self._state.is_ending(peer) and self._wait(until_ns):
                 pass
             if peer in self._state.peers:
-                msg = f"expected a new name for a link of {self.node}, found {peer}, which it has: use another"
+                msg = (
+                    f"expected a new name for a link of {self.node}, found {peer}, which it "
+                    "has: use another"
+                )
                 raise ConfigError(msg)
             self._adopt(stream, peer, known=True)
 
@@ -182,7 +188,10 @@ class PipeVan(StreamVan):
             self._check_open()
             if to not in self._state.peers:
                 found = ", ".join(self._state.peers) or "nobody"
-                msg = f"expected {to} to be attached to {self.node}, found {found}: attach() its pipes"
+                msg = (
+                    f"expected {to} to be attached to {self.node}, found {found}: attach() its "
+                    "pipes"
+                )
                 raise RendezvousError(msg)
 
     def __enter__(self) -> PipeVan:

@@ -1,7 +1,7 @@
 """A van over sockets: between the processes of a host, and between hosts.
 
-Problem: whoever reaches a port can connect to it. Idea: a connection becomes a link when the handshake of `wire` has
-proven at both ends which node the other is; before that, nothing is parsed.
+Problem: whoever reaches a port can connect to it. Idea: a connection becomes a link when the
+handshake of `wire` has proven at both ends which node the other is; before that, nothing is parsed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class SocketVan(StreamVan):
         schema: The messages, the same on all nodes.
         secret: The job's secret.
         run_id: The job.
-        listen: Where others can `connect` to, see `braid.wire.address`; empty if only this node connects to others.
+        listen: Where others can `connect` to, see `braid.wire.address`; empty if only this node
+        connects to others.
         listen_anywhere: Allow an address that other hosts can reach.
         epoch: Membership epoch to begin with.
         config: Limits and times.
@@ -106,5 +107,8 @@ class SocketVan(StreamVan):
                 if link not in self._wires or not self._wait(deadline_ns):
                     self._state.link_lost(link, "it did not greet")
                     self._act()
-                    msg = f"expected {to} at {address} to greet {self.node}, found that it closed or was silent"
+                    msg = (
+                        f"expected {to} at {address} to greet {self.node}, found that it closed "
+                        "or was silent"
+                    )
                     raise RendezvousError(msg)

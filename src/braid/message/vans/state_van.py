@@ -1,7 +1,7 @@
 """The face that all vans share: a `VanState` behind a lock.
 
-What differs is how frames travel and how time passes: a van implements `_carry_out` for the instructions of its state, and
-inherits or replaces `_wait`.
+What differs is how frames travel and how time passes: a van implements `_carry_out` for the
+instructions of its state, and inherits or replaces `_wait`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class StateVan(ABC):
                 if not self._wait(deadline_ns):
                     found = ", ".join(self._state.peers) or "nobody"
                     msg = (
-                        f"expected {', '.join(missing)} to connect to {self.node} before the deadline, found "
+                        f"expected {', '.join(missing)} to connect to {self.node} before the "
+                        "deadline, found "
                         f"{found}: look for the first error of those processes"
                     )
                     raise CommTimeout(msg)
@@ -259,8 +260,8 @@ class StateVan(ABC):
                 pass
             self._state.say_bye()
             self._act()
-            # A peer closes when it has read all that came before. If this end closed first, what the peer is writing
-            # would break the connection, and it would not read the rest.
+            # A peer closes when it has read all that came before. If this end closed first, what
+            # the peer is writing would break the connection, and it would not read the rest.
             while self._state.peers and self._wait(until_ns):
                 pass
             self._state.close()
@@ -278,7 +279,8 @@ class StateVan(ABC):
             return f"<{type(self).__name__} {self.node}, closed>"
         count = self.statistics()
         return (
-            f"<{type(self).__name__} {self.node}, epoch {self.epoch}, {len(self.peers)} peers, {count.queued} queued, "
+            f"<{type(self).__name__} {self.node}, epoch {self.epoch}, {len(self.peers)} peers, "
+            f"{count.queued} queued, "
             f"{count.unread} unread>"
         )
 
@@ -344,7 +346,8 @@ class StateVan(ABC):
             if not outgoing.done:
                 how_far = "under way: its buffers are in use" if outgoing.begun else "in the queue"
                 msg = (
-                    f"expected message {outgoing.head.name!r} #{outgoing.head.id} to leave {self.node} before the "
+                    f"expected message {outgoing.head.name!r} #{outgoing.head.id} to leave "
+                    f"{self.node} before the "
                     f"deadline, found it still {how_far}"
                 )
                 raise CommTimeout(msg)
@@ -356,7 +359,8 @@ class StateVan(ABC):
         heard = self._state.last_heard(to, self._clock.now_ns())
         msg = (
             f"expected room in the queue of {self.node} to {to}, found {count.queued} messages of "
-            f"{count.queued_bytes} bytes waiting: {to} does not read, or slower than this node sends; {heard}"
+            f"{count.queued_bytes} bytes waiting: {to} does not read, or slower than this node "
+            f"sends; {heard}"
         )
         return CommTimeout(msg)
 

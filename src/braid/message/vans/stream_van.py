@@ -1,15 +1,17 @@
 """A van over streams: one thread that writes and reads frames, whatever the streams are made of.
 
-Problem: threads that send must not wait for each other's peers, and large messages must not hold up small ones, though a
-stream has one order and a process has one interpreter lock.
+Problem: threads that send must not wait for each other's peers, and large messages must not hold up
+small ones, though a stream has one order and a process has one interpreter lock.
 
-Idea: one thread waits for all streams. Whoever sends also tries at once to write, under the van's lock, so a small message
-costs one system call and no change of threads; what the kernel does not take is written by the thread. A frame leaves the
-queue when the one before it is with the kernel, so an urgent message waits for one chunk, and for what the kernel has
-already buffered. Buffers go from the sender's memory through the kernel into the receiver's.
+Idea: one thread waits for all streams. Whoever sends also tries at once to write, under the van's
+lock, so a small message costs one system call and no change of threads; what the kernel does not
+take is written by the thread. A frame leaves the queue when the one before it is with the kernel,
+so an urgent message waits for one chunk, and for what the kernel has already buffered. Buffers go
+from the sender's memory through the kernel into the receiver's.
 
-A broken stream is a lost peer, and stays one until it is connected again: only the layers above know what the peer may
-have done already. When writing shows it, nothing more is written, and the stream is read on: what the peer has said last lies there.
+A broken stream is a lost peer, and stays one until it is connected again: only the layers above
+know what the peer may have done already. When writing shows it, nothing more is written, and the
+stream is read on: what the peer has said last lies there.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
 """
@@ -97,9 +99,10 @@ class StreamVan(StateVan):
         config: Limits and times.
         clock: Must move by itself; the host's when None.
 
-    On failure: a peer whose process ends is lost at once; one that is stopped, or whose host or network is gone, after
-    `lost_after_s` of silence. A frame must arrive within that time, too: a peer slower than one chunk in it is lost. While
-    this node does not read from a peer, it does not judge its silence.
+    On failure: a peer whose process ends is lost at once; one that is stopped, or whose host or
+    network is gone, after `lost_after_s` of silence. A frame must arrive within that time, too: a
+    peer slower than one chunk in it is lost. While this node does not read from a peer, it does not
+    judge its silence.
     """
 
     def __init__(
@@ -254,7 +257,8 @@ class StreamVan(StateVan):
     def _pass_time(self, now_ns: int) -> None:
         """Do what was due before the last look at the streams.
 
-        Not what is due by now: a process that was stopped would take others for silent that it has not listened to.
+        Not what is due by now: a process that was stopped would take others for silent that it has
+        not listened to.
         """
         if self._listener is not None:
             overdue_ns = self._listener.next_deadline_ns()

@@ -1,12 +1,14 @@
 """Bruck: lg p rounds on any number of ranks, for small messages.
 
-all_gather: in round k a rank sends all that it has to the rank 2^k before it, so what everybody has doubles; the last round sends
-only what is missing.
+all_gather: in round k a rank sends all that it has to the rank 2^k before it, so what everybody has
+doubles; the last round sends only what is missing.
 
-all_to_all: seen from its sender a block has to travel d ranks further on. It goes 2^k ranks in round k if bit k of d is set, together with
-all others of which that holds: lg p messages of about l/2 bytes instead of p-1 of l/p.
+all_to_all: seen from its sender a block has to travel d ranks further on. It goes 2^k ranks in
+round k if bit k of d is set, together with all others of which that holds: lg p messages of about
+l/2 bytes instead of p-1 of l/p.
 
-Source: J. Bruck et al., Efficient algorithms for all-to-all communications in multiport message-passing systems, IEEE TPDS 8 (1997).
+Source: J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
+message-passing systems, IEEE TPDS 8 (1997).
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ def all_gather(num_ranks: int) -> Rounds:
 def all_to_all(num_ranks: int) -> Rounds:
     """Block j of rank i becomes block i of rank j.
 
-    What still has to travel lies in the second buffer, at the place of the way it goes in all, d; a last copy puts it where it belongs, which needs
-    the first buffer as a place to rest.
+    What still has to travel lies in the second buffer, at the place of the way it goes in all, d; a
+    last copy puts it where it belongs, which needs the first buffer as a place to rest.
     """
     check_ranks(num_ranks)
     ranks = np.arange(num_ranks)

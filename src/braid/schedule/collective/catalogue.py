@@ -53,13 +53,17 @@ def algorithm(
         row: Ranks of a host, for hierarchical.
 
     Raises:
-        ConfigError: There is none of this name for the operation, or not for this number of ranks, root or row.
+        ConfigError: There is none of this name for the operation, or not for this number of ranks,
+            root or row.
     """
     make = ALGORITHMS.get((name, operation))
     if make is None:
         names = sorted(n for n, op in ALGORITHMS if op == operation)
         operations = sorted(op for n, op in ALGORITHMS if n == name)
-        msg = f"expected an algorithm for {operation} out of {', '.join(names) or 'none'}, found {name}"
+        msg = (
+            f"expected an algorithm for {operation} out of {', '.join(names) or 'none'}, found "
+            f"{name}"
+        )
         if operations:
             msg += f", which carries out {', '.join(operations)}"
         raise ConfigError(msg)

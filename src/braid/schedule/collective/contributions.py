@@ -1,8 +1,8 @@
 """Whether a program does what its operation promises: every contribution exactly once, in the right place.
 
-Carried out with sets instead of numbers: a block holds the ranks whose contributions have been added up in it. Adding a
-contribution twice, adding other blocks' numbers, sending what holds nothing and ending with too little are each said with the
-action that did it.
+Carried out with sets instead of numbers: a block holds the ranks whose contributions have been
+added up in it. Adding a contribution twice, adding other blocks' numbers, sending what holds
+nothing and ending with too little are each said with the action that did it.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _missing(holds: list[dict[int, Held]], wanted: list[dict[int, Held]]) -> lis
             if has is None or has.block != held.block:
                 text = f"block {unit} ends without block {held.block} of rank {_ranks(held.ranks)}"
             else:
-                text = f"block {unit} ends without the contribution of rank {_ranks(held.ranks & ~has.ranks)}"
+                text = (
+                    f"block {unit} ends without the contribution of rank "
+                    f"{_ranks(held.ranks & ~has.ranks)}"
+                )
             found.append(Violation("contributions", rank, -1, text))
     return found
 

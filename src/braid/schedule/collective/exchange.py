@@ -9,8 +9,8 @@
     recursive doubling    lg p rounds with the whole buffer     for small messages
     halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on links that do not share
 
-Where p is no power of two, the ranks above the largest one in it hand their whole buffer to a partner first, and get the result at the end
-(`folded`): two more rounds with l bytes each.
+Where p is no power of two, the ranks above the largest one in it hand their whole buffer to a
+partner first, and get the result at the end (`folded`): two more rounds with l bytes each.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> for made in doubling, halving_doubling:
@@ -18,7 +18,8 @@ Where p is no power of two, the ranks above the largest one in it hand their who
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 
-Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19 (2005).
+Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
+MPICH, IJHPCA 19 (2005).
 """
 
 from __future__ import annotations

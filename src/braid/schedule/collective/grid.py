@@ -6,15 +6,16 @@
       4 - 5 - 6 - 7      holds a quarter of its row's      |   |   |   |
                          sum                               4   5   6   7     then all-gather along rows
 
-Between hosts only l / (ranks of a row) bytes of every rank travel, so slow links carry what they must and no more. With rows and
-columns of one mesh of links it is the all-reduce of a 2-D torus, in 2 (rows + columns - 2) rounds instead of 2 (p-1).
+Between hosts only l / (ranks of a row) bytes of every rank travel, so slow links carry what they
+must and no more. With rows and columns of one mesh of links it is the all-reduce of a 2-D torus, in
+2 (rows + columns - 2) rounds instead of 2 (p-1).
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3, row=3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 
-Source: H. Mikami et al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash, arXiv:1811.05233 (2018), 2D-torus all-reduce; NCCL's
-hierarchical rings.
+Source: H. Mikami et al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash,
+arXiv:1811.05233 (2018), 2D-torus all-reduce; NCCL's hierarchical rings.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
         ConfigError: `row` does not divide `num_ranks`.
     """
     if row < 1 or num_ranks % row:
-        msg = f"expected rows of equal length on {num_ranks} ranks, found rows of {row}: use a divisor of {num_ranks}"
+        msg = (
+            f"expected rows of equal length on {num_ranks} ranks, found rows of {row}: use a "
+            f"divisor of {num_ranks}"
+        )
         raise ConfigError(msg)
     rows = np.arange(num_ranks).reshape(-1, row)
     height = len(rows)

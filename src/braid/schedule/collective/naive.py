@@ -1,6 +1,7 @@
 """The obvious ways, as a measure for the others: one rank talks to everybody, one after the other.
 
-p-1 messages of the whole buffer leave one rank in a broadcast, and as many reach one in a reduce: (p-1)(a + b l) each.
+p-1 messages of the whole buffer leave one rank in a broadcast, and as many reach one in a reduce:
+(p-1)(a + b l) each.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])

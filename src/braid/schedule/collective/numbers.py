@@ -22,7 +22,8 @@ def carried_out(rounds: Rounds, buffers: Sequence[Sequence[Any]]) -> list[tuple[
 
     Args:
         rounds: An algorithm.
-        buffers: Elements, by rank; the blocks are as equal as they can be. Of all_to_all both buffers, one behind the other.
+        buffers: Elements, by rank; the blocks are as equal as they can be. Of all_to_all both
+            buffers, one behind the other.
     """
     written = program(rounds)
     matching = match(written)

@@ -1,9 +1,11 @@
 """Pairwise: in round i everybody sends to the rank i further on, straight to whom it is for.
 
-p-1 rounds, and no byte travels twice. For all_to_all of large messages nothing sends less; reduce_scatter and all_gather send
-what a ring sends, over longer ways, but add up without passing on.
+p-1 rounds, and no byte travels twice. For all_to_all of large messages nothing sends less;
+reduce_scatter and all_gather send what a ring sends, over longer ways, but add up without passing
+on.
 
-Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19 (2005).
+Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
+MPICH, IJHPCA 19 (2005).
 """
 
 from __future__ import annotations

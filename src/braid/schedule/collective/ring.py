@@ -6,13 +6,15 @@
     rank 2   block 2 >    block 1 >    block 0 >
     rank 3   block 3 >    block 2 >    block 1 >
 
-Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is possible; the price is 2 (p-1) rounds.
+Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is
+possible; the price is 2 (p-1) rounds.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 
-Source: P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, JPDC 69 (2009).
+Source: P. Patarasuk, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations,
+JPDC 69 (2009).
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> 
         lanes: Ranks of each ring in order; shape (rings, ranks of a ring).
         parts: Blocks of part i of what goes around, by (rank, i).
         ahead: The rank at place i begins with part i + `ahead`.
-        adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 + `ahead`; else they are gathered.
+        adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 +
+            `ahead`; else they are gathered.
     """
     check_ranks(lanes.size)
     length = lanes.shape[1]

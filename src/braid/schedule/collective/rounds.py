@@ -1,12 +1,13 @@
 """Rounds: an algorithm written once, for four ranks to look at and for a hundred thousand to compute with.
 
-An algorithm is a list of rounds. In a round some ranks send to one other rank each, and a round that is repeated with the
-same pairs (a ring) stands there once:
+An algorithm is a list of rounds. In a round some ranks send to one other rank each, and a round
+that is repeated with the same pairs (a ring) stands there once:
 
     Round(sources [0 1 2 3], targets [1 2 3 0], num_blocks 1, repeat 3)
 
-`program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds` in `cost` needs only pairs and
-numbers of blocks, so its work grows with ranks times kinds of rounds and not with messages.
+`program` writes it out, action by action, for validation, execution and pictures. `simulate_rounds`
+in `cost` needs only pairs and numbers of blocks, so its work grows with ranks times kinds of rounds
+and not with messages.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Round(NamedTuple):
         targets: Whom to; each at most once.
         num_blocks: Blocks of each message, or of all.
         slots: Which blocks a rank sends, by (rank, repetition).
-        into: Where the target of a rank puts them, by (sender, repetition); the same blocks when None.
+        into: Where the target of a rank puts them, by (sender, repetition); the same blocks when
+        None.
         adds: Whether what comes is added to what is there.
         repeat: How many times in a row.
     """
@@ -97,10 +99,14 @@ def program(rounds: Rounds) -> Program:
     """All of it, action by action.
 
     Raises:
-        ConfigError: There are more ranks than anybody writes out; `simulate_rounds` in `cost` does without.
+        ConfigError: There are more ranks than anybody writes out; `simulate_rounds` in `cost` does
+            without.
     """
     if rounds.num_ranks > MOST_RANKS:
-        msg = f"expected at most {MOST_RANKS} ranks to be written out action by action, found {rounds.num_ranks}"
+        msg = (
+            f"expected at most {MOST_RANKS} ranks to be written out action by action, found "
+            f"{rounds.num_ranks}"
+        )
         raise ConfigError(msg)
     ranks: list[list[Action]] = [[] for _ in range(rounds.num_ranks)]
     index = 0

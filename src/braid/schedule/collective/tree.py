@@ -4,14 +4,16 @@
     round 1      0 ----------> 2             4 ----------> 6          ranks relative to the root
     round 2      0 --> 1       2 --> 3       4 --> 5       6 --> 7
 
-Backwards it reduces; with the blocks of a whole subtree in each message it gathers and scatters. lg p rounds: the least that is possible
-for small messages, while for large ones the root's link carries lg p l bytes.
+Backwards it reduces; with the blocks of a whole subtree in each message it gathers and scatters. lg
+p rounds: the least that is possible for small messages, while for large ones the root's link
+carries lg p l bytes.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
     [(7, 14, 21), (7, 14, 21), (7, 14, 21)]
 
-Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19 (2005).
+Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
+MPICH, IJHPCA 19 (2005).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The words of collectives: blocks that are sent, received, added and copied.
 
-The buffer of every rank is divided into blocks, which are the units of its actions. What a block holds is written `(block, ranks)`: whose contributions
-to which block of the result have been added up in it. An operation says what everybody holds at the start and what must be held at
-the end; between them the validator only adds up (`contributions`).
+The buffer of every rank is divided into blocks, which are the units of its actions. What a block
+holds is written `(block, ranks)`: whose contributions to which block of the result have been added
+up in it. An operation says what everybody holds at the start and what must be held at the end;
+between them the validator only adds up (`contributions`).
 
     all_reduce       block b of everybody          ->  everybody: block b of all ranks
     reduce           likewise                      ->  root: likewise

@@ -5,11 +5,12 @@
     1     F0 F1 F2 F3    B0 B1 B2 B3            1     F0 F1    B0 F2 B1 F3 B2    B3
     2        F0 F1 F2 F3 B0 B1 B2 B3            2        F0 B0 F1 B1 F2 B2 F3 B3
 
-Both take (m + p - 1)(f + b): the bubble is (p-1)/m of the work. But GPipe holds the activations of m micro-batches, 1F1B on rank r those of
-min(m, p - r): forwards that are further ahead than their backward's way back gain nothing.
+Both take (m + p - 1)(f + b): the bubble is (p-1)/m of the work. But GPipe holds the activations of
+m micro-batches, 1F1B on rank r those of min(m, p - r): forwards that are further ahead than their
+backward's way back gain nothing.
 
-Source: Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., PipeDream, SOSP 2019, and (with flushes) Memory-efficient pipeline-parallel DNN training,
-ICML 2021.
+Source: Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., PipeDream, SOSP 2019, and (with
+flushes) Memory-efficient pipeline-parallel DNN training, ICML 2021.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def most_held(program: Program) -> list[int]:
 def _program(name: str, work: Sequence[Sequence[Work]], num_microbatches: int) -> Program:
     num_stages = len(work)
     if num_stages < 1 or num_microbatches < 1:
-        msg = f"expected at least 1 stage and 1 micro-batch, found {num_stages} and {num_microbatches}"
+        msg = (
+            f"expected at least 1 stage and 1 micro-batch, found {num_stages} and "
+            f"{num_microbatches}"
+        )
         raise ConfigError(msg)
     ranks = tuple(tuple(_with_messages(own, r, num_stages)) for r, own in enumerate(work))
     return Program(PIPELINE, Header(name, "train", num_stages, num_microbatches), ranks)

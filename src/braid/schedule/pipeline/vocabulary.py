@@ -1,7 +1,8 @@
 """The words of pipelines: forward and backward of a micro-batch on a stage, and the messages between stages.
 
-A stage lives on the rank of its number. What it must keep to, beyond what all programs must: every stage does F and B of every
-micro-batch once, F before B; what the stage before made is received before F, and what the stage behind made before B.
+A stage lives on the rank of its number. What it must keep to, beyond what all programs must: every
+stage does F and B of every micro-batch once, F before B; what the stage before made is received
+before F, and what the stage behind made before B.
 """
 
 from __future__ import annotations
@@ -35,13 +36,19 @@ def check_work(program: Program) -> list[Violation]:
     found = []
     header = program.header
     if (header.operation, header.num_units, header.root) != ("train", program.num_ranks, -1):
-        text = f"expected train with a unit for each of {program.num_ranks} ranks and no root, found {header}"
+        text = (
+            f"expected train with a unit for each of {program.num_ranks} ranks and no root, "
+            f"found {header}"
+        )
         found.append(Violation("header", -1, -1, text))
     for rank, actions in enumerate(program.ranks):
         done: set[tuple[str, int]] = set()
         for position, action in enumerate(actions):
             if action.unit != rank or not 0 <= action.index < header.num_indices:
-                text = f"expected stage {rank} and a micro-batch below {header.num_indices}, found {PIPELINE.describe(action)}"
+                text = (
+                    f"expected stage {rank} and a micro-batch below {header.num_indices}, "
+                    f"found {PIPELINE.describe(action)}"
+                )
                 found.append(Violation("units", rank, position, text))
             if (action.kind, action.index) in done:
                 text = f"{PIPELINE.describe(action)} a second time"
@@ -71,13 +78,19 @@ def check_data(program: Program, matching: Matching, _moments: Iterable[Moment])
             ]
             has.add((action.kind, action.index))
             if lacking:
-                text = f"{PIPELINE.describe(action)} comes before {lacking[0]} of micro-batch {action.index}"
+                text = (
+                    f"{PIPELINE.describe(action)} comes before {lacking[0]} of micro-batch "
+                    f"{action.index}"
+                )
                 found.append(Violation("data", rank, position, text))
             if PIPELINE.role(action) == RECEIVE:
                 other = matching.partner[Place(rank, position)]
                 sent = program.ranks[other.rank][other.position]
                 if sent != _counterpart(action):
-                    text = f"{PIPELINE.describe(action)} gets what rank {other.rank} sends with {PIPELINE.describe(sent)}"
+                    text = (
+                        f"{PIPELINE.describe(action)} gets what rank {other.rank} sends with "
+                        f"{PIPELINE.describe(sent)}"
+                    )
                     found.append(Violation("data", rank, position, text))
     return found
 

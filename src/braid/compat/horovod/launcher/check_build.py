@@ -1,6 +1,7 @@
 """What `--check-build` shows: what there is to compute with, in the form of horovodrun's table, without a mark for what is not there.
 
-torch is asked in a process of its own: the launcher does not load it, and a broken one must not break the answer.
+torch is asked in a process of its own: the launcher does not load it, and a broken one must not
+break the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def build_table(told: Mapping[str, object], *, has_front: bool) -> str:
     """The table.
 
     Args:
-        told: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU; empty without torch.
+        told: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
+        empty without torch.
         has_front: Whether the front for torch is installed.
     """
     torch = told.get("torch", "")

@@ -18,7 +18,8 @@ __all__ = ["Flags", "help_text", "parse_flags"]
 
 USAGE = "horovodrun [options] command [arguments]"
 DESCRIPTION = (
-    "Start a program on several ranks, on this host or on others, with horovodrun's options and braid's launcher: "
+    "Start a program on several ranks, on this host or on others, with horovodrun's options and "
+    "braid's launcher: "
     "`horovodrun -np 4 -H a:2,b:2 python train.py --lr 0.1`."
 )
 EPILOG = "HOROVOD_* variables that are set here hold where an option does not say otherwise."
@@ -53,7 +54,8 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
         arguments: What stands behind `horovodrun`.
 
     Raises:
-        ConfigError: Options that are not known, with those that are closest, or a value that is missing.
+        ConfigError: Options that are not known, with those that are closest, or a value that is
+            missing.
     """
     found, strange = _parser().parse_known_args(list(arguments))
     values: dict[str, str] = {}

@@ -55,7 +55,8 @@ def call(directory: str) -> None:
     """Call the function that lies in `directory`, and leave there what came of it.
 
     Raises:
-        ConfigError: The file is not the user's alone, or what the function returned cannot be pickled.
+        ConfigError: The file is not the user's alone, or what the function returned cannot be
+            pickled.
     """
     folder = Path(directory)
     target = folder / result_name(JobEnvironment.from_os().rank)
@@ -115,7 +116,8 @@ def read_private(path: Path) -> bytes:
             or found.st_mode & OTHERS
         ):
             msg = (
-                f"expected {path} to be a file that user {os.geteuid()} alone can write, found user {found.st_uid} and "
+                f"expected {path} to be a file that user {os.geteuid()} alone can write, found "
+                f"user {found.st_uid} and "
                 f"mode {stat.filemode(found.st_mode)}: what it holds would be run"
             )
             raise ConfigError(msg)
@@ -127,7 +129,8 @@ def _packed(value: object) -> bytes:
         return bytes(dumps(value))
     except Exception as exc:
         msg = (
-            f"expected the function to return what can be pickled, found {type(value).__qualname__} ({exc}): return numbers, "
+            "expected the function to return what can be pickled, found "
+            f"{type(value).__qualname__} ({exc}): return numbers, "
             "lists or tensors, or the path of a file"
         )
         raise ConfigError(msg) from exc

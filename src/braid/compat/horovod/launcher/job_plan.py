@@ -3,8 +3,8 @@
     horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 3 python train.py --lr 0.1
     braid run  -n 4  -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1      with HOROVOD_CYCLE_TIME=3
 
-horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so an interpreter that is its own is
-left out; every other command is run as it stands.
+horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so an
+interpreter that is its own is left out; every other command is run as it stands.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
 START_TIMEOUT = "HOROVOD_START_TIMEOUT"
 ELASTIC = (
-    "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, and start again from the last "
+    "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, "
+    "and start again from the last "
     "one after a failure"
 )
 
@@ -245,7 +246,10 @@ def _other_python(flags: Flags, kind: Kind) -> list[str]:
     if kind != "program" or PYTHON.fullmatch(PurePath(word).name) is None:
         return []
     return [
-        f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must have braid, too"
+        (
+            f"{shlex.join(flags.command[:2])} ...: runs as it stands, in an interpreter that must "
+            "have braid, too"
+        )
     ]
 
 

@@ -3,8 +3,8 @@
     --cycle-time-ms 3.5      params:                     HOROVOD_CYCLE_TIME=3.5
                                cycle-time-ms: 3.5
 
-Problem: an option that is read in one place, named in a file in another and handed on in a third is sooner or later missing in
-one of them. Idea: a row of the table says all three.
+Problem: an option that is read in one place, named in a file in another and handed on in a third is
+sooner or later missing in one of them. Idea: a row of the table says all three.
 
 Source: the documentation of horovodrun; the words are our own.
 """
@@ -31,7 +31,8 @@ class Option(NamedTuple):
         key: There; its name when empty.
         negated: Whether it is a switch with a `--no-` form.
         convert: From its value, or `1` and `0` of a switch, to that of the variable.
-        use: `here`; `none` for what has no meaning here; `elastic` for what is not there yet; `ask` for what is answered at once.
+        use: `here`; `none` for what has no meaning here; `elastic` for what is not there yet; `ask`
+        for what is answered at once.
         num_values: That it takes.
     """
 
@@ -78,12 +79,14 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "how many ranks, and where": (
         Option(("-np", "--num-proc"), "number of ranks (default: all slots of the hosts)", "N"),
         Option(("-H", "--hosts"), "hosts with their slots, such as a:2,b:2", "HOSTS"),
-        Option(("--hostfile", "-hostfile"), "file that names hosts in lines such as `a slots=2`", "FILE"),
+        Option(("--hostfile", "-hostfile"), "file that names hosts in lines such as `a "
+                                            "slots=2`", "FILE"),
         Option(("-p", "--ssh-port"), "port of ssh on the hosts", "PORT"),
         Option(("-i", "--ssh-identity-file"), "key for ssh", "FILE"),
         Option(
             ("--network-interfaces", "--network-interface", "--nics"),
-            "interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with commas",
+            "interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts may use, with "
+            "commas",
             "NAMES",
         ),
         Option(("--start-timeout",), "how long hosts may take to answer (default: 60)", "SECONDS"),
@@ -92,16 +95,20 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "what is shown and kept": (
         Option(("--verbose",), "show first what is going to be started"),
         Option(("--output-filename",), "directory for logs and the record of the run", "DIR"),
-        Option(("--prefix-output-with-timestamp", "-prefix-timestamp"), "put the time before lines"),
-        Option(("--config-file",), "YAML file with options; the command line goes before it", "FILE"),
+        Option(("--prefix-output-with-timestamp", "-prefix-timestamp"), "put the time before "
+                                                                        "lines"),
+        Option(("--config-file",), "YAML file with options; the command line goes before "
+                                   "it", "FILE"),
     ),
     "tensor fusion": (
         Option(
-            ("--fusion-threshold-mb",), "limit of what travels together; 0 for nothing (default: 128)",
+            ("--fusion-threshold-mb",), "limit of what travels together; 0 for nothing (default: "
+                                        "128)",
             "MB", "HOROVOD_FUSION_THRESHOLD", "params", convert=megabytes,
         ),
         Option(
-            ("--cycle-time-ms",), "for how long tensors are collected (default: 1, or until one is waited for where all cores compute)",
+            ("--cycle-time-ms",), "for how long tensors are collected (default: 1, or until one "
+                                  "is waited for where all cores compute)",
             "MS", "HOROVOD_CYCLE_TIME", "params",
         ),
         Option(
@@ -164,7 +171,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "SECONDS", "HOROVOD_STALL_CHECK_TIME_SECONDS", "stall-check", "warning-time-seconds",
         ),
         Option(
-            ("--stall-check-shutdown-time-seconds",), "end everything after so long; 0 for never (default: 0)",
+            ("--stall-check-shutdown-time-seconds",), "end everything after so long; 0 for never "
+                                                      "(default: 0)",
             "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check", "shutdown-time-seconds",
         ),
     ),
@@ -174,7 +182,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             "LEVEL", "HOROVOD_LOG_LEVEL", "logging", "level",
         ),
         Option(
-            ("--log-hide-timestamp", "--log-without-timestamp"), "messages never carry the time here",
+            ("--log-hide-timestamp", "--log-without-timestamp"), "messages never carry the time "
+                                                                 "here",
             variable="HOROVOD_LOG_HIDE_TIME", section="logging", key="hide-timestamp", negated=True,
         ),
         Option(("--log-with-timestamp",), "see --prefix-output-with-timestamp", use="none"),
@@ -210,7 +219,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
     "elastic training, which is not there yet": (
         Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with", "N", use="elastic"),
         Option(("--max-np", "--max-num-proc"), "most ranks to grow to", "N", use="elastic"),
-        Option(("--slots", "--slots-per-host"), "slots of a host that is found", "N", use="elastic"),
+        Option(("--slots", "--slots-per-host"), "slots of a host that is "
+                                                "found", "N", use="elastic"),
         Option(("--elastic-timeout",), "how long to wait for slots", "SECONDS", use="elastic"),
         Option(("--reset-limit",), "number of changes", "N", use="elastic"),
         Option(("--host-discovery-script",), "program that lists hosts", "FILE", use="elastic"),

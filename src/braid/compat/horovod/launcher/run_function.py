@@ -1,10 +1,11 @@
 """`horovod.run(func, args, np=4)`: call a function on several ranks, and return what each of them returned.
 
-Problem: the function, its arguments and its results must reach other processes, and pickle runs whatever it is given. So nobody but
-this user may write what is read.
+Problem: the function, its arguments and its results must reach other processes, and pickle runs
+whatever it is given. So nobody but this user may write what is read.
 
-Idea: one directory (0700) with files (0600): the function from here, a result from each rank. Nothing travels over the network. For ranks
-on other hosts the caller names a directory that all hosts share, and so says that whoever can write there is trusted.
+Idea: one directory (0700) with files (0600): the function from here, a result from each rank.
+Nothing travels over the network. For ranks on other hosts the caller names a directory that all
+hosts share, and so says that whoever can write there is trusted.
 
     caller   write function.pickle    start ranks                              read rank0.pickle, rank1.pickle
     rank r                                        read, call, write rank{r}.pickle
@@ -132,14 +133,16 @@ def run(
         network_interface: Interfaces or networks that ranks of several hosts may use, with commas.
         network_interfaces: The same, or a list.
         executable: Interpreter of the ranks; braid must be installed there.
-        shared_directory: Of several hosts: a directory that all of them have under this path, and in which nobody writes who is not trusted. The
-            function and the results pass through it, pickled.
+        shared_directory: Of several hosts: a directory that all of them have under this path, and
+            in which nobody writes who is not trusted. The function and the results pass through it,
+            pickled.
 
     Returns:
         What each rank returned, in their order.
 
     Raises:
-        ConfigError: Options that cannot work, or a function that cannot be pickled; nothing has been started.
+        ConfigError: Options that cannot work, or a function that cannot be pickled; nothing has
+        been started.
         RunError: It failed on a rank.
     """
     values = _values(locals())
@@ -217,7 +220,8 @@ def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     by_name = dumps is pickle.dumps
     if by_name and (target.startswith("__main__:") or "<" in target):
         msg = (
-            f"expected a function at the top level of a module, found {target}: move it into a file of its own and import it, "
+            f"expected a function at the top level of a module, found {target}: move it into a "
+            "file of its own and import it, "
             f"or {INSTALL}, which brings cloudpickle"
         )
         raise ConfigError(msg)
@@ -225,7 +229,10 @@ def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         return bytes(dumps((func, tuple(args), dict(kwargs))))
     except Exception as exc:
         way = f"; {INSTALL} brings cloudpickle, which can do more" if by_name else ""
-        msg = f"expected {target} and its arguments to be of types that can be pickled, found: {exc}{way}"
+        msg = (
+            f"expected {target} and its arguments to be of types that can be pickled, found: "
+            f"{exc}{way}"
+        )
         raise ConfigError(msg) from exc
 
 
@@ -235,7 +242,10 @@ def _directory(shared: str | os.PathLike[str] | None) -> Iterator[Path]:
     try:
         folder = tempfile.mkdtemp(prefix="braid-run-", dir=shared)
     except OSError as exc:
-        msg = f"expected to make a directory in {shared or tempfile.gettempdir()}, found: {exc.strerror}"
+        msg = (
+            f"expected to make a directory in {shared or tempfile.gettempdir()}, found: "
+            f"{exc.strerror}"
+        )
         raise ConfigError(msg) from exc
     try:
         yield Path(folder).absolute()  # the function may go elsewhere
@@ -249,7 +259,8 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
     )
     if away and shared is None:
         msg = (
-            f"expected ranks on this host, found {', '.join(away)}: functions are not sent over the network; name a directory that all "
+            f"expected ranks on this host, found {', '.join(away)}: functions are not sent over "
+            "the network; name a directory that all "
             "hosts have with shared_directory=, or start a script with horovodrun"
         )
         raise ConfigError(msg)

@@ -1,7 +1,7 @@
 """The forms that wait. Those that return new tensors can be differentiated, on all ranks alike.
 
-What a gradient means here is Horovod's: that of a reduction is reduced in the same way; those of allgather and broadcast are averaged, as if the
-loss were the mean of all ranks' losses.
+What a gradient means here is Horovod's: that of a reduction is reduced in the same way; those of
+allgather and broadcast are averaged, as if the loss were the mean of all ranks' losses.
 
     y = allreduce(x, op, pre, post)      dx = allreduce(dy, op, pre, post)         Sum, Average, Adasum
     y = allgather(x)                     dx = rows of x in the average of dy
@@ -229,7 +229,10 @@ def grouped_reducescatter(
 
 def _linear(op: ReduceOp) -> None:
     if op not in {Average, Sum, Adasum}:
-        msg = f"expected Average, Sum or Adasum where gradients are wanted, found {op.name}: it has no gradient here; detach the tensor"
+        msg = (
+            f"expected Average, Sum or Adasum where gradients are wanted, found {op.name}: it "
+            "has no gradient here; detach the tensor"
+        )
         raise ConfigError(msg)
 
 

@@ -13,7 +13,8 @@ from braid.errors import ConfigError
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 MISSING = (
-    "expected a job whose ranks stay, found elastic training, which is not there yet: run with a fixed number of ranks, save checkpoints "
+    "expected a job whose ranks stay, found elastic training, which is not there yet: run with a "
+    "fixed number of ranks, save checkpoints "
     "(braid.save), and start again from the last one"
 )
 

@@ -48,7 +48,10 @@ def broadcast_parameters(
         f"{name!r} ({type(x).__name__})" for name, x in found if not isinstance(x, torch.Tensor)
     ]
     if wrong:
-        msg = f"expected tensors by name, as state_dict() and named_parameters() have them, found {', '.join(wrong[:5])}"
+        msg = (
+            "expected tensors by name, as state_dict() and named_parameters() have them, found "
+            f"{', '.join(wrong[:5])}"
+        )
         raise ConfigError(msg)
     _compare([name for name, _ in found], process_set)
     handles = [
@@ -78,7 +81,10 @@ def broadcast_optimizer_state(
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
-        msg = "expected an optimizer that keeps its state by parameter, found LBFGS: use another one, or broadcast what you need by broadcast_object"
+        msg = (
+            "expected an optimizer that keeps its state by parameter, found LBFGS: use another "
+            "one, or broadcast what you need by broadcast_object"
+        )
         raise ConfigError(msg)
     is_root = process_set.rank() == process_set.member.ranks.index(root_rank)
     tensors: list[torch.Tensor] = []
@@ -105,8 +111,9 @@ def broadcast_object(
 ) -> Any:
     """The root's object, on all ranks.
 
-    None, numbers, text, bytes, lists, tuples, sets and dictionaries of them travel as they are. Anything else is pickled, if that is allowed: whoever
-    can send to this job could then run code in it.
+    None, numbers, text, bytes, lists, tuples, sets and dictionaries of them travel as they are.
+    Anything else is pickled, if that is allowed: whoever can send to this job could then run code
+    in it.
 
     Args:
         obj: On the root; not looked at elsewhere.
@@ -192,7 +199,10 @@ def _compare(names: list[str], process_set: ProcessSet) -> None:
         f"rank {rank} has {', '.join(map(repr, sorted(set(own) - common)[:5])) or 'another order'}"
         for rank, own in zip(process_set.member.ranks, everybody, strict=True)
     ]
-    msg = f"expected tensors of the same names, in one order, on all ranks, found that {'; '.join(extra)}"
+    msg = (
+        "expected tensors of the same names, in one order, on all ranks, found that "
+        f"{'; '.join(extra)}"
+    )
     raise HorovodInternalError(msg)
 
 

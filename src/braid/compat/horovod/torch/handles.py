@@ -71,7 +71,8 @@ def synchronize(handle: Pending) -> Any:
 
     Raises:
         ConfigError: It is no handle, or has been waited for.
-        HorovodInternalError: The operation failed; on all ranks, if ranks asked for different things.
+        HorovodInternalError: The operation failed; on all ranks, if ranks asked for different
+            things.
     """
     return _checked(handle).take()
 

@@ -33,17 +33,24 @@ def named_of(
     pairs = list(named)
     strange: list[Any] = [pair for pair in pairs if not _is_pair(pair)]
     if strange:
-        msg = f"expected named_parameters to be pairs of name and parameter, such as model.named_parameters(), found {strange[0]!r}"
+        msg = (
+            "expected named_parameters to be pairs of name and parameter, such as "
+            f"model.named_parameters(), found {strange[0]!r}"
+        )
         raise ConfigError(msg)
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        msg = f"expected different names for all parameters, found {', '.join(map(repr, twice[:5]))} more than once"
+        msg = (
+            "expected different names for all parameters, found "
+            f"{', '.join(map(repr, twice[:5]))} more than once"
+        )
         raise ConfigError(msg)
     names = {param: name for name, param in reversed(pairs)}
     missing = sum(param not in names for _, _, param in own)
     if missing:
         msg = (
-            f"expected a name for every parameter of the optimizer, found {missing} of {len(own)} without: pass named_parameters() of all models whose "
+            f"expected a name for every parameter of the optimizer, found {missing} of {len(own)} "
+            "without: pass named_parameters() of all models whose "
             "parameters it has"
         )
         raise ConfigError(msg)
@@ -64,7 +71,8 @@ def named_groups(
         groups: Number of groups of about the same number of parameters, or lists.
 
     Raises:
-        ConfigError: A number below 1, something that is no parameter of the optimizer, or one that is in two groups.
+        ConfigError: A number below 1, something that is no parameter of the optimizer, or one that
+            is in two groups.
     """
     if groups is None:
         return []
@@ -82,6 +90,9 @@ def named_groups(
     lists = [list(group) for group in groups]
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):
-        msg = "expected groups of different parameters of the optimizer, found one twice or one that it does not have"
+        msg = (
+            "expected groups of different parameters of the optimizer, found one twice or one "
+            "that it does not have"
+        )
         raise ConfigError(msg)
     return [[param for param in group if param.requires_grad] for group in lists if group]

@@ -1,9 +1,11 @@
 """allreduce, allgather, broadcast, alltoall, reducescatter and their variants, by name and under way in the background.
 
-Each has an asynchronous form, which returns a handle for `synchronize`. Forms that wait can be differentiated: they are in `differentiable`. Forms that end in `_`
-leave the result in the tensor that they are given.
+Each has an asynchronous form, which returns a handle for `synchronize`. Forms that wait can be
+differentiated: they are in `differentiable`. Forms that end in `_` leave the result in the tensor
+that they are given.
 
-Names: ranks find each other's operations by `name`. Without one, operations are counted, so that ranks must start them in one order.
+Names: ranks find each other's operations by `name`. Without one, operations are counted, so that
+ranks must start them in one order.
 """
 
 from __future__ import annotations
@@ -50,7 +52,10 @@ def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Reques
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
-        msg = f"expected an ordinary tensor for {name!r}, found a {what} one: use sparse_allreduce_async, or convert it (to_dense, dequantize)"
+        msg = (
+            f"expected an ordinary tensor for {name!r}, found a {what} one: use "
+            "sparse_allreduce_async, or convert it (to_dense, dequantize)"
+        )
         raise ConfigError(msg)
     return Request(
         name,
@@ -78,14 +83,18 @@ def allreduce_async(
         tensor: The same shape and dtype on all ranks.
         average: The older way of saying `op`.
         name: See the module.
-        op: Average when None. Averages of integers are cut off, and the sums behind them wrap around in their dtype.
-        prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats in 32 bits.
+        op: Average when None. Averages of integers are cut off, and the sums behind them wrap
+        around in their dtype.
+        prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats
+        in 32 bits.
         postscale_factor: After it, likewise.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in the set.
-        HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or factors.
+        ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in
+        the set.
+        HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
+            factors.
     """
     return _reduce(
         [tensor],
@@ -267,7 +276,8 @@ def alltoall_async(
         process_set: Ranks that take part.
 
     Returns:
-        A handle of (what came, how many rows came from each rank), or of what came without `splits`.
+        A handle of (what came, how many rows came from each rank), or of what came without
+        `splits`.
     """
     member = process_set.member
     size = len(member.ranks)
@@ -327,10 +337,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Stand in for what other ranks reduce, until all have come here; the rank that came last.
 
-    What stands in changes nothing: zeros in sums and averages, which count all ranks; in others what is neutral to them.
+    What stands in changes nothing: zeros in sums and averages, which count all ranks; in others
+    what is neutral to them.
 
     Args:
-        device: Number of the GPU for what stands in, where the others' tensors are on GPUs; the current one when negative.
+        device: Number of the GPU for what stands in, where the others' tensors are on GPUs; the
+            current one when negative.
 
     Raises:
         ConfigError: This rank has joined, and waits for others in another thread.
@@ -442,7 +454,8 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
     )
     if shared:
         msg = (
-            f"expected a tensor whose elements each have their own memory for an operation in place, found shape {list(out.shape)} with strides "
+            "expected a tensor whose elements each have their own memory for an operation in "
+            f"place, found shape {list(out.shape)} with strides "
             f"{out.stride()}: pass x.clone()"
         )
         raise ConfigError(msg)

@@ -59,7 +59,10 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
     """
     if average is not None:
         if op is not None:
-            msg = f"expected one of op and average, found op={op!r} and average={average!r}: say op, average is the older way"
+            msg = (
+                f"expected one of op and average, found op={op!r} and average={average!r}: say "
+                "op, average is the older way"
+            )
             raise ConfigError(msg)
         warnings.warn(
             "average= is the older way: say op=hvd.Average or op=hvd.Sum",
