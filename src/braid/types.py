@@ -8,10 +8,11 @@ line instead of a message.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["OpDesc", "TensorSpec", "text_digest"]
+__all__ = ["OpDesc", "TensorSpec", "first_few", "text_digest"]
 
 
 class TensorSpec(NamedTuple):
@@ -71,3 +72,14 @@ def text_digest(text: str) -> int:
     """First 63 bits of BLAKE2b of `text`, as a non-zero integer."""
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return (value >> 1) or 1
+
+
+def first_few(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:
+    """Return the first items as text, and the number of further ones.
+
+    >>> first_few(range(4)), first_few("abcd", 2)
+    ('0, 1, 2, 3', 'a, b and 2 more')
+    """
+    texts = list(map(str, items))
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

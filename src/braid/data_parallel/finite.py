@@ -18,6 +18,7 @@ import torch
 
 from braid.errors import BraidError, ConfigError
 from braid.params import Outcome, RankState
+from braid.types import first_few
 
 __all__ = [
     "CHOICES",
@@ -28,7 +29,6 @@ __all__ = [
     "nonfinite_handler",
 ]
 
-MAX_NAMES = 5
 MANY = 10  # steps in a row that are skipped: no accident any more
 
 
@@ -47,9 +47,7 @@ class NonFinite(NamedTuple):
     parameters: tuple[str, ...]
 
     def __str__(self) -> str:
-        more = len(self.parameters) - MAX_NAMES
-        names = ", ".join(map(repr, self.parameters[:MAX_NAMES]))
-        names += f" and {more} more" if more > 0 else ""
+        names = first_few(map(repr, self.parameters), 5)
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
         ranks = ranks if self.ranks else "a rank that has joined"
         return f"gradients of {names} are NaN or infinite on {ranks} in step {self.step}"

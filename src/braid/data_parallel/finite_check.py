@@ -10,11 +10,11 @@ import torch
 from braid.comm import Group
 from braid.data_parallel.finite import NonFiniteError
 from braid.errors import ConfigError
+from braid.types import first_few
 
 __all__ = ["FiniteCheck"]
 
 CHOICES = ("ignore", "warn", "raise")
-MAX_NAMES = 5
 
 
 class FiniteCheck:
@@ -90,7 +90,6 @@ def _cause(params: Sequence[torch.Tensor], group: Group) -> str:
     if not ranks:
         return "the average is not finite although the parameters of every rank are"
     names = [f"{position} of shape {list(params[position].shape)}" for position in positions]
-    listed = ", ".join(names[:MAX_NAMES])
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     plural = "s" if len(ranks) > 1 else ""
-    return f"NaN or infinity in trained parameter {listed}{more} on rank{plural} {', '.join(ranks)}"
+    where = f"on rank{plural} {', '.join(ranks)}"
+    return f"NaN or infinity in trained parameter {first_few(names, 5)} {where}"

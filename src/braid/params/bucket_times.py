@@ -22,10 +22,9 @@ from braid.comm import Group
 from braid.params.bucket_layout import BucketLayout
 from braid.params.bucket_picture import bucket_picture
 from braid.params.table import ParamRecord
+from braid.types import first_few
 
 __all__ = ["BucketRow", "BucketTimes", "ReadyTimes"]
-
-MAX_NAMES = 3
 
 
 class BucketRow(NamedTuple):
@@ -52,8 +51,7 @@ class BucketRow(NamedTuple):
     @property
     def label(self) -> str:
         """The first names of the parameters."""
-        more = len(self.names) - MAX_NAMES
-        return ", ".join(self.names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+        return first_few(self.names, 3)
 
 
 class BucketTimes(NamedTuple):

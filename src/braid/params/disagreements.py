@@ -1,4 +1,4 @@
-"""Messages about what ranks may not do differently, found in what they told each other. Pure."""
+"""Messages about differences between ranks that a status shows. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from braid.params.status import RankState, Status
 from braid.params.table import ParamRecord
+from braid.types import first_few
 
 __all__ = ["OWN_GRADIENTS", "failed_ranks", "requires_grad_differs", "weights_differ"]
 
-MAX_SHOWN = 8
 OWN_GRADIENTS = (RankState.ACTIVE, RankState.NONFINITE)  # ranks that bring those of a whole step
 
 
@@ -24,7 +24,7 @@ def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str
         if 0 < count < size
     ]
     return (
-        f"{'; '.join(differing[:MAX_SHOWN])}. Freeze and unfreeze parameters on all ranks in the "
+        f"{first_few(differing, separator='; ')}. Freeze and unfreeze parameters on all ranks in the "
         "same step"
     )
 

@@ -16,10 +16,9 @@ import torch
 from braid.comm import Group
 from braid.errors import MismatchError
 from braid.params.table import ParamRecord
+from braid.types import first_few
 
 __all__ = ["compare_values"]
-
-MAX_NAMES = 5
 
 
 def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> None:
@@ -41,16 +40,14 @@ def compare_values(group: Group, records: Sequence[ParamRecord], when: str) -> N
     if not differ:
         return
     lines = []
-    for position in differ[:MAX_NAMES]:
+    for position in differ:
         column = table[:, position].tolist()
         usual, _ = Counter(column).most_common(1)[0]
         others = [
             str(rank) for rank, sum_ in zip(group.ranks, column, strict=True) if sum_ != usual
         ]
         lines.append(f"  {records[position].name} on rank {', '.join(others)}")
-    if len(differ) > MAX_NAMES:
-        lines.append(f"  and {len(differ) - MAX_NAMES} more")
-    listed = "\n".join(lines)
+    listed = first_few(lines, 5, "\n")
     msg = (
         f"{len(differ)} of {len(records)} parameters differ between ranks {when}:\n{listed}\n"
         "Resume from a checkpoint, and look for what changes parameters outside of the optimizer, "

@@ -69,30 +69,33 @@ class ParamTable:
             module: Module to walk.
             ignored: Names of parameters to leave out; a tied one by any of its names.
         """
-        names: dict[nn.Parameter, list[str]] = {}
-        for name, param in module.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(name)
         sparse = {
             weight
             for part in module.modules()
             if getattr(part, "sparse", False)
             and isinstance(weight := getattr(part, "weight", None), nn.Parameter)
         }
-        return cls(
-            tuple(
-                ParamRecord(tuple(found), _spec(p), p, p in sparse)
-                for p, found in names.items()
-                if not any(name in ignored for name in found)
-            )
-        )
+        table = cls.named(module.named_parameters(remove_duplicate=False), sparse)
+        return cls(tuple(r for r in table if not any(name in ignored for name in r.names)))
 
     @classmethod
-    def named(cls, pairs: Iterable[tuple[str, nn.Parameter]]) -> ParamTable:
-        """List named parameters in this order; one with several names comes with each of them."""
+    def named(
+        cls,
+        pairs: Iterable[tuple[str, nn.Parameter]],
+        sparse: Collection[nn.Parameter] = frozenset(),
+    ) -> ParamTable:
+        """List named parameters in this order; one with several names comes with each of them.
+
+        Args:
+            pairs: Names and parameters.
+            sparse: Parameters whose gradients are sparse.
+        """
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in pairs:
             names.setdefault(param, []).append(name)
-        return cls(tuple(ParamRecord(tuple(found), _spec(p), p) for p, found in names.items()))
+        return cls(
+            tuple(ParamRecord(tuple(own), _spec(p), p, p in sparse) for p, own in names.items())
+        )
 
     @property
     def requires_grad(self) -> tuple[ParamRecord, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,10 +28,11 @@ __all__ = ["AveragingListener", "MakeOptimizer"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
+@dataclass(eq=False, kw_only=True)
 class AveragingListener(ReducerListener):
     """Accompanies the averagings of one wrapper.
 
-    Args:
+    Attributes:
         joinable: The wrapper; held weakly, since the reducer must not keep it alive.
         group: Ranks that train together.
         table: Parameters of the module.
@@ -38,47 +40,36 @@ class AveragingListener(ReducerListener):
         handler: Called about gradients that are not finite.
         hash_every: Number of averagings from one comparison of parameters to the next; 0 for none.
         warnings: Warnings about steps that are probably unintended.
-
-    Attributes:
-        buffers: As given.
         active_ranks: Group ranks that had input in the last step.
         optimizers: Optimizers of single parameters by name, for steps inside of backward.
     """
 
-    def __init__(
-        self,
-        joinable: Joinable,
-        group: Group,
-        table: ParamTable,
-        *,
-        buffers: ModuleBuffers,
-        handler: NonfiniteHandler,
-        hash_every: int,
-        warnings: OnceWarnings,
-    ) -> None:
-        self.buffers = buffers
-        self.active_ranks = list(range(group.size))
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._make_optimizer: MakeOptimizer | None = None
-        self._joinable = weakref.ref(joinable)
-        self._group = group
-        self._table = table
-        self._handler = handler
-        self._hash_every = hash_every
-        self._warnings = warnings
-        self._has_buffers = buffers.any()
-        self._join_notice: Work | None = None
+    joinable: weakref.ref[Joinable]
+    group: Group
+    table: ParamTable
+    buffers: ModuleBuffers
+    handler: NonfiniteHandler
+    hash_every: int
+    warnings: OnceWarnings
+    active_ranks: list[int] = field(init=False)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    _make_optimizer: MakeOptimizer | None = None
+    _join_notice: Work | None = None
+
+    def __post_init__(self) -> None:
+        self.active_ranks = list(range(self.group.size))
+        self._has_buffers = self.buffers.any()
 
     def step_in_backward(self, make_optimizer: MakeOptimizer) -> None:
         """Take steps inside of backward from now on; see `DistributedDataParallel`."""
         self._make_optimizer = make_optimizer
-        for record in self._table.requires_grad:
+        for record in self.table.requires_grad:
             if not record.sparse:
                 self.optimizers[record.name] = make_optimizer([record.param])
 
     def on_averaging_begins(self) -> None:
         """Tell ranks that have joined that this one still works."""
-        joinable = self._joinable()
+        joinable = self.joinable()
         join = None if joinable is None else joinable._join  # noqa: SLF001 - the other half
         if joinable is not None and join is not None and not join.throws:
             self._join_notice = Join.notify_join_context(joinable)
@@ -113,9 +104,9 @@ class AveragingListener(ReducerListener):
                 root = self.active_ranks[0]
                 self.buffers.finish(root, changed=outcome.status.num_buffers_used > 0)
         # ranks that have joined have not taken the last steps
-        due = self._hash_every and outcome.number % self._hash_every == 0
+        due = self.hash_every and outcome.number % self.hash_every == 0
         if due and len(self.active_ranks) == len(states):
             when = f"before the optimizer's step {outcome.number}"
-            compare_values(self._group, self._table.records, when)
-        handle_nonfinite(outcome, self._group.ranks, self._handler)
-        self._warnings.check(outcome)  # last: the program may turn it into an error, on one rank
+            compare_values(self.group, self.table.records, when)
+        handle_nonfinite(outcome, self.group.ranks, self.handler)
+        self.warnings.check(outcome)  # last: the program may turn it into an error, on one rank

@@ -13,6 +13,7 @@ averaging, not before the next forward.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -167,9 +168,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         buffers = ModuleBuffers(group, module, ignored)
         self._has_buffers = buffers.any()
         self._listener = AveragingListener(
-            self,
-            group,
-            table,
+            joinable=weakref.ref(self),
+            group=group,
+            table=table,
             buffers=buffers,
             handler=nonfinite_handler(nonfinite, [record.param for record in table]),
             hash_every=checked_hash_every(hash_every),

@@ -10,10 +10,9 @@ from __future__ import annotations
 import warnings
 
 from braid.params import Outcome, RankState
+from braid.types import first_few
 
 __all__ = ["OnceWarnings"]
-
-MAX_NAMES = 8
 
 
 class OnceWarnings:
@@ -53,8 +52,8 @@ class OnceWarnings:
 
 
 def _unused_text(model: str, outcome: Outcome) -> str:
-    names, more = outcome.unused, len(outcome.unused) - MAX_NAMES
-    listed = ", ".join(map(repr, names[:MAX_NAMES])) + (f" and {more} more" if more > 0 else "")
+    names = outcome.unused
+    listed = first_few(map(repr, names))
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
     return (
         f"{count} of {model} got no gradient on any rank in step {outcome.number}: {listed}; .grad "
@@ -78,10 +77,7 @@ def _ahead_text(model: str, number: int, counts: dict[int, int]) -> str:
 
 
 def _ranks_text(ranks: list[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    more = len(ranks) - MAX_NAMES
-    listed = ", ".join(map(str, ranks[:MAX_NAMES]))
-    return f"{word} {listed}" + (f" and {more} more" if more > 0 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {first_few(ranks)}"
 
 
 def _warn(text: str) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.types import first_few
 
 __all__ = ["ParamSnapshot"]
-
-MAX_NAMES = 8
 
 
 class ParamSnapshot:
@@ -48,7 +47,7 @@ class ParamSnapshot:
         new = [repr(name) for name, param in named if id(param) not in known]
         if new:
             msg = (
-                f"parameters have been replaced or added since the module was wrapped: {_some(new)}"
+                f"parameters have been replaced or added since the module was wrapped: {first_few(new, separator='; ')}"
                 ". Load values into parameters (assign=False) and add layers before wrapping, or "
                 "wrap again"
             )
@@ -60,15 +59,10 @@ class ParamSnapshot:
         ]
         msg = (
             "parameters have been converted or moved since the module was wrapped: "
-            f"{_some(changed)}. Convert and move the module before wrapping "
+            f"{first_few(changed, separator='; ')}. Convert and move the module before wrapping "
             "(mixed_precision= computes in 16 bits), or wrap it again"
         )
         raise ConfigError(msg)
-
-
-def _some(texts: list[str]) -> str:
-    more = len(texts) - MAX_NAMES
-    return "; ".join(texts[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _spec(dtype: torch.dtype, device: torch.device) -> str:
