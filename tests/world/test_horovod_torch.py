@@ -671,8 +671,8 @@ def test_the_optimizer_says_what_is_wrong(procs):
         )
         assert "got a gradient in more than 1 backward" in found["more"]
         assert "skip_synchronize" in found["warned"]
-        assert "found 4 of 5 without" in found["names"]
-        assert "found 'a' more than once" in found["twice"]
+        assert "4 of the optimizer's 5 parameters have no name" in found["names"]
+        assert "'a' came more than once" in found["twice"]
         assert "Add them before" in found["group"]
         assert "Add them before" in found["group of changes"]
         assert "found LBFGS" in found["lbfgs"]

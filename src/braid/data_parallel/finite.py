@@ -94,7 +94,7 @@ def handle_nonfinite(outcome: Outcome, ranks: tuple[int, ...], handler: Nonfinit
     """Call `handler` if gradients of some rank are not finite.
 
     Args:
-        outcome: What an averaging has shown.
+        outcome: Outcome of an averaging.
         ranks: Global ranks of the group.
         handler: Called on all ranks.
     """

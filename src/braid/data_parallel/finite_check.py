@@ -81,7 +81,7 @@ def _is_finite(flat: torch.Tensor) -> bool:
 
 
 def _cause(params: Sequence[torch.Tensor], group: Group) -> str:
-    """Describe the parameters that are not finite and the ranks that have them; a collective."""
+    """Describe which parameters are not finite on which ranks; a collective."""
     flags = [not bool(param.isfinite().all()) for param in params]
     own = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     table = group.all_gather(own).view(group.size, -1)

@@ -33,14 +33,14 @@ Params = Iterable[nn.Parameter] | Iterable[Mapping[str, Any]]
 
 
 class FlatParams:
-    """Parameters and memory for a copy of them.
+    """Parameters and memory for a flat copy.
 
     Args:
         params: Parameters in the same order on all ranks.
         group: Ranks that exchange the copies.
 
     Attributes:
-        params: As given.
+        params: Parameters in the same order on all ranks.
         flats: Copies, one for each dtype and device.
     """
 
@@ -57,7 +57,7 @@ class FlatParams:
         self.flats = [buffer.tensor for buffer in self._buffers]
 
     def holds(self, params: Sequence[torch.Tensor]) -> bool:
-        """Return whether it was made for these parameters."""
+        """Return whether these are the parameters of the flat copy."""
         same = len(params) == len(self.params)
         return same and all(a is b for a, b in zip(params, self.params, strict=True))
 
@@ -103,7 +103,7 @@ class FlatParams:
 
 
 def parameters_in(params: Params) -> list[nn.Parameter]:
-    """Return those of given parameters, or of an optimizer's groups, that require a gradient.
+    """Return the parameters that require a gradient, also out of an optimizer's groups.
 
     Raises:
         ConfigError: `params` is something else, or there are none.
@@ -126,7 +126,7 @@ def parameters_in(params: Params) -> list[nn.Parameter]:
 
 
 def refuse_others(flat: FlatParams, params: Iterable[torch.Tensor], what: str) -> None:
-    """Refuse parameters that require a gradient only since `what` was made: they are not exchanged.
+    """Refuse parameters that were added or unfrozen after `what` was made.
 
     Raises:
         ConfigError: There are such parameters.

@@ -1,4 +1,4 @@
-"""What autograd is doing in this thread, which it tells nobody in public.
+"""Facts about the backward of this thread that autograd does not publish.
 
 `torch.autograd.grad` of parameters is noticed: its results are those of one rank, and nobody would
 average them. So are backwards inside of backwards, as of re-entrant checkpoints.

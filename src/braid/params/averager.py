@@ -1,4 +1,4 @@
-"""The average of what is in buckets, and what ranks tell each other beside it.
+"""Averages the gradients in buckets, and exchanges the status of all ranks beside them.
 
     launch(bucket) ... launch(bucket)     during backward, in any order
     average()                             status, buckets of other ranks, wait, report
@@ -46,7 +46,7 @@ class Averager:
 
     Attributes:
         policy: Decisions.
-        listener: As given.
+        listener: Learns of each averaging.
         buckets: Buckets of the parameters that require a gradient.
         buffers_used: Whether the module has been used in training mode since buffers were equal.
         num_reductions: Number of averagings so far.
@@ -86,7 +86,7 @@ class Averager:
         return changed
 
     def launch(self, bucket: Bucket) -> None:
-        """Launch a bucket, and look for gradients that are not finite in it."""
+        """Launch a bucket, and note gradients in the bucket that are not finite."""
         self._nonfinite.update(bucket.find_nonfinite(check_all=self._options.check_all))
         self._times.bucket_is_ready(bucket.index)
         bucket.launch()
@@ -125,7 +125,7 @@ class Averager:
         return True
 
     def abandon(self) -> None:
-        """Let other ranks end a backward that an exception has ended here, and tell them."""
+        """End a backward that an exception has ended here, so that other ranks can end theirs."""
         for bucket in self.buckets:
             if not bucket.is_launched:
                 bucket.zero()
@@ -153,7 +153,7 @@ class Averager:
         return holding
 
     def _exchange_status(self, own: RankState, weight: float, *, present: bool) -> Status:
-        """Tell other ranks what this rank has, and learn what they have; a collective."""
+        """Exchange which gradients and which state each rank has; a collective."""
         state, required = self._state, self.buckets.requires_grad
         has_gradient = [
             present and requires and record.param.grad is not None
@@ -185,7 +185,7 @@ class Averager:
                 self.launch(bucket)
 
     def _conclude(self, status: Status, own: RankState, *, has_gradients: bool) -> None:
-        """Wait for the averages, and report what they have shown."""
+        """Wait for the averages, and report the outcome."""
         failed = failed_ranks(status, self._group.ranks)
         if failed is not None:
             self.buckets.wait()

@@ -42,7 +42,7 @@ class Event(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What follows the end of a backward."""
+    """Reactions of a reducer to the end of a backward."""
 
     NOTHING = enum.auto()
     ACCUMULATE = enum.auto()

@@ -1,4 +1,4 @@
-"""A bucket of gradients: its memory, what reduces it, and how far a backward has filled it.
+"""A bucket of gradients: memory, the operation that reduces it, and the progress of a backward.
 
     mark_ready(p) ... mark_ready(q) -> True     launch()     wait()
     gradients move into the flat buffer         starts       ends the operation
@@ -34,12 +34,12 @@ class Awaited(Protocol):
     """Something that can be waited for: a Work, or the Works of a coalesced block."""
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Return when the awaited operation has ended."""
         ...
 
 
 class BucketOperation(Protocol):
-    """What the launch of a bucket starts; registered once and started in every step."""
+    """The operation that a launch of a bucket starts; registered once, started in every step."""
 
     def start(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Awaited:
         """Start the operation on the bucket's memory."""
@@ -74,7 +74,7 @@ class Bucket:
         layout: Members of the bucket.
         records: Parameters by position.
         buffer: Memory of the gradients, with a view for each member.
-        operation: What a launch starts.
+        operation: Operation that a launch starts.
         events: Records the span from the launch to the end of `wait`.
         title: Name of the span.
         residuals: Residuals to be added at the next launch, by parameter name. Shared by the
@@ -229,12 +229,12 @@ class Bucket:
         return [p for p, ok in zip(self.views, good, strict=True) if not ok]
 
     def zero(self, positions: Sequence[int] | None = None) -> None:
-        """Set gradients to zero; all of them when `positions` is None."""
+        """Set the gradients at `positions` to zero; all gradients when None."""
         for position in self.views if positions is None else positions:
             self.views[position].zero_()
 
     def keep_residuals(self, positions: Sequence[int]) -> None:
-        """Keep averages that no rank is given as residuals: they were sent for nothing so far."""
+        """Keep as residuals averages of gradients that no rank had: sums of earlier residuals."""
         for position in positions:
             view = self.views[position]
             if bool(view.any()):

@@ -36,7 +36,7 @@ MAX_SEEN = 64  # recent patterns; programs may choose at random in every step
 
 
 class BucketLayoutCache:
-    """The buckets in use, and those that are kept.
+    """The buckets in use, and buckets of patterns that may come back.
 
     Args:
         group: Ranks that reduce together.

@@ -35,7 +35,7 @@ class Buckets:
         operation: Makes what the launch of a bucket starts.
 
     Attributes:
-        requires_grad: As given.
+        requires_grad: Whether each parameter requires a gradient.
         layouts: Layouts of the buckets.
         of: Buckets by position; sparse parameters have none.
         sparse: Positions of parameters with sparse gradients.

@@ -24,8 +24,8 @@ def requires_grad_differs(status: Status, records: Sequence[ParamRecord]) -> str
         if 0 < count < size
     ]
     return (
-        f"{first_few(differing, separator='; ')}. Freeze and unfreeze parameters on all ranks in the "
-        "same step"
+        f"{first_few(differing, separator='; ')}. Freeze and unfreeze parameters on all "
+        "ranks in the same step"
     )
 
 

@@ -1,4 +1,4 @@
-"""Many tensors as one: a flat buffer and views into it.
+"""Many tensors as one: a flat buffer with views.
 
 Reducing a bucket of gradients is one operation on one contiguous tensor. When the buffer lies in
 shared memory and the gradients are views of it, nothing is copied on the way to the other ranks.
@@ -86,7 +86,7 @@ class FlatBuffer:
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a view of `flat` in the shape of `like`, with its strides where it fills its memory.
+    """Return a view of `flat` in the shape of `like`, with the same strides if `like` is dense.
 
     Optimizers that walk through parameter and gradient side by side expect that of gradients, such
     as those of channels_last parameters.
@@ -97,7 +97,7 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def alone(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a storage of its own: saving it does not save the buffer."""
+    """Return a view as a tensor with a storage of its own, so that saving leaves the buffer out."""
     if not view.numel():
         return torch.empty_like(view)
     return torch.utils.dlpack.from_dlpack(view)
@@ -116,7 +116,7 @@ def _is_dense(x: torch.Tensor) -> bool:
 
 
 def allocator(group: Group, device: str) -> Allocate:
-    """Return what makes tensors on `device`; on the CPU they can be read by all of `group`."""
+    """Return a function that makes tensors on `device`; CPU tensors are readable by all members."""
     if device == "cpu":
         return group.empty
     return lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype, device=device)

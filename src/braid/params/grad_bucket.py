@@ -1,4 +1,4 @@
-"""A bucket as communication hooks see it, and what a hook may return.
+"""Buckets as communication hooks see them, and the results that hooks may return.
 
 A hook takes the place of the all-reduce of a bucket. It is called when the bucket is full, while
 backward goes on, and says in one of three ways when the average will be there:
@@ -84,7 +84,7 @@ class GradBucket:
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Return whether it is the last bucket."""
+        """Return whether the bucket is the last one."""
         return self._last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:

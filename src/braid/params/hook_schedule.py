@@ -40,7 +40,7 @@ class HookSchedule:
         self._works: dict[int, Awaited | None] | None = None  # None until the first wait
 
     def launch(self, bucket: Bucket) -> Awaited:
-        """Call the hook for `bucket` when its turn has come; return what ends with it."""
+        """Call the hook of `bucket` when it is the bucket's turn; return the hook's work."""
         self._waiting[bucket.index] = bucket
         while self._next in self._waiting:
             self._call(self._next)

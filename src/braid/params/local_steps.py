@@ -1,4 +1,4 @@
-"""Detection of optimizer steps that use gradients of one rank alone, while they accumulate.
+"""Detection of optimizer steps that use accumulated gradients of one rank alone.
 
 Problem: with an average in every k-th backward only, a step after another backward, as at the end
 of an epoch whose length is no multiple of k, makes ranks different for ever, and nobody notices.

@@ -1,4 +1,4 @@
-"""Optimizers that are changed in place, so that schedulers and scalers that know them go on.
+"""Changes of optimizers in place, so that schedulers and scalers keep working.
 
 The object stays; its class becomes one that derives from new methods and from its own class.
 """

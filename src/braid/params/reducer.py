@@ -147,7 +147,7 @@ class GradientReducer(GradientListener):
         self._averager.use_hook(hook)
 
     def set_loss_weight(self, weight: float | None) -> None:
-        """Set the weight of the gradients of forwards that follow; scaled where they accumulate."""
+        """Set the loss weight of the forwards that follow; gradients are scaled by the weight."""
         if weight is not None:
             self._hooks.hear_partial_grads()
         self.loss_weight = weight
@@ -284,7 +284,7 @@ class GradientReducer(GradientListener):
         at_end_of_backward(self._backward_ended)
 
     def _close_forward(self, forward: ForwardPass) -> None:
-        """Count a forward no longer among those that no backward has reached."""
+        """Note that a backward has reached a forward."""
         if forward.open == self._averager.num_reductions:
             self._state.num_forwards_without_backward -= 1
         forward.open = None
@@ -301,7 +301,7 @@ class GradientReducer(GradientListener):
             self._local_steps.forget()
 
     def _abandon_backward(self) -> None:
-        """Let other ranks end the backward that an exception has ended here, and tell them."""
+        """Report a backward that an exception has ended, so that other ranks can end theirs."""
         is_announced = self._state.has_gradient
         if self._state.end(Event.ABANDON) is not Action.REPORT:
             return

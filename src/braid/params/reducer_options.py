@@ -1,4 +1,4 @@
-"""Options of a `GradientReducer`, what it reports, and to whom."""
+"""Options, outcomes and listeners of a `GradientReducer`."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class ReducerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an averaging has shown; equal on all ranks.
+    """Outcome of an averaging; equal on all ranks.
 
     Attributes:
         number: Number of averagings so far, this one included.
-        status: What all ranks reported.
-        records: The parameters that the status speaks of.
+        status: Sum of the reports of all ranks.
+        records: Parameters of the status.
     """
 
     number: int

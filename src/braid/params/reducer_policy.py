@@ -1,4 +1,4 @@
-"""Decisions of a gradient reducer: what to send, when, and what to say. Pure."""
+"""Decisions of a gradient reducer: which buckets to send, and when. Pure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ReducerPolicy(NamedTuple):
         return Phase.AVERAGING if synchronizes and (last or state.averages_next) else Phase.LOCAL
 
     def launches_early(self, layout: BucketLayout, *, is_learnt: bool) -> bool:
-        """Return whether a bucket is launched as soon as it is ready.
+        """Return whether a bucket is launched as soon as all of its gradients are ready.
 
         In a static graph the first backward shows how often each gradient comes.
         """
         return not layout.delayed and (is_learnt or not self.options.static_graph)
 
     def rank_state(self, state: BackwardState, *, is_finite: bool) -> RankState:
-        """Return what this rank reports about itself when it has input."""
+        """Return the state that a rank with input reports."""
         if state.failed:
             return RankState.FAILED
         return RankState.ACTIVE if is_finite else RankState.NONFINITE

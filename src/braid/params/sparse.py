@@ -44,8 +44,8 @@ def average_sparse(
     rows, places = torch.unique(total, return_inverse=True)
     summed = values.new_zeros((len(rows), *values.shape[1:]))
     start = 0
-    for found, count in zip(all_values, counts, strict=True):  # a rank's own rows are all different
-        summed[places[start : start + count]] += found[:count]
+    for own_values, count in zip(all_values, counts, strict=True):  # a rank's rows all differ
+        summed[places[start : start + count]] += own_values[:count]
         start += count
     summed /= group.size
     if mean_weight != 1.0:

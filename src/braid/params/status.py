@@ -1,4 +1,4 @@
-"""What ranks tell each other once per backward besides gradients: one small sum. Pure.
+"""The status of a backward: one small sum over ranks beside the gradients. Pure.
 
 Problem: who has a gradient of what, which loss weight each rank has, who has no more input, whose
 backward raised, whose numbers are not finite: each of these could have a collective of its own, as
@@ -24,7 +24,7 @@ __all__ = ["RankState", "Status", "StatusLayout"]
 
 
 class RankState(enum.IntEnum):
-    """How a rank takes part in a backward."""
+    """Part of a rank in a backward."""
 
     ACTIVE = 0
     JOINED = 1  # it has no more input and only shadows the others

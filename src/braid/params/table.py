@@ -84,7 +84,7 @@ class ParamTable:
         pairs: Iterable[tuple[str, nn.Parameter]],
         sparse: Collection[nn.Parameter] = frozenset(),
     ) -> ParamTable:
-        """List named parameters in this order; one with several names comes with each of them.
+        """List named parameters in this order; a tied parameter comes with each of its names.
 
         Args:
             pairs: Names and parameters.
@@ -179,7 +179,7 @@ def _differing(what: str, tables: list[list[str]], ranks: tuple[int, ...]) -> li
         differing += 1
         if differing <= MAX_LINES_SHOWN:
             lines.append(f"  {what} {index}")
-            lines += [f"    rank {r}  {found}" for r, found in zip(ranks, column, strict=True)]
+            lines += [f"    rank {r}  {line}" for r, line in zip(ranks, column, strict=True)]
     if differing > MAX_LINES_SHOWN:
         lines.append(f"  and {differing - MAX_LINES_SHOWN} more")
     return lines

@@ -1,1 +1,1 @@
-"""DistributedDataParallel and DistributedOptimizer, with what they check and warn of."""
+"""DistributedDataParallel and DistributedOptimizer, with their checks and warnings."""

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel does beside each averaging of gradients.
+"""Actions of DistributedDataParallel beside each averaging of gradients.
 
 averaging begins     tell joined ranks that this one still works
 beside the status    send the module's buffers, if they changed in the last step

@@ -249,7 +249,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._reducer.set_loss_weight(checked_weight(num_samples))
 
     def average_next(self) -> None:
-        """Let the next backward average, whichever it is since the last average; on all ranks.
+        """Let the next backward average, however many have accumulated; call it on all ranks.
 
         Call it before the last backward of an epoch whose length is no multiple of
         `gradient_accumulation_steps`. A warning in the next forward names an optimizer's step after
@@ -441,7 +441,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
 
 class _Shadow(JoinHook):
-    """What a rank without input does for one wrapper."""
+    """Shadows the steps of other ranks, for one wrapper."""
 
     def __init__(self, wrapper: DistributedDataParallel, *, by_all: bool) -> None:
         self._wrapper = wrapper

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the optimizer, not the model, sees to it that gradients are averaged.
+"""DistributedOptimizer: an optimizer that lets gradients be averaged during backward.
 
 For programs that keep their model unwrapped, as Horovod's do. The optimizer is changed in place, so
 that schedulers and everything else that knows it go on. Hooks on the parameters average during
@@ -91,7 +91,7 @@ class DistributedOptimizer:
         nonfinite: str | NonfiniteHandler = "warn",
         check_all: bool = False,
     ) -> Any:
-        """Change `optimizer` in place and return it."""
+        """Change `optimizer` in place and return the same object."""
         if isinstance(optimizer, _Averaging):
             msg = f"this {type(optimizer).__name__} averages gradients already: pass it once"
             raise ConfigError(msg)

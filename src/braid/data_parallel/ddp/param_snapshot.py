@@ -47,8 +47,8 @@ class ParamSnapshot:
         new = [repr(name) for name, param in named if id(param) not in known]
         if new:
             msg = (
-                f"parameters have been replaced or added since the module was wrapped: {first_few(new, separator='; ')}"
-                ". Load values into parameters (assign=False) and add layers before wrapping, or "
+                "parameters have been replaced or added since the module was wrapped: "
+                f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) and add layers before wrapping, or "
                 "wrap again"
             )
             raise ConfigError(msg)

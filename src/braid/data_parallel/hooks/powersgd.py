@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix of gradients travels as two thin factors, and what they miss is sent later.
+"""PowerSGD: each matrix of gradients travels as two thin factors; the rest is sent later.
 
 Problem: a wire format saves at most a factor of 30 and breaks sums apart; a gradient of 4096 x 4096
 is often close to a matrix of rank 4, which is 500 times smaller.

@@ -31,7 +31,7 @@ class AdasumSteps:
 
     Args:
         names: Names of the optimizer's parameters.
-        compression: What changes travel as.
+        compression: Format in which changes travel.
         passes: Backwards before each step; without effect, since gradients stay local.
         process_set: Ranks that take part.
     """

@@ -45,7 +45,7 @@ class GradientReduction(GradientListener):
 
     Args:
         names: Names of the parameters.
-        compression: What gradients travel as.
+        compression: Format in which gradients travel.
         op: Average or Sum.
         predivide: Part of the division of an average that happens before the sum.
         groups: Parameters whose gradients are reduced together.
@@ -53,8 +53,7 @@ class GradientReduction(GradientListener):
         process_set: Ranks that take part.
 
     Attributes:
-        under_way: What has been submitted, by parameter: handle, index in it, context of the
-            compression.
+        under_way: Handle, index in the handle and context of the compression, by parameter.
         is_synchronized: Whether gradients have been waited for since the last step.
         synchronizes: False inside of `skip_synchronize()`.
     """
@@ -189,7 +188,7 @@ class GradientReduction(GradientListener):
     def _request(
         self, param: nn.Parameter, shared: SharedGrad, group: str, group_size: int
     ) -> Request:
-        """Return what ranks hear of a gradient: the same in every step, while it is the same."""
+        """Return the request of a gradient; the same object in every step while nothing changes."""
         x = shared.tensor
         key = x.shape, x.dtype, x.device, shared.place, shared.strides, group_size
         known = self._requests.get(param)

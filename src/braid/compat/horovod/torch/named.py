@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from braid.errors import ConfigError
+from braid.types import first_few
 
 __all__ = ["named_groups", "named_of"]
 
@@ -18,7 +19,7 @@ __all__ = ["named_groups", "named_of"]
 def named_of(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> dict[nn.Parameter, str]:
-    """A name for each parameter of an optimizer.
+    """Return a name for each parameter of an optimizer.
 
     Raises:
         ConfigError: Names repeat, are no pairs, or are missing.
@@ -34,24 +35,20 @@ def named_of(
     strange: list[Any] = [pair for pair in pairs if not _is_pair(pair)]
     if strange:
         msg = (
-            "expected named_parameters to be pairs of name and parameter, such as "
-            f"model.named_parameters(), found {strange[0]!r}"
+            f"named_parameters must be pairs of name and parameter, got {strange[0]!r}: pass "
+            "model.named_parameters()"
         )
         raise ConfigError(msg)
     twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if twice:
-        msg = (
-            "expected different names for all parameters, found "
-            f"{', '.join(map(repr, twice[:5]))} more than once"
-        )
+        msg = f"parameters share names: {first_few(map(repr, twice), 5)} came more than once"
         raise ConfigError(msg)
     names = {param: name for name, param in reversed(pairs)}
     missing = sum(param not in names for _, _, param in own)
     if missing:
         msg = (
-            f"expected a name for every parameter of the optimizer, found {missing} of {len(own)} "
-            "without: pass named_parameters() of all models whose "
-            "parameters it has"
+            f"{missing} of the optimizer's {len(own)} parameters have no name: pass "
+            "named_parameters() of all models whose parameters it has"
         )
         raise ConfigError(msg)
     return {param: names[param] for _, _, param in own}
@@ -64,35 +61,35 @@ def _is_pair(pair: Any) -> bool:
 def named_groups(
     names: dict[nn.Parameter, str], groups: int | Sequence[Sequence[nn.Parameter]] | None
 ) -> list[list[nn.Parameter]]:
-    """Parameters that are reduced together.
+    """Return lists of parameters that are reduced together.
 
     Args:
-        names: All of them.
+        names: Names of all parameters.
         groups: Number of groups of about the same number of parameters, or lists.
 
     Raises:
-        ConfigError: A number below 1, something that is no parameter of the optimizer, or one that
-            is in two groups.
+        ConfigError: A number below 0, a group with something that is no parameter of the optimizer,
+            or a parameter in two groups.
     """
     if groups is None:
         return []
     if isinstance(groups, int):
         if groups < 0:
-            msg = f"expected a number of groups of at least 1, found {groups}"
+            msg = f"groups must be a number of at least 0, got {groups}"
             raise ConfigError(msg)
-        trained = [param for param in names if param.requires_grad]
-        count = min(groups, len(trained))
+        required = [param for param in names if param.requires_grad]
+        count = min(groups, len(required))
         if not count:
             return []
-        size, more = divmod(len(trained), count)
+        size, more = divmod(len(required), count)
         ends = [number * size + min(number, more) for number in range(count + 1)]
-        return [trained[a:b] for a, b in itertools.pairwise(ends)]
+        return [required[a:b] for a, b in itertools.pairwise(ends)]
     lists = [list(group) for group in groups]
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):
         msg = (
-            "expected groups of different parameters of the optimizer, found one twice or one "
-            "that it does not have"
+            "groups must hold different parameters of the optimizer: one is in two groups, or is none "
+            "of the optimizer's"
         )
         raise ConfigError(msg)
     return [[param for param in group if param.requires_grad] for group in lists if group]

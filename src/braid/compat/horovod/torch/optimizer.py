@@ -48,11 +48,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         optimizer: Optimizer that is changed in place, and returned.
         named_parameters: Names of the parameters of all models, such as `model.named_parameters()`;
             numbers when None.
-        compression: What gradients travel as.
+        compression: Format in which gradients travel.
         backward_passes_per_step: Backwards that accumulate before gradients are reduced.
         op: Average, Sum, or Adasum, which combines what the optimizer's own steps change.
         gradient_predivide_factor: With Average: part of the division that happens before the sum.
-        num_groups: The older way of passing `groups`.
+        num_groups: Older name of `groups`.
         groups: Parameters whose gradients are reduced together: a number of groups, or lists of
             parameters.
         sparse_as_dense: Make sparse gradients dense.

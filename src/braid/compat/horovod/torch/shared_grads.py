@@ -1,4 +1,4 @@
-"""Memory of gradients while they are reduced: side by side, readable by all ranks.
+"""Shared memory of gradients that the engine reduces.
 
 A gradient is moved there when it comes, and the place becomes the parameter's `.grad`. From then on
 there is one copy of it, and the engine reduces neighbours in one message without copying them.
@@ -44,7 +44,7 @@ class SharedGrads:
             memory.
 
     Attributes:
-        engine: As given.
+        engine: Engine that reduces the gradients.
     """
 
     def __init__(self, engine: Fusion, params: Iterable[nn.Parameter]) -> None:
@@ -64,7 +64,7 @@ class SharedGrads:
                 self._places[param] = SharedGrad(view, first + start, strides)
 
     def move_in(self, param: nn.Parameter) -> SharedGrad:
-        """Move a gradient into the shared memory and return where it lies then.
+        """Move a gradient into the shared memory and return the place of the gradient.
 
         It stays outside if it does not fit any more, or if the program still holds that of a former
         step.
