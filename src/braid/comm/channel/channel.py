@@ -1,28 +1,28 @@
-"""One cache line per (rank, channel): counter, what is asked for, where the data lies.
+"""A channel: one cache line per rank, through which the members of a group take steps together.
 
 A channel is a sequence of *steps* that all members of a group take in the same order. In each step
-a rank publishes one line and waits for the others' lines; nothing else is ever exchanged, and that
-does flow control, mismatch check and registration at once:
+a rank publishes one line and waits for the lines of the others. Nothing else is ever exchanged;
+this does flow control, mismatch check and registration at once:
 
     word   0         1        2 3 4                    5 6 7
-           counter   claims   even step:               odd step:
-                              digest  block  site      digest  block  site
+           counter   blocks   even step:               odd step:
+                              digest  address  site    digest  address  site
 
-All words have one writer, the owner of the line, but for `claims` on the line of member 0: there
-members that share memory count who does what (`claims`).
+Each word has one writer, the owner of the line. The exception is word 1 of member 0's line, the
+work counter, from which members that share memory draw blocks of work (`work_counter`).
 
-`digest` stands for the text of the operation, `block` for the place in the owner's arena where this
-step's data lies (staging slot or registered tensor, peers do not care which), `site` for the line
-of the program that asked.
+`digest` stands for the text of the operation. `address` is the place in the owner's arena where the
+data of the step lies, a staging slot or a registered tensor. `site` is the line of the program that
+made the call.
 
-Why two entries and two staging slots are enough. Let a rank be about to publish step v. It has
-completed step v-1, in which it waited for every peer to publish v-1 (`exchange`). A peer publishes
-v-1 only after it has finished step v-2, reads included. So nobody still needs what was published in
-step v-2, which is what step v overwrites. Algorithms that do not wait for all peers in a step call
-`settle()` before they write.
+Why two entries and two staging slots are enough: let a rank be about to publish step v. It has
+completed step v-1, in which it waited for every peer to publish v-1 (`publish_and_wait`). A peer
+publishes v-1 only after it has finished step v-2, reads included. So nobody needs what was
+published in step v-2 any more, and step v may overwrite it. Algorithms that do not wait for all
+peers in a step call `wait_all_read()` before they write.
 
 Several requests may be under way at once, each on its own channel; order matters inside a channel
-only. Where the lines lie is the business of `pages`.
+only. `ControlPages` decides where the lines lie.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from braid.comm.channel.work_counter import WorkCounter
 from braid.errors import StaleError
 from braid.transport import Steps, Wait
 
-if TYPE_CHECKING:  # a pages makes its channels
+if TYPE_CHECKING:  # control pages make their channels
     from braid.comm.channel.control_pages import ControlPages
 
 __all__ = ["LINE_WORDS", "Audience", "Channel", "Disagreement", "Entry"]
@@ -52,10 +52,10 @@ class Disagreement(Exception):
     """Members asked for different things in one step.
 
     Args:
-        channel: Where.
+        channel: Number of the channel.
         value: The step.
-        members: Which; None for all.
-        own: Digests of what this rank asked for, and where; None for the operation that noticed.
+        members: Group ranks that disagree; None for all.
+        own: Digests of this rank's description and call site; None for those of the operation.
     """
 
     def __init__(
@@ -74,7 +74,14 @@ class Disagreement(Exception):
 
 
 class Entry(NamedTuple):
-    """What a member published in one step; all zero when it has published nothing yet."""
+    """The published line of a member for one step; all zero when nothing has been published yet.
+
+    Attributes:
+        value: Counter of the member.
+        digest: Digest of the operation.
+        block: Address of the data in the member's arena.
+        site: Digest of the call site.
+    """
 
     value: int
     digest: int
@@ -83,7 +90,10 @@ class Entry(NamedTuple):
 
 
 class Audience(NamedTuple):
-    """Who shall see a step, and what of the own memory with it; see `MemoryTransport.publish`."""
+    """Peers that are told of a step, and the part of this rank's memory that they read with it.
+
+    See `MemoryTransport.publish` for the fields.
+    """
 
     audience: Any
     word: int = 0
@@ -92,25 +102,25 @@ class Audience(NamedTuple):
 
 
 class Channel:
-    """A sequence of steps on one line per member; see the module for the rules.
+    """A sequence of steps on one line per member; the module's docstring has the rules.
 
     Attributes:
         index: Number of the channel in its group.
         rank: Group rank of this member.
         size: Number of members.
         ranks: Global ranks of the members.
-        others: Group ranks of the others.
-        successors: The same, each rank beginning with its successor, so that no source is read by
-        all at once.
-        shares: Whether peers may be able to read tensors where they lie, so that offering them
-        makes sense.
+        others: Group ranks of the other members.
+        successors: The same, beginning with the successor of this rank, so that ranks which all
+            read one after the other do not begin with the same source.
+        shares: Whether peers may be able to read tensors in place, so that exposing them makes
+        sense.
         chunk_bytes: Size of the pieces in which a large tensor goes through slots.
         value: Last step that this rank has published.
-        digest: Digest of the operation under way; set by the group.
+        digest: Digest of the operation under way; set by the operation.
         site: Digest of its call site.
-        own: What the next step shows of the own memory.
+        own: Staging slots of this rank, and what the next step publishes.
         windows: Memory that the group lends to operations.
-        transport: This rank's end of it.
+        transport: This rank's end of the transport.
     """
 
     __slots__ = (
@@ -166,7 +176,10 @@ class Channel:
 
     @property
     def work_counter(self) -> WorkCounter:
-        """Shares out work among all members, which share memory; after the first step that all have taken."""
+        """Counter that shares out blocks of work among members that share memory.
+
+        Use it after the first step that all members have taken.
+        """
         if self._work_counter is None:
             line = self._lines[0] or self._find(0)
             assert line is not None, "member 0 has taken a step"
@@ -179,12 +192,15 @@ class Channel:
         return self._lines[peer] or self._find(peer)
 
     def counter(self, peer: int) -> int:
-        """Last step that `peer` has published."""
+        """Return the last step that `peer` has published."""
         line = self._lines[peer] or self._find(peer)
         return line[0] if line is not None else 0
 
     def entry(self, peer: int, value: int) -> Entry:
-        """What `peer` published in step `value`, which must not be older than the step before its last."""
+        """Return what `peer` published in step `value`.
+
+        The step must not be older than the one before the peer's last.
+        """
         line = self._lines[peer] or self._find(peer)
         if line is None or line[0] < value:
             return Entry(0, 0, 0, 0)
@@ -192,20 +208,20 @@ class Channel:
         return Entry(line[0], line[at], line[at + 1], line[at + 2])
 
     def audience(self, members: Sequence[int]) -> Any:
-        """Some members, to be aimed at."""
+        """Return some members as an audience of `publish`."""
         return self.transport.audience([self.ranks[m] for m in members])
 
     def view(self, member: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor at a place of a member's arena."""
+        """Return a flat tensor at an address of a member's arena."""
         return self._arena.view(self.ranks[member], word, numel, dtype)
 
     def publish(self, audience: Audience | None = None, *, waking: bool = True) -> int:
         """Publish the next step and return its value.
 
         Args:
-            audience: Who shall see it; everybody, with what has been staged, when None.
-            waking: Otherwise who shares memory may see it, but nobody is woken or sent anything
-                before `wake`.
+            audience: Peers that are told; None for all, with what has been staged.
+            waking: Whether to wake and send. Otherwise peers that share memory may see the step,
+                but nobody is woken or sent anything before `wake`.
         """
         value = self.value + 1
         line, own = self._own_line, self.own
@@ -228,19 +244,19 @@ class Channel:
         return value
 
     def wake(self) -> None:
-        """Let everybody see the step that has been posted without waking."""
+        """Wake the peers for a step that was published without waking."""
         self.transport.publish(self._audience, self._place)
 
     def publish_and_wait(
         self, meanwhile: Callable[[], object] | None = None, *, pausing: bool = False
     ) -> Steps:
-        """Publish the next step, wait for everyone's, compare what was asked for.
+        """Publish the next step, wait for the step of every peer, and compare descriptions.
 
         Args:
             meanwhile: Called between publishing and waiting, for work that concerns this rank only.
-            pausing: Stop behind publishing, whoever has come, for a caller that does not want to go
-                on at once; nobody is woken before it does: whoever is woken takes a core from those
-                who compute.
+            pausing: Stop after publishing, whether or not the peers have come, for a caller that
+                does not want to go on at once. Nobody is woken before the caller goes on: a woken
+                peer takes a core from ranks that compute.
 
         Raises:
             Disagreement: Some member asked for something else.
@@ -263,31 +279,32 @@ class Channel:
                 raise Disagreement(self.index, value)
 
     def await_step(self, peer: int, value: int) -> Steps:
-        """Wait for one peer to publish step `value`, without comparing."""
+        """Wait until one peer has published step `value`, without comparing descriptions."""
         if self.counter(peer) < value:
             yield Wait(peer, self.index, value)
 
     def has_come(self, peer: int, value: int) -> bool:
-        """Whether one peer has published step `value`; if so, its data may be read."""
+        """Return whether one peer has published step `value`; its data may be read then."""
         return self.counter(peer) >= value
 
     def wait_all_read(self) -> Steps:
-        """Wait until everyone has published the present step, and so has read what was published before it."""
+        """Wait until every peer has published the present step, and so has read the one before."""
         for peer in self.others:
             yield from self.await_step(peer, self.value)
 
     def require_members(self) -> Steps:
-        """Before members' memory is written to: wait for ever, which ends with the reason, if one takes no further part.
+        """Block if a member has left the group, until the group's failure is raised.
 
-        Its memory may be something else by now. For operations in which all members wait for the
-        next step of this rank.
+        Call this before writing into peers' memory: the memory of a rank that left may serve
+        another purpose by now. It is meant for operations in which all members wait for this rank's
+        next step.
         """
         while (member := self._pages.stopped_member()) is not None:
             never = self.value + 2  # nobody takes that step before this rank takes the next
             yield Wait(member, self.index, never)
 
     def peek(self, peer: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """What `peer` published in the present step, as a flat tensor over its memory."""
+        """Return what `peer` published in the present step, as a flat tensor over its memory."""
         line = self._lines[peer]
         if line is None:
             msg = f"step {self.value} of rank {peer} was read before it was published"
@@ -296,7 +313,7 @@ class Channel:
         return self._arena.view(self.ranks[peer], word, numel, dtype)
 
     def tensors(self, own: torch.Tensor) -> list[torch.Tensor]:
-        """What each member published in the present step, in the order of ranks, with `own` for this rank's."""
+        """Return what each member published in the present step, and `own` for this rank."""
         at, numel, dtype = 3 + 3 * (self.value & 1), own.numel(), own.dtype
         tensors, view, ranks = [], self._arena.view, self.ranks
         for member, line in enumerate(self._lines):
@@ -308,11 +325,11 @@ class Channel:
         return tensors
 
     def words_of(self, peer: int, value: int, count: int) -> memoryview:
-        """First `count` words of what `peer` published in step `value`."""
+        """Return the first `count` words of what `peer` published in step `value`."""
         return self._arena.words(self.ranks[peer], self.entry(peer, value).block, count)
 
     def close(self) -> None:
-        """Give the staging slots back."""
+        """Free the staging slots."""
         self.own.free()
 
     def _find(self, peer: int) -> memoryview | None:

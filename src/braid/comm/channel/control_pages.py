@@ -1,10 +1,10 @@
-"""A group's window on shared memory: the pages of control lines of all members, and who still takes part.
+"""The pages of control lines of all members of a group, and which members still take part.
 
-Lines (see `channel`) lie in pages in the owner's arena, which grow by themselves: page k holds 64 *
-4^k lines. Line 0 of page 0 is the directory:
+Control lines (see `channel`) lie in pages in the arena of their owner. Pages are added as needed:
+page k holds 64 * 4^k lines. Line 0 of page 0 is the directory:
 
-    word   0 .. 4                 5                     6       7
-           places of pages 0..4   state | channel << 8  value   digest of the reason
+    word   0 .. 4                    5                  6       7
+           addresses of pages 0..4   state, channel<<8  value   digest of the reason
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ HEALTHY, DISAGREED, ABANDONED, CLOSED = 0, 1, 2, 3
 
 
 class State(NamedTuple):
-    """Whether a member still takes part, and if not, why."""
+    """Whether a member still takes part, and if not, why.
+
+    Attributes:
+        code: `HEALTHY`, `DISAGREED`, `ABANDONED` or `CLOSED`.
+        channel: Number of the channel on which members disagreed.
+        value: Step of the disagreement; after a loss, the lost global rank plus one.
+        reason: Digest of the reason in words.
+    """
 
     code: int
     channel: int
@@ -41,16 +48,22 @@ class State(NamedTuple):
 class ControlPages:
     """A group's window on the transport: the pages of control lines of all members.
 
-    Channel 0 carries the group's collectives; then come n channels for sending, n for
+    Channel 0 carries the group's collectives. Then come n channels for sending, n for
     acknowledging, and one for each persistent request.
 
     Args:
         transport: Transport of this rank.
         ranks: Global ranks of the members.
-        group_rank: This rank's index among them.
-        pages: Place of each member's page 0, own included, as its arena's words.
-        retired: Closed ports of this rank whose memory a member may still read; shared by its
+        group_rank: Index of this rank among them.
+        pages: Address of each member's page 0, in words of its arena.
+        retired: Closed pages of this rank whose memory a member may still read; shared by its
             groups.
+
+    Attributes:
+        end_reason: Reason why this rank takes no further part; empty while it does.
+        abort_reason: Reason why the program gave the group up, whatever ended it before.
+        pinned: Tensors of failed operations, which peers may still write to.
+        number: Number of the group in traces: equal on all members, different for each group.
     """
 
     channel_type: type[Channel] = Channel  # the explorer records with its own
@@ -92,11 +105,11 @@ class ControlPages:
 
     @staticmethod
     def first_page(transport: MemoryTransport) -> Block:
-        """Reserve and clear page 0 of a new group; its `word` is what the members exchange."""
+        """Reserve and clear page 0 of a new group; the members exchange its `word`."""
         return _new_page(transport, 0)
 
     def channel(self, index: int) -> Channel:
-        """The channel with this number; every member gives the same number to the same purpose."""
+        """Return the channel with this number; members give one number to one purpose."""
         channel = self._channels.get(index)
         if channel is None:
             with self._making:
@@ -106,28 +119,28 @@ class ControlPages:
         return channel
 
     def incoming(self) -> Channel:
-        """A new view of the lines on which members send to this rank, to count the steps of one of them."""
+        """Return a new view of the lines on which members send to this rank."""
         with self._making:
             return self.channel_type(self, self.sending_index(self.rank))
 
     def sending_index(self, to: int) -> int:
-        """Number of the channel on whose line a member publishes what it sends to member `to`."""
+        """Return the number of the channel on which members send to member `to`."""
         return 1 + to
 
     def acknowledging_index(self, source: int) -> int:
-        """Number of the channel on whose line a member acknowledges what `source` sent."""
+        """Return the number of the channel on which a member acknowledges what `source` sent."""
         return 1 + self.size + source
 
     def request_index(self, number: int) -> int:
-        """Number of the channel of the group's n-th persistent request."""
+        """Return the number of the channel of the group's n-th persistent request."""
         return 1 + 2 * self.size + number
 
     def carries_messages(self, index: int) -> bool:
-        """Whether a channel is between two members: for sending or acknowledging."""
+        """Return whether a channel connects two members, for sending or acknowledging."""
         return 0 < index <= 2 * self.size
 
     def own_place(self, index: int) -> int:
-        """Place of the own control line of a channel; makes its page if need be."""
+        """Return the address of this rank's control line of a channel; adds a page if necessary."""
         page, line = _place(index)
         directory = self._directories[self.rank]
         if not directory[page]:
@@ -138,13 +151,13 @@ class ControlPages:
         return directory[page] + line  # a line is 64 bytes and so is the unit of the word
 
     def audience(self, index: int) -> list[int]:
-        """Members that look at this rank's line of a channel: one if it is for messages, else all others."""
+        """Return the members that read this rank's line of a channel."""
         if self.carries_messages(index):
             return [member for member in [(index - 1) % self.size] if member != self.rank]
         return [member for member in range(self.size) if member != self.rank]
 
     def line_of(self, member: int, index: int) -> memoryview | None:
-        """Control line of a member; None while it has not made the page."""
+        """Return the control line of a member; None while the member has not made the page."""
         page, line = _place(index)
         word = self._directories[member][page]
         return (
@@ -154,31 +167,31 @@ class ControlPages:
         )
 
     def reached(self, wait: Wait | WaitAny) -> bool:
-        """Whether the value that `wait` names, or one of them, has been published."""
+        """Return whether the value that `wait` names, or one of several, has been published."""
         if isinstance(wait, WaitAny):
             return any(self.reached(one) for one in wait.waits)
         return self.channel(wait.channel).counter(wait.peer) >= wait.value
 
     def state(self, member: int) -> State:
-        """Whether a member still takes part."""
+        """Return whether a member still takes part, and if not, why."""
         words = self._directories[member]
         code = words[_STATE]
         return State(code & 0xFF, code >> 8, words[_VALUE], words[_REASON])
 
     def stopped_member(self) -> int | None:
-        """One that takes no further part, this rank among them; None where all do, as nearly always."""
+        """Return a member that takes no further part, this rank included; None while all do."""
         for member, words in enumerate(self._directories):
             if words[_STATE]:
                 return member
         return None
 
     def gone(self, member: int) -> bool:
-        """Whether nothing more will come from a member: it closed the group, left or was lost."""
+        """Return whether a member has closed the group, left or been lost."""
         lost = self.transport.health.lost
         return self.state(member).code == CLOSED or self.ranks[member] in lost
 
     def stop(self, code: int, *, channel: int = 0, value: int = 0, reason: str = "") -> None:
-        """Tell the members that this rank takes no further part, and wake them. The first word stands."""
+        """Tell the members that this rank takes no further part; the first reason stands."""
         words = self._directories[self.rank]
         if words[_STATE] or self.transport.forked:  # a forked child has no say for its parent
             return
@@ -189,13 +202,13 @@ class ControlPages:
         self._publish_directory()
 
     def text_of(self, member: int, digest: int) -> str:
-        """Text behind a digest that a member published."""
+        """Return the text behind a digest that a member published."""
         return self.transport.names_of(self.ranks[member]).lookup(digest)
 
     def close(self) -> None:
-        """Tell the members; free staging slots and own pages as soon as none of them can be reading there, nor a socket.
+        """Tell the members; free slots and pages when nobody can read them any more.
 
-        Page 0 stays: it is where members look whether this one has closed the group.
+        Page 0 stays: members look there whether this one has closed the group.
         """
         self.stop(CLOSED)
         self.retired.append(self)
@@ -205,7 +218,7 @@ class ControlPages:
                 port.reclaim()
 
     def unread(self) -> bool:
-        """Whether every other member has stopped, closed the group or been lost."""
+        """Return whether every other member has stopped, closed the group or been lost."""
         lost = self.transport.health.lost
         return all(
             rank in lost or self.state(member).code
@@ -214,7 +227,7 @@ class ControlPages:
         )
 
     def reclaim(self) -> None:
-        """Free staging slots and own pages."""
+        """Free the staging slots and this rank's pages."""
         for channel in self._channels.values():
             channel.close()
         self._channels.clear()
@@ -225,7 +238,7 @@ class ControlPages:
         self.pinned.clear()
 
     def _publish_directory(self, page: Block | None = None) -> None:
-        """Let all members see the directory, and a new page before it."""
+        """Publish the directory, and a new page before it, to all members."""
         others = [rank for rank in self.ranks if rank != self.transport.rank]
         word, nbytes = (page.word, page.nbytes) if page is not None else (0, 0)
         audience = self.transport.audience(others)

@@ -1,8 +1,9 @@
-"""A peer's tensor, as the algorithms read it: in shared memory in place, in private memory by a copy of the kernel.
+"""A peer's tensor as algorithms read it: shared memory in place, private memory by a copy.
 
-A step's line holds one word that says where the owner's data lies: a place in its arena, or, with
-the highest bit set, an address in its private memory (`transport.pull`). Algorithms that only read
-do not care which; those that store into peers' tensors need the arena.
+The line of a step holds one word that tells where the owner's data lies: an address in its arena,
+or, with the highest bit set, an address in its private memory, which the kernel copies
+(`transport.pull`). Algorithms that only read work with both; those that store into peers' tensors
+need the arena.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ __all__ = [
 
 
 def offers(ch: Channel) -> list[int]:
-    """Places that the members published in the present step; 0 where there is none."""
+    """Return the addresses that members published in the present step; 0 where there is none."""
     return [ch.entry(member, ch.value).block for member in range(ch.size)]
 
 
 def all_registered(ch: Channel) -> bool:
-    """Whether all members offered tensors in shared memory in the present step."""
+    """Return whether all members exposed tensors in shared memory in the present step."""
     return all(word and not word & PRIVATE for word in offers(ch))
 
 
 def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
-    """What `peer` offered in the present step, a flat tensor of `numel` elements."""
+    """Return what `peer` exposed in the present step, as a flat tensor of `numel` elements."""
     entry = ch.entry(peer, ch.value)
     if not entry.value:
         msg = f"step {ch.value} of rank {peer} was read before it was published"
@@ -47,7 +48,7 @@ def remote_of(ch: Channel, peer: int, numel: int, dtype: torch.dtype) -> Remote:
 
 
 def remote_at(ch: Channel, peer: int, word: int, numel: int, dtype: torch.dtype) -> Remote:
-    """A flat tensor of `peer` at a place that it has named."""
+    """Return a flat tensor of `peer` at an address that it has published."""
     if word & PRIVATE:
         return PrivateRemote(ch.transport, ch.ranks[peer], word ^ PRIVATE, dtype)
     return SharedRemote(ch.view(peer, word, numel, dtype))
@@ -61,15 +62,15 @@ class Remote(Protocol):
         ...
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements `start` to `end`, in place if possible, else copied to the beginning of `scratch`."""
+        """Return elements `start` to `end`, in place if possible, else copied into `scratch`."""
         ...
 
 
 class SharedRemote:
-    """A tensor in shared memory.
+    """A peer's tensor in shared memory.
 
     Args:
-        view: All of it.
+        view: The whole tensor.
     """
 
     def __init__(self, view: torch.Tensor) -> None:
@@ -80,18 +81,18 @@ class SharedRemote:
         out.copy_(self._view[start : start + out.numel()])
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - see Remote
-        """Elements `start` to `end`."""
+        """Return elements `start` to `end`."""
         return self._view[start:end]
 
 
 class PrivateRemote:
-    """A tensor in memory that only its owner has mapped.
+    """A peer's tensor in memory that only the peer has mapped.
 
     Args:
-        transport: Reads it.
+        transport: Transport that reads it.
         rank: Global rank of the owner.
-        address: First byte there.
-        dtype: Of its elements.
+        address: Address of the first byte in the owner's process.
+        dtype: Dtype of the elements.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class PrivateRemote:
         self._transport.pull(self._rank, self._address + start * self._itemsize, out)
 
     def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements `start` to `end`, copied to the beginning of `scratch`."""
+        """Copy elements `start` to `end` to the beginning of `scratch`, and return them."""
         out = scratch[: end - start]
         self.read(start, out)
         return out

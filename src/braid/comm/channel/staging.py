@@ -1,7 +1,7 @@
-"""What a rank shows with the next step of a channel: a slot that it has filled, or a place of its memory.
+"""What a rank publishes with the next step of a channel: a slot that it has filled, or an address.
 
-Slots are two, used in turn; `channel` says why that is enough. They grow as needed and are kept, as
-are the tensors that look at them: a small collective spends most of its time on such things.
+There are two slots, used in turn; `channel` explains why that is enough. Slots grow as needed and
+are kept, as are the tensors that view them: a small collective spends most of its time on those.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ PRIVATE = 1 << 63  # marks an address; the kernel's own half of the address spac
 
 
 class Staging:
-    """Own memory of one channel; `Channel.post` publishes what has been set here, and clears it.
+    """Staging memory of this rank on one channel.
+
+    `Channel.publish` publishes what has been set here, and clears it.
 
     Args:
-        transport: This rank's end of it.
-        others: Group ranks of the others.
-        shares: Whether they may be able to read tensors where they lie, so that offering them makes
+        transport: This rank's end of the transport.
+        others: Group ranks of the other members.
+        shares: Whether peers may be able to read tensors in place, so that exposing them makes
             sense.
 
     Attributes:
-        parity: Of the next step: which slot is to be filled.
-        word: Place of what it shows; 0 for nothing.
-        nbytes: Of the slot, that it fills.
-        parts: First and last byte of what each of the others reads of them; None for all.
+        parity: Index of the slot that the next step publishes.
+        word: Address that the next step publishes; 0 for none.
+        nbytes: Number of bytes of the slot that the step fills.
+        parts: First and last byte that each other member reads of them; None for all.
     """
 
     __slots__ = (
@@ -68,7 +70,7 @@ class Staging:
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The slot of the next step, to be filled before it is taken; grows as needed."""
+        """Return the slot of the next step, to be filled before the step is published."""
         parity = self.parity
         nbytes = numel * dtype.itemsize
         block = self._slots[parity]
@@ -90,7 +92,7 @@ class Staging:
         return view
 
     def words(self, count: int) -> memoryview:
-        """First `count` words of the slot that `room` has just given."""
+        """Return the first `count` words of the slot that `slot` has just returned."""
         return self._arena.words(self._rank, self.word, count)
 
     def stage(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,16 +100,18 @@ class Staging:
         return self.slot(x.numel(), x.dtype).copy_(x)
 
     def send_ranges(self, bounds: Sequence[int], dtype: torch.dtype) -> None:
-        """Say that member r will read elements `bounds[r]` to `bounds[r + 1]` of the slot just filled, and no others.
+        """Send each member only the part of the slot that it reads, where memory is not shared.
 
-        It saves sending the rest where memory is not shared.
+        Args:
+            bounds: Member r reads elements `bounds[r]` to `bounds[r + 1]` of the slot just filled.
+            dtype: Dtype of the elements.
         """
         if not self._shares:
             size = dtype.itemsize
             self.parts = [(bounds[r] * size, bounds[r + 1] * size) for r in self._others]
 
     def send_only_to(self, member: int, numel: int, dtype: torch.dtype) -> None:
-        """Say that only `member` will read the `numel` elements of the slot just filled."""
+        """Send the slot just filled to `member` only, where memory is not shared."""
         if not self._shares:
             self.send_ranges([0] * (member + 1) + [numel] * (self._size - member), dtype)
 
@@ -115,14 +119,14 @@ class Staging:
         """Let the next step point at the flat tensor `x` itself.
 
         Args:
-            x: Contiguous; stays as it is until a later step has told that everyone has read it.
-            private: Whether memory outside the arena is offered, too, by its address; it can be
-                read only.
+            x: Contiguous tensor; unchanged until a later step tells that every peer has read it.
+            private: Whether to expose memory outside of the arena, too, by its address in this
+                process. Peers can only read such memory.
         """
         self.expose_address(self.locate(x, private=private))
 
     def locate(self, x: torch.Tensor, *, private: bool = False) -> int:
-        """Where peers can read `x`: its word in the arena, else its address if `private`, else 0."""
+        """Return the address of `x` for peers, 0 if they cannot read it."""
         if not self._shares:
             return 0
         word = self._arena.locate(x)
@@ -131,12 +135,12 @@ class Staging:
         return word
 
     def expose_address(self, word: int) -> None:
-        """Let the next step name a place that peers know how to read."""
+        """Let the next step publish an address that peers know how to read."""
         self.word = word
         self.nbytes = 0
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Private room for intermediate results, the same one at every call."""
+        """Return private memory for intermediate results, the same at every call."""
         nbytes = numel * dtype.itemsize
         if self._scratch.numel() < nbytes:
             self._scratch = torch.empty(
@@ -145,7 +149,7 @@ class Staging:
         return self._scratch[:nbytes].view(dtype)
 
     def free(self) -> None:
-        """Give the slots back."""
+        """Free the slots."""
         for block in self._slots:
             if block is not None:
                 self._arena.free(block)

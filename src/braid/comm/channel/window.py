@@ -1,12 +1,12 @@
-"""Slots of which members know the places after one step, so that several steps can be under way at once.
+"""Windows: memory of each member whose address peers know, so that several steps can be under way.
 
-Problem: a channel's own slots are two, and a step may begin only when everybody has finished the
-last but one. That suits memory, where a step takes microseconds. On a network the next chunk must
-leave while the last one is still on its way.
+Problem: a channel has two slots of its own, and a step may begin only when all members have
+finished the last but one. That suits memory, where a step takes microseconds. On a network the next
+chunk must leave while the last one is still on its way.
 
-Idea: the first step says where a member's window lies; from then on a step only counts, and says
-nothing of places. What lies in which part of the window, and when it may be written again, is the
-algorithm's business.
+Idea: the first step tells where each member's window lies. From then on a step only counts, and
+carries no address. The algorithm decides what lies in which part of the window, and when that part
+may be written again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LINE_BYTES = 64
 
 
 class Window:
-    """Part of every member's memory, for one operation on one channel.
+    """A part of every member's memory, for one operation on one channel.
 
     Args:
         ch: The channel.
-        nbytes: Of the own window; every member's has the same layout.
+        nbytes: Size of this rank's window; the windows of all members have the same layout.
     """
 
     def __init__(self, ch: Channel, nbytes: int) -> None:
@@ -40,7 +40,7 @@ class Window:
         self._audiences: dict[tuple[int, ...], Any] = {}
 
     def open(self) -> Steps:
-        """Say where this window lies and hear where the others do; compares what was asked for. One step."""
+        """Exchange the addresses of the windows and compare descriptions, in one step."""
         ch = self._ch
         ch.own.expose_address(self._block.word)
         yield from ch.publish_and_wait()
@@ -49,12 +49,19 @@ class Window:
         self._bases[ch.rank] = self._block.word
 
     def close(self) -> Steps:
-        """End, and wait for all: who is done early would else begin something that others compare with this."""
+        """Leave, and wait for all members.
+
+        A member that went on early would begin a step that others compare with a step of this
+        operation.
+        """
         self.leave()
         yield from self._ch.wait_all_read()
 
     def leave(self) -> None:
-        """Take the last step; nobody waits for it, but when all have taken it the window may be used for something else."""
+        """Take the last step, for which nobody waits.
+
+        The window may serve another operation when all members have taken it.
+        """
         ch = self._ch
         ch.own.expose_address(self._block.word)  # who is late may read it in this step's line
         value = ch.publish()
@@ -62,17 +69,17 @@ class Window:
         ch.windows.give_back(self._block, lambda: all(ch.has_come(m, value) for m in others))
 
     def value_of(self, number: int) -> int:
-        """Value of the step number `number` after `open`."""
+        """Return the value of step number `number` after `open`."""
         return self._first + number
 
     def view(self, member: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor in the window of `member`.
+        """Return a flat tensor in the window of `member`.
 
         Args:
             member: Group rank.
             offset: First byte, a multiple of 64.
-            numel: Elements.
-            dtype: Of the elements.
+            numel: Number of elements.
+            dtype: Dtype of the elements.
         """
         return self._ch.view(member, self._bases[member] + offset // LINE_BYTES, numel, dtype)
 
@@ -83,13 +90,13 @@ class Window:
         nbytes: int = 0,
         parts: Sequence[tuple[int, int]] | None = None,
     ) -> int:
-        """Take the next step, and let `to` see it.
+        """Take the next step, and tell the members `to`.
 
         Args:
-            to: Group ranks; for all others the step is one that they do not look at.
-            offset: First byte of what they shall read, a multiple of 64.
-            nbytes: Its length.
-            parts: First and last byte of what each of them reads of it; None for all.
+            to: Group ranks; all other members do not look at this step.
+            offset: First byte of what they read, a multiple of 64.
+            nbytes: Number of bytes that they read.
+            parts: First and last byte that each of them reads of it; None for all.
 
         Returns:
             Value of the step, the same on all members.

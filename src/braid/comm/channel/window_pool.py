@@ -1,11 +1,11 @@
-"""Memory for windows, lent while an operation is under way: many requests, few of which are ever under way at once, share it.
+"""A pool of window memory, lent to operations while they are under way.
 
-Problem: a window of some MiB for each persistent request would take more memory than the gradients
-themselves.
+Problem: a window of some MiB for each persistent request would take more memory than the gradients,
+and few requests are ever under way at once.
 
-Idea: whoever ends an operation takes one more step that nobody waits for. Its window may be lent
-again, to whatever comes next, as soon as all members have taken theirs: then nobody reads it any
-more. Looking is cheap, and done when a window is needed.
+Idea: a rank that ends an operation takes one more step, for which nobody waits. Its window may be
+lent again as soon as all members have taken that step: then nobody reads it any more. Checking is
+cheap, and done when a window is needed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from braid.transport.arena import Arena
 
 __all__ = ["Windows"]
 
-KEPT = 4  # that nobody reads any more and that are too small for what is asked for; the rest is given back
+KEPT = 4  # unread windows kept although they are too small for what is asked for
 
 
 class _Returned(NamedTuple):
-    """A window whose operation has ended here, and whether it has everywhere."""
+    """A window whose operation has ended on this rank, and a check whether it has ended on all."""
 
     block: Block
     free: Callable[[], bool]
@@ -33,7 +33,7 @@ class Windows:
     """The windows of one group on one rank.
 
     Args:
-        arena: Where they lie.
+        arena: Arena in which they are allocated.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -43,7 +43,7 @@ class Windows:
         self._lent: list[Block] = []
 
     def borrow(self, nbytes: int) -> Block:
-        """The smallest window of at least `nbytes` bytes that nobody reads any more, or a new one."""
+        """Return the smallest unread window of at least `nbytes` bytes, or a new one."""
         with self._lock:
             free = sorted((r for r in self._returned if r.free()), key=lambda r: r.block.nbytes)
             fitting = next((r for r in free if r.block.nbytes >= nbytes), None)
@@ -59,13 +59,13 @@ class Windows:
             return block
 
     def give_back(self, block: Block, free: Callable[[], bool]) -> None:
-        """Take back a borrowed window; it is lent again when `free()` holds."""
+        """Return a borrowed window to the pool, which lends it again when `free()` holds."""
         with self._lock:
             self._lent.remove(block)
             self._returned.append(_Returned(block, free))
 
     def close(self) -> None:
-        """Give everything back to the arena, what failed operations have kept, too."""
+        """Free all windows, including those of failed operations."""
         with self._lock:
             for block in (*self._lent, *(r.block for r in self._returned)):
                 self._arena.free(block)

@@ -1,16 +1,16 @@
-"""Who does which block of a work that any member could do: whoever has time for it.
+"""Dynamic self-scheduling of blocks of work over a shared atomic counter.
 
-Problem: with a fixed share for each member, all of them wait for the slowest: one that came late,
-or whose core somebody else uses, too.
+Problem: with a fixed share for each member, all members wait for the slowest, such as one that came
+late or whose core another process uses.
 
-Idea: blocks are numbered, and a counter says which is the next; whoever is free adds one to it, in
-one instruction that nobody can get in between, and does the block whose number was there.
+Idea: blocks are numbered, and a counter holds the number of the next block. A member that is free
+increments the counter atomically and does the block whose number it found:
 
     member 0, late       ........................ 4 6 |
     member 1             0 1 2 3 . . . . . . . .  5 7 |
 
-Every member adds one more than it finds blocks, when there are none left. So a work of b blocks
-moves the counter by b + n, the next begins there, and nobody has to set it back.
+When no blocks are left, each member has incremented the counter once more than it did blocks. So a
+work of b blocks moves the counter by b + n, the next work begins there, and nobody resets it.
 
 Source: Tang and Yew, "Processor Self-Scheduling for Multiple-Nested Parallel Loops" (1986).
 """
@@ -25,10 +25,10 @@ __all__ = ["WorkCounter"]
 
 
 class WorkCounter:
-    """One member's way to the counter that all share.
+    """One member's access to the counter that all members share.
 
     Args:
-        address: Of the counter, a word of 32 bits that is 0 when the members begin.
+        address: Address of the counter, a word of 32 bits that is 0 when the members begin.
         size: Number of members.
     """
 
@@ -40,9 +40,10 @@ class WorkCounter:
         self._first = 0  # what the counter holds when a work begins
 
     def blocks(self, count: int) -> Iterator[int]:
-        """Numbers out of 0 to `count - 1` that are this member's, as long as there are any; every member gives the same count.
+        """Yield the numbers of the blocks that this member does, out of 0 to `count - 1`.
 
-        To be gone through to its end, and by all members before one begins the next work.
+        All members give the same count, exhaust the iterator, and have done so before one of them
+        begins the next work.
         """
         while (number := fetch_add(self._address, 1) - self._first & MASK) < count:
             yield number
