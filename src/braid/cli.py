@@ -134,18 +134,18 @@ def run(
     Args:
         command: What to run. Everything after it belongs to it.
         n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of
-        this one.
+            this one.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         log_dir: Directory for logs, events and the record of the run (default:
-        ./runs/<date>_<hex>).
+            ./runs/<date>_<hex>).
         port: MASTER_PORT for torch.distributed, or auto.
         timeout: Longest duration of the run, in seconds; then programs that called braid.init()
-        give their stacks.
+            give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
         hang_report: How long ranks may wait for one that does not come before it is reported, in
-        seconds; 0 for never.
+            seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
         resume: Checkpoint to resume from; auto for the last complete one.
         on: On which hosts.
@@ -234,10 +234,10 @@ def train(
         keep: Number of checkpoints to keep.
         resume: Checkpoint or run to resume from; auto for the last complete one.
         log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with
-        --resume auto the last run).
+            --resume auto the last run).
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
         reference_shards: On one rank, run this many shards in turn: the same bits as that many
-        ranks.
+            ranks.
         sample_bytes: Length of the text that is generated at the end.
     """
     from rich.console import Console

@@ -90,7 +90,7 @@ def linear_map(
 
     Args:
         run: Makes the results out of `xs`, without autograd; must not hand an input on as it is
-        (`detach` it).
+            (`detach` it).
         dual: Makes the gradients of `xs` out of the results', with differentiable functions (None:
             none); keeps no tensors alive.
         xs: What it is applied to.

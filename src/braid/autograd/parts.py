@@ -130,7 +130,7 @@ def all_to_all(
         group: Ranks that take part.
         x: Parts for all ranks, one after the other.
         send_sizes: Length of the part for each rank; None, as `receive_sizes`, if all parts of all
-        ranks are equal.
+            ranks are equal.
         receive_sizes: Length of the part from each rank.
 
     Shape:

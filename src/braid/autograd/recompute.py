@@ -76,15 +76,15 @@ def checkpoint(
 
     Args:
         function: What to call. Of an nn.Module, changes to all parameters are noticed; of other
-        functions, to those saved.
+            functions, to those saved.
         args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept
-        as it is.
+            as it is.
         preserve_rng_state: Draw the same random numbers again: from torch's default generators
             (True), these (a sequence), or nothing of the kind (False), which saves copying 5 KB.
         early_stop: End the second call when backward has all it needs; False for functions that
             must run to their end, such as modules whose forward hooks release something.
         around: `around(again)` makes a context for the function to run in; `again` is False in
-        forward.
+            forward.
         kwargs: As args.
 
     Returns:

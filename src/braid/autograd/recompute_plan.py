@@ -53,7 +53,7 @@ class LayerCost(NamedTuple):
 
     Attributes:
         saved_bytes: What backward needs of it: the tensors that it saves and its output, not its
-        input and parameters.
+            input and parameters.
         output_bytes: The output alone.
         forward_s: Seconds of one forward.
     """
@@ -197,7 +197,7 @@ def by_budget(
     Args:
         layers: See `measure`.
         budget_bytes: For what is kept for backward; gradients, parameters and temporaries come on
-        top.
+            top.
         grain_bytes: Round sizes up to multiples. Coarser is faster; the plan still keeps within the
             budget.
 

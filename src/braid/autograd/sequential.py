@@ -28,7 +28,7 @@ def checkpoint_sequential(
     Args:
         functions: Layers, such as an nn.Sequential.
         plan: From `recompute_plan`, or a number of equal segments, of which all but the last are
-        recomputed.
+            recomputed.
         x: What the first is called with.
         preserve_rng_state: See `checkpoint`, as the rest.
         early_stop: Likewise.

@@ -48,7 +48,7 @@ class Trial:
         correct: Whether the struck rank, and it alone, was found cause for the right reason.
         found: The verdict in words.
         noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other
-        faults than signals.
+            faults than signals.
         survived_s: From the rank's last event until the last survivor had left its collective with
             an error; None for other faults than signals, and for jobs without collectives.
     """

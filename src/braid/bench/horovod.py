@@ -59,7 +59,7 @@ class Thousand(msgspec.Struct, kw_only=True):
     Attributes:
         ranks: Their number.
         first_s: Seconds of the first rank in a cycle, median. It is the only one of so many that
-        runs some lines, which are never in the caches then.
+            runs some lines, which are never in the caches then.
         median_s: Of the median rank.
         first_calls: Calls of functions that the first rank needs for a cycle.
         most_calls: That another one needs.

@@ -46,7 +46,7 @@ class Probe:
     Attributes:
         ranks: Of this host, when no others are named.
         sizes: Bytes of messages, multiples of 4; when None, 64 KiB to 64 MiB in a host, 1 KiB to 16
-        MiB over several.
+            MiB over several.
         rounds: Turns through all of them.
         where: Hosts that are reached; None for this one.
         pin: Whether ranks stay on the processors of one NUMA node.

@@ -211,7 +211,7 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
 
     Raises:
         CheckpointError: There is no complete checkpoint; each one that was looked at, with its
-        reason.
+            reason.
         ConfigError: No rank `own_of` has written any.
 
     Cost: rank 0 reads and hashes all files once.

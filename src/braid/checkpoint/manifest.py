@@ -103,9 +103,9 @@ class Manifest(msgspec.Struct, frozen=True):
         tensors: By name.
         files: By name.
         state: What is no tensor: position in the data, optimizer's numbers, seeds, digest of the
-        data.
+            data.
         numerics: What the bits depend on: threads, order of sums, algorithms, world size, torch's
-        version.
+            version.
         braid: Who wrote it.
     """
 

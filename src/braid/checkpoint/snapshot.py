@@ -73,7 +73,7 @@ class ReplicatedSnapshot:
 
     Args:
         tensors: By name; the same names, shapes and dtypes on every rank, and the same values,
-        except for names that begin with `own/`.
+            except for names that begin with `own/`.
         rank: This rank.
         size: Number of ranks.
     """

@@ -33,7 +33,7 @@ def bench_comm(
         sizes_kib: KiB of the largest full buffer of a rank.
         dtypes: Such as float32 bfloat16 int64.
         complete: 2 and 4 ranks, 1 KiB to 256 MiB, float32, bfloat16 and int64, whatever else is
-        said; takes long.
+            said; takes long.
         rounds: Alternating rounds for each row; the ratios shown are medians over them.
         out: Directory for comm.json and comm.png.
         no_plot: Do not draw comm.png, which needs matplotlib.
@@ -83,11 +83,11 @@ def bench_ddp(
     Args:
         n: Number of ranks.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv (11
-        million, with batch norm).
+            million, with batch norm).
         rounds: Steps of each wrapper, in turns, at most; what is shown are medians over them.
         budget: Seconds for a case, about.
         busy: Processes that compute beside it, one core each: what is left of it on a machine that
-        others use, too.
+            others use, too.
         out: Directory for ddp.json.
     """
     from pathlib import Path
@@ -126,7 +126,7 @@ def bench_horovod(
     Args:
         n: Number of ranks.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv, and tiny
-        (a step of some milliseconds).
+            (a step of some milliseconds).
         rounds: Of each, in turns; what is shown are medians over them.
         budget: Seconds for a case, about.
         out: Directory for fusion.json.
@@ -171,7 +171,7 @@ def bench_hooks(
         num_hosts: Of one rank each.
         batch: Samples of a rank in a step.
         rounds: Steps of each, in turns; times are medians over them, losses are those after the
-        last.
+            last.
         out: Directory for hooks.json.
     """
     from pathlib import Path
@@ -220,11 +220,11 @@ def bench_net(
         turns: Repetitions of each library, at least; what is shown are medians over them.
         budget: Seconds of one library and size, about.
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
-        there.
+            there.
         rsh: Command that reaches {host} (default: ssh without questions).
         link_gbit: What their links carry, Gbit/s, for the share of it that is shown.
         model: Hold the cost model against measured algorithms instead, on 4 namespaces at the first
-        rate and on 2 ranks in shared memory.
+            rate and on 2 ranks in shared memory.
         out: Directory for net.json, or model.json.
     """
     from pathlib import Path

@@ -30,10 +30,10 @@ class HostOptions:
         node_rank: Number of this one; 0 shows what all of them do.
         rdzv: Where they meet: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env:// (default).
         rdzv_timeout: How long hosts may take to answer (default: 60), or nodes to come (default:
-        300), in seconds.
+            300), in seconds.
         insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts
-        may use, with commas.
+            may use, with commas.
         listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the
             one they reach it at).
     """

@@ -30,7 +30,7 @@ def probe(
     Args:
         n: Number of ranks of this host, all sending at the same time.
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
-        there.
+            there.
         rsh: Command that reaches {host} (default: ssh without questions).
         remote_python: Interpreter on the hosts (default: the path of this one).
         out: File that `braid schedule simulate --cluster` and `compare` read.

@@ -114,7 +114,7 @@ def schedule_simulate(
         root: Rank that has or gets everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
         nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations
-        of a micro-batch.
+            of a micro-batch.
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.

@@ -119,7 +119,7 @@ def hierarchical_s(
     Args:
         nbytes: l, bytes of the tensor.
         cluster: The last level is the network between hosts; one below it, if there is one, is a
-        host's memory.
+            host's memory.
         sync_s: Seconds of a step of all ranks.
         chunk_bytes: Of one chunk.
         depth: Chunks on the wire besides the one that is summed.

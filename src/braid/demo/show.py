@@ -64,7 +64,7 @@ def show(
     Args:
         out: Where to show it.
         num_ranks: Processes of the parallel training; at most two, and no more than cores, when
-        None.
+            None.
         log_dir: Where the two runs go.
         steps: Steps of each training.
         chaos: Whether to kill a rank, too.

@@ -57,7 +57,7 @@ class FusionOptions:
     Attributes:
         state: How ranks agree.
         cycle_time_s: For how long requests are collected before an exchange, while nobody waits for
-        one.
+            one.
         algorithm: Of all_reduce, see `Group.all_reduce`.
         autotune: Search the limit of a batch and the cycle time; fixed when None.
 

@@ -52,7 +52,7 @@ class StateOptions:
         cache_capacity: Number of responses that are remembered.
         split_groups: Whether explicit groups share batches with others.
         stall_check_s: Seconds until it is told which ranks have not submitted what others have; 0
-        never tells.
+            never tells.
         stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
 
     Raises:

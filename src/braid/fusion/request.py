@@ -20,7 +20,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: By which ranks find each other.
         kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on
-        `text`).
+            `text`).
         dtype: torch's name of it.
         shape: Of this rank's tensor.
         itemsize: Bytes of an element.

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
         differing: Numbers of the parameter that differ.
         numel: Numbers that it has.
         ranks: Ranks that have others than `usual` has, the one of `found` first; empty where all
-        ranks have the same, and one process another.
+            ranks have the same, and one process another.
         usual: Rank of `expected` where ranks differ.
     """
 

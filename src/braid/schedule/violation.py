@@ -12,7 +12,7 @@ class Violation(NamedTuple):
 
     Attributes:
         rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
-        data.
+            data.
         rank: Whose action it is; -1 for the program as a whole.
         position: Of the action in its rank's list; -1 for the end of the list.
         text: What is wrong, in words.

@@ -37,7 +37,7 @@ def train(
         num_ranks: Number of ranks.
         out: Where progress is drawn.
         resume: A checkpoint, a directory of them, a run, or auto: the last complete one of the log
-        directory.
+            directory.
         threads: Threads of each rank.
 
     Returns:

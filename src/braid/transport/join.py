@@ -58,7 +58,7 @@ def connect(
         secret: Of the job, for connections.
         pass_descriptors: Do not even try `/proc/<pid>/fd`.
         host: Name of this rank's host, to treat ranks of one host as if they were on several; its
-        own when empty.
+            own when empty.
         network: How ranks of other hosts reach this one; by the loopback address when None.
 
     Returns:

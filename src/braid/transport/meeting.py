@@ -68,7 +68,7 @@ class Meeting:
 
         Args:
             way: How ranks of one host reach each other; must be the same on all, and so must
-            braid's version.
+                braid's version.
             name: Of the host; equal on ranks that can share memory.
 
         Returns:

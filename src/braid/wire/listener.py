@@ -296,7 +296,7 @@ def connect(
 
     Raises:
         RendezvousError: Nothing listened until the deadline, or one end does not trust the other
-        (at once).
+            (at once).
         ConfigError: `address` or `identity` is malformed.
     """
     where = Address.parse(address)

@@ -52,7 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         algorithms: (operation, algorithm) by name; those that the engine chooses between where all
-        share memory when empty.
+            share memory when empty.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         message_bytes: Sizes of messages.
         turns: Through everything.
@@ -81,7 +81,7 @@ class Found(msgspec.Struct, kw_only=True):
         ranks: World size.
         probed: What messages cost.
         step_s: An all-reduce of next to nothing, in which every rank sends to every other: what a
-        step costs beside its bytes.
+            step costs beside its bytes.
         copy_s_per_byte: In memory.
         add_s_per_byte: In memory.
         taken: What algorithms took.

@@ -141,7 +141,7 @@ class _Places(NamedTuple):
     Attributes:
         most: Elements of a slice, one of which each lane has.
         rows: Of a slice: one for each host when the hosts are more than two, else the whole slice
-        is one.
+            is one.
         row: Elements of a row.
         row_bytes: Of a row as it crosses the network.
         sent: First byte of the rows that are sent; the staged chunk begins at 0.

@@ -303,7 +303,7 @@ class Group(Reductions, Movements, PointToPoint):
 
         Args:
             ranks: Global ranks, this one among them, in the order of the new group; the same on
-            all.
+                all.
             store: Where they meet.
             name: Of the meeting: new for every group.
 
@@ -339,7 +339,7 @@ class Group(Reductions, Movements, PointToPoint):
 
         Args:
             survivors: Their global ranks, the same on all of them; agreed upon through the store
-            when None.
+                when None.
             timeout_s: Seconds to wait for the others.
 
         Returns:

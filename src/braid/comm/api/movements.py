@@ -66,7 +66,7 @@ class Movements(Face):
             root: Group rank.
             async_op: Return a Work at once.
             algorithm: staged or pulled instead of the choice by size (all operations of this
-            class).
+                class).
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -263,7 +263,7 @@ class Movements(Face):
 
         Args:
             x: On the root: a tensor whose dim 0 is cut into equal parts, or one tensor per member.
-            Elsewhere nothing.
+                Elsewhere nothing.
             root: Group rank.
             out: Where this member's part goes.
             async_op: Return a Work at once.
@@ -354,9 +354,9 @@ class Movements(Face):
 
         Args:
             x: Equal slices of dim 0, or one tensor per member (`list(x.split(sizes))` makes no
-            copy).
+                copy).
             out: Where the result goes; with a sequence as `x` a sequence, too, whose sizes are what
-            the others send.
+                the others send.
             async_op: Return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.

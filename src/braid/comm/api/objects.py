@@ -194,7 +194,7 @@ class _Packed(NamedTuple):
 
     Attributes:
         data: Length and bytes, padded to a power of two: few different shapes, so few different
-        descriptions.
+            descriptions.
         error: Why they are not those of its object.
     """
 

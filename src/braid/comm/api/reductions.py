@@ -89,7 +89,7 @@ class Reductions(Face):
                 sent, it changes nothing. Sums are then taken inside of each host first, whatever
                 the group's order.
             algorithm: direct, two_phase, pulled, registered or hierarchical instead of the choice
-            by size.
+                by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -179,7 +179,7 @@ class Reductions(Face):
             root: Group rank.
             op: See the class.
             out: On the root: where the result goes, if `x` is to stay as it is. Not looked at
-            elsewhere.
+                elsewhere.
             async_op: Return a Work at once.
             algorithm: staged or pulled instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
@@ -324,7 +324,7 @@ class Reductions(Face):
             x: The same shape on all members; stays as it is.
             op: See the class.
             exclusive: Without this member's own; member 0 gets the identity (sum, product, bor,
-            bxor only).
+                bxor only).
             out: Where the result goes; a new tensor when None.
             timeout_s: Seconds until CommTimeout.
 

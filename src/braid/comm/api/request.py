@@ -101,7 +101,7 @@ class Request:
 
         Args:
             scale: Factor for the result, applied once while it is in the cache; the same on all
-            members.
+                members.
             steps_by: Who takes the steps. With `StepsBy.WAITER` a tensor in memory that all members
                 share is offered at once all the same, so that whoever comes early can do the work.
 

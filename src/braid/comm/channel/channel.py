@@ -113,7 +113,7 @@ class Channel:
         successors: The same, beginning with the successor of this rank, so that ranks which all
             read one after the other do not begin with the same source.
         shares: Whether peers may be able to read tensors in place, so that exposing them makes
-        sense.
+            sense.
         chunk_bytes: Size of the pieces in which a large tensor goes through slots.
         value: Last step that this rank has published.
         digest: Digest of the operation under way; set by the operation.

@@ -48,14 +48,14 @@ class Collective:
         exclusive: Whether a scan leaves out the rank's own numbers.
         wire: Format in which numbers cross a network, None for their own.
         ins: Flat tensors that are read; parts for several members lie one after the other in one
-        tensor.
+            tensor.
         outs: Flat tensors that are written: one, or one per member.
         part_widths: Number of elements of each part of `ins[0]`; None where all are equal or there
-        are none.
+            are none.
         nbytes: Size in bytes of the largest full buffer.
         tag: Tag of a message.
         source: List to which the sender's group rank is appended when a message from any member
-        arrives.
+            arrives.
         copies: Copies between the caller's tensors and the flat ones; None if there are none.
         result: What the caller gets when the operation is done.
         reads: The caller's tensors that an all-reduce reads, for `Batch`.

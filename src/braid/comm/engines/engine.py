@@ -26,9 +26,9 @@ class Capabilities(NamedTuple):
             on all ranks and in one process.
         requests_any_order: Persistent requests may start in another order on every rank.
         messages_checked: A message or part of another size than was expected is an error on all
-        ranks alike.
+            ranks alike.
         eager_messages: A small message is sent when `send` returns, whether or not its receiver has
-        come.
+            come.
         algorithms: Names that `algorithm=` takes.
         adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
         wires: Numbers can cross a network in another format than their own.

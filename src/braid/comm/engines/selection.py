@@ -67,7 +67,7 @@ class Costs(NamedTuple):
         pull: Likewise; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
         send: Seconds per byte that a host sends, with all of its ranks; empty where memory is
-        shared.
+            shared.
         call_s: Of a call, beside its steps; the same for all algorithms.
     """
 
@@ -99,7 +99,7 @@ def predicted_s(
     Args:
         kind: Operation.
         algorithm: direct, two_phase, pulled or hierarchical for all_reduce; staged, pulled or
-        hierarchical for the others.
+            hierarchical for the others.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
         costs: Of the primitives.

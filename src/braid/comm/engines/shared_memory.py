@@ -50,7 +50,7 @@ class SharedMemoryEngine:
         progress: The rank's progress thread.
         events: Recorder of the rank.
         costs: What has been measured so far, where all ranks share memory and where they do not;
-        shared by all groups.
+            shared by all groups.
         in_order: Sum in the order of ranks whatever it costs, over several hosts, too.
         owns_progress: Whether closing this engine ends the progress thread.
     """

@@ -47,7 +47,7 @@ class Int8:
 
     Attributes:
         stochastic: Round up with the probability of the remainder instead of to the nearest, ties
-        to even.
+            to even.
         generator: Where stochastic rounding takes its numbers from; on the device of what is
             encoded.
 

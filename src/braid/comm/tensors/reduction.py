@@ -85,7 +85,7 @@ def combine(
 
     Args:
         sources: One tensor per rank. `out` may be (exactly) the first or the second of them, no
-        other.
+            other.
         out: Result.
         op: Name of the reduction.
         scale: Factor for the result, None for none.

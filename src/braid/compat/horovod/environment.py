@@ -30,7 +30,7 @@ class Environment:
 
     Attributes:
         fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor
-        alone. The engine's own when None.
+            alone. The engine's own when None.
         cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves
             it to what cores are free (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
@@ -41,11 +41,11 @@ class Environment:
         stall_check_s: After how long.
         stall_shutdown_s: After how long everything ends for that; 0 for never.
         hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured
-        costs.
+            costs.
         hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever
-        this says.
+            this says.
         autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`);
-        one that is said stays as it is.
+            one that is said stays as it is.
         autotune_log: Path of the search's log; empty for none.
         autotune_warmup_samples: Samples that are thrown away.
         autotune_steps_per_sample: Steps of a sample.
@@ -133,7 +133,7 @@ class Environment:
 
         Args:
             spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by
-            hosts.
+                hosts.
             free_cores: Whether hosts have cores that no rank computes on.
         """
         ms, most = self.cycle_time_ms, self.fusion_threshold_bytes

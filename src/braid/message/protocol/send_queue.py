@@ -67,7 +67,7 @@ class Outgoing:
         buffers: What has not been cut yet of the buffers.
         deadline_ns: When it is worth nothing any more; None for never.
         life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that
-        has not greeted.
+            has not greeted.
         begun: Whether its head has left.
         done: Whether the van is finished with it.
         error: Why it did not leave; None if it did, or may yet.

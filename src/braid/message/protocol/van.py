@@ -111,10 +111,10 @@ class VanConfig:
 
     Attributes:
         chunk_bytes: Larger messages leave in chunks of this size; an urgent message waits for one
-        of them at most.
+            of them at most.
         max_message_bytes: Largest message that this node receives, buffers included.
         max_queue_bytes: What may wait for one peer at this node before `send` blocks. A larger
-        message waits alone.
+            message waits alone.
         max_queue_messages: Likewise, in messages.
         max_unread_bytes: What one peer may have delivered and this node not received, before the
             van stops reading from it.

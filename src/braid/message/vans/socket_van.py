@@ -26,7 +26,7 @@ class SocketVan(StreamVan):
         secret: The job's secret.
         run_id: The job.
         listen: Where others can `connect` to, see `braid.wire.address`; empty if only this node
-        connects to others.
+            connects to others.
         listen_anywhere: Allow an address that other hosts can reach.
         epoch: Membership epoch to begin with.
         config: Limits and times.

@@ -38,7 +38,7 @@ class Round(NamedTuple):
         num_blocks: Blocks of each message, or of all.
         slots: Which blocks a rank sends, by (rank, repetition).
         into: Where the target of a rank puts them, by (sender, repetition); the same blocks when
-        None.
+            None.
         adds: Whether what comes is added to what is there.
         repeat: How many times in a row.
     """

@@ -48,7 +48,7 @@ def build_table(told: Mapping[str, object], *, has_front: bool) -> str:
 
     Args:
         told: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
-        empty without torch.
+            empty without torch.
         has_front: Whether the front for torch is installed.
     """
     torch = told.get("torch", "")

@@ -32,7 +32,7 @@ class Option(NamedTuple):
         negated: Whether it is a switch with a `--no-` form.
         convert: From its value, or `1` and `0` of a switch, to that of the variable.
         use: `here`; `none` for what has no meaning here; `elastic` for what is not there yet; `ask`
-        for what is answered at once.
+            for what is answered at once.
         num_values: That it takes.
     """
 

@@ -142,7 +142,7 @@ def run(
 
     Raises:
         ConfigError: Options that cannot work, or a function that cannot be pickled; nothing has
-        been started.
+            been started.
         RunError: It failed on a rank.
     """
     values = _values(locals())

@@ -84,15 +84,15 @@ def allreduce_async(
         average: The older way of saying `op`.
         name: See the module.
         op: Average when None. Averages of integers are cut off, and the sums behind them wrap
-        around in their dtype.
+            around in their dtype.
         prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats
-        in 32 bits.
+            in 32 bits.
         postscale_factor: After it, likewise.
         process_set: Ranks that take part.
 
     Raises:
         ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in
-        the set.
+            the set.
         HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
             factors.
     """
