@@ -1,16 +1,15 @@
 """Collectives through a process group of torch: NCCL on GPUs, Gloo and MPI where they serve better.
 
-Problem: c10d backends have no way to say what is wrong. Ranks that ask for different things hang or
-abort; a death shows as "Connection reset by peer" or not at all.
+Problem: c10d backends cannot say what is wrong. Ranks that ask for different things hang or abort;
+a death shows as "Connection reset by peer" or not at all.
 
-Idea: the backend moves the data, braid keeps the words. What each rank asks for travels through the
-job's store: the first time that a description is used, and at every call in `checked` mode, all
-ranks compare before the backend sees the call; and when a call times out, all look up what the
-others asked for last. Deaths come from whoever tells `Health`. What the backend still cannot do is
-in its `capabilities`.
+Idea: the backend moves the data, and braid keeps the words. What each rank asks for travels through
+the job's store. The first time that a description is used, and at every call in `checked` mode, all
+ranks compare before the backend sees the call. When a call times out, all ranks look up what the
+others asked for last. Deaths are reported through `Health`. `capabilities` lists what the backend
+still cannot do.
 
-A collective is a generator again; it yields works of torch, which are waited for one after the
-other.
+A collective is a generator here, too; it yields works of torch, which are waited for in turn.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ def make_nccl(store: Any, rank: int, size: int, timeout_s: float) -> Any:
 
 
 class C10dEngine:
-    """Collectives carried out by a process group of torch.
+    """Carries out collectives through a process group of torch.
 
     Args:
-        context: This rank.
+        context: Context of this rank.
         ranks: Global ranks of the members.
         make: Makes a process group among ranks that meet in a store.
-        device_types: Devices of the tensors that it takes.
-        store: Where the members meet and compare; None for the job's.
-        name: Of the group: new for every one.
-        checked: Compare what is asked for at every call, not only at the first of its kind.
+        device_types: Types of the devices whose tensors the engine takes.
+        store: Store where the members meet and compare; None for the job's.
+        name: Name of the group, different for each.
+        checked: Whether to compare descriptions at every call, not only at the first of its kind.
     """
 
     capabilities = Capabilities(
@@ -117,18 +116,18 @@ class C10dEngine:
 
     @property
     def forked(self) -> bool:
-        """Process groups of torch do not say; using one in a forked child is undefined."""
+        """False: process groups of torch do not tell; their use in a forked child is undefined."""
         return False
 
     def tune(self, timeout_s: float) -> None:
         """Nothing: the backend chooses by itself."""
 
     def explain(self) -> str:
-        """Which algorithm is chosen when, and why."""
+        """Say that the backend chooses its algorithms."""
         return f"{self.size} ranks, {self._group.name()} chooses its algorithms itself"
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """Nothing: the backend does not tell."""
+        """Return nothing: the backend does not tell."""
         return {}
 
     def run(self, c: Collective) -> None:
@@ -150,7 +149,7 @@ class C10dEngine:
         return self._last is not None and not self._last.done and self._last.advance()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An ordinary tensor on this engine's device."""
+        """Return an ordinary tensor on this engine's device."""
         kind = "cuda" if "cuda" in self.device_types else "cpu"
         return torch.empty(tuple(shape), dtype=dtype, device=kind)
 
@@ -158,7 +157,7 @@ class C10dEngine:
         """Nothing: there is no faster memory."""
 
     def token(self) -> int:
-        """Number of the new group among those that this rank has taken part in."""
+        """Return the number of the new group among those that this rank has taken part in."""
         self._num_subsets += 1
         return self._num_subsets << 20 | self._context.rank
 
@@ -166,7 +165,7 @@ class C10dEngine:
         """Nothing."""
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> C10dEngine:
-        """Engine of a new group of some members, with a process group of its own."""
+        """Return the engine of a new group of some members, with a process group of its own."""
         return C10dEngine(
             self._context,
             tuple(self.ranks[member] for member in order),
@@ -187,7 +186,7 @@ class C10dEngine:
         self._group.abort()
 
     def close(self) -> None:
-        """Give the process group back."""
+        """Shut the process group down."""
         self._stopped = self._stopped or "was closed"
         self._group.shutdown()
 
@@ -217,7 +216,7 @@ class C10dEngine:
         return operation
 
     def explain_failure(self, c: Collective, exc: BaseException) -> BaseException:
-        """What braid says where the backend says `exc`."""
+        """Return braid's error for an exception of the backend."""
         if isinstance(exc, BraidError):
             return exc
         health = self._context.health
@@ -241,7 +240,7 @@ class C10dEngine:
         return CommTimeout(msg) if "imed out" in text else CommError(msg)
 
     def _compare(self, c: Collective) -> None:
-        """All ranks say what they ask for in this step, and read what the others say."""
+        """Compare the description of this step among all ranks."""
         topic = f"signature/{self._sequence}"
 
         def check() -> None:
@@ -285,7 +284,7 @@ class C10dEngine:
         )
 
     def _last_asked(self) -> dict[int, str]:
-        """What each rank asked for in this step, or says that it asked for last."""
+        """Return what each rank asked for in this step, or else asked for last."""
         found: dict[int, tuple[int, str]] = {}
         for parity in (0, 1):
             for rank, text in self._said(f"last/{parity}").items():
@@ -304,7 +303,7 @@ class C10dEngine:
 
 
 class C10dRequest:
-    """A persistent request of a process group of torch, which has none: each start is a collective of its own.
+    """A persistent request over a process group of torch: each start is a collective of its own.
 
     Args:
         engine: Engine of the group.
@@ -314,7 +313,7 @@ class C10dRequest:
         self._engine = engine
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Hand it to the backend once more."""
+        """Hand the collective to the backend once more."""
         if scale is not None:
             copies = Copies(self._engine.device_types)
             copies.then(partial(collective.outs[0].mul_, scale))
@@ -353,10 +352,10 @@ class _Operation:
         return self.done
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for the end.
+        """Wait until the collective has ended.
 
         Raises:
-            CommError: What stopped it.
+            CommError: The collective failed.
         """
         limit = self._collective.timeout_s if timeout_s is None else timeout_s
         if self.before is not None:
@@ -369,7 +368,7 @@ class _Operation:
             raise self.error
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called when this ends."""
+        """Have `call` called when the collective ends."""
         if self.done:
             call()
         else:

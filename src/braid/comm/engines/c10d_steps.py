@@ -1,8 +1,8 @@
-"""Each collective in terms of what a c10d backend has: generators of torch's works.
+"""Each collective in terms of what a c10d backend offers, as generators of torch's works.
 
 Backends have no avg (Gloo), no scan, no parts of different sizes, and few dtypes. What they lack is
-made of what they have: moves travel as bytes; an average is a sum and a division; ragged parts go
-from rank to rank; a scan is a gather and a sum.
+composed: data is moved as bytes, an average is a sum and a division, ragged parts travel from rank
+to rank, a scan is a gather and a sum.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RAGGED_TAG = 1 << 20  # of the messages that ragged parts travel in
 
 
 def steps_of(group: Any, c: Collective, rank: int, size: int) -> TorchSteps:
-    """The works that carry the collective `c` out, one after the other.
+    """Return the works that carry the collective `c` out, one after the other.
 
     Args:
         group: Backend of torch.
-        c: What is asked for.
-        rank: Of this process in the group.
-        size: Of the group.
+        c: The collective.
+        rank: Group rank of this process.
+        size: Number of members.
     """
     return _STEPS[c.kind](group, c, rank, size)
 
@@ -201,7 +201,7 @@ _OPS = {
 def _sizes(
     group: Any, mine: int, size: int, device: torch.device
 ) -> Generator[Any, None, list[int]]:
-    """Everybody's size."""
+    """Gather the size that each member has."""
     own = torch.tensor([mine], device=device)
     rows = [torch.empty_like(own) for _ in range(size)]
     yield group.allgather([rows], [own])
@@ -220,7 +220,10 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(x: torch.Tensor) -> torch.Tensor:
-    """`x` in a type that backends can add: 16-bit integers and bool are widened, complex numbers are pairs."""
+    """Return `x` in a type that backends can add.
+
+    16-bit integers and bool are widened, complex numbers become pairs.
+    """
     if x.is_complex():
         return torch.view_as_real(x)
     if x.dtype in {torch.int16, torch.bool}:

@@ -1,4 +1,4 @@
-"""The record of one collective, and its description: the text and digest that the members of a group compare.
+"""The record of one collective, with the text and digest that the members of a group compare.
 
 A `Group` makes one `Collective` per call: what is asked for, the flat tensors that it works on, and
 how the caller wants it carried out. The `Describer` adds the text that users read, the digest that

@@ -1,7 +1,7 @@
-"""What to say when ranks ask for different things, or when one does not come.
+"""The messages of errors when ranks ask for different things, or when one does not come.
 
-The texts are made from what the members have published in shared memory (their last lines and name
-tables), so no rank has to cooperate: a rank that is stuck, or dead, still says what it last asked
+The texts are made from what members have published in shared memory: their last lines and name
+tables. So no rank has to cooperate: a rank that is stuck or dead still tells what it last asked
 for.
 """
 
@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        text: Operation, such as `all_reduce(float32[4], sum)`; empty when it has not come.
+        text: Operation, such as `all_reduce(float32[4], sum)`; empty when the member has not come.
         site: Call site, may be empty.
     """
 
@@ -71,13 +71,13 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
 def timeout_text(
     pages: ControlPages, channel: Channel, operation: str, timeout_s: float, awaited: Sequence[int]
 ) -> str:
-    """The message of a CommTimeout: who has not come, and what it last asked for.
+    """Return the message of a CommTimeout: who has not come, and what it last asked for.
 
     Args:
-        pages: Of the group.
-        channel: Of the operation.
-        operation: In words.
-        timeout_s: Its deadline.
+        pages: Control pages of the group.
+        channel: Channel of the operation.
+        operation: Description of the operation.
+        timeout_s: Its deadline in seconds.
         awaited: Members that it waits for just now; all that matter if it is a message.
     """
     if pages.carries_messages(channel.index):

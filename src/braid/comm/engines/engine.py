@@ -19,20 +19,19 @@ __all__ = ["Capabilities", "Engine", "EngineRequest", "Statistics"]
 
 
 class Capabilities(NamedTuple):
-    """What an engine does beyond moving data; the conformance suite asks.
+    """What an engine does beyond moving data; the conformance suite asks for it.
 
     Attributes:
-        rank_order: Sums are in the order of ranks, those of 16-bit floats in 32 bits: the same bits
-            on all ranks and in one process.
-        requests_any_order: Persistent requests may start in another order on every rank.
-        messages_checked: A message or part of another size than was expected is an error on all
-            ranks alike.
-        eager_messages: A small message is sent when `send` returns, whether or not its receiver has
-            come.
-        algorithms: Names that `algorithm=` takes.
-        adopts: Tensors can be made in, or moved to, memory on which collectives make no copies.
-        wires: Numbers can cross a network in another format than their own.
-        programs: Carries out the algorithms of `schedule.collective` by name.
+        rank_order: Whether sums are taken in the order of ranks, those of 16-bit floats in 32 bits.
+            Then the bits are the same on all ranks and in one process.
+        requests_any_order: Whether persistent requests may start in another order on each rank.
+        messages_checked: Whether a message or part of an unexpected size is an error on all ranks.
+        eager_messages: Whether a small message is sent when `send` returns, even without a
+            receiver.
+        algorithms: Names that `algorithm=` accepts.
+        adopts: Whether tensors can be made in, or moved to, memory that needs no copies.
+        wires: Whether numbers can cross a network in another format than their own.
+        programs: Whether the algorithms of `schedule.collective` are carried out by name.
     """
 
     rank_order: bool = True
@@ -47,13 +46,13 @@ class Capabilities(NamedTuple):
 
 @dataclass(slots=True)
 class Statistics:
-    """What a group has done so far on this rank, in the threads that called it.
+    """Counters of what a group has done on this rank.
 
     Attributes:
-        num_operations: Operations carried out or handed to the progress thread.
+        num_operations: Number of operations that have been started.
         nbytes: Bytes of their largest full buffers.
-        spent_ns: Time in operations, waits included.
-        waited_ns: Time of it in which nothing could be done but wait for others.
+        spent_ns: Nanoseconds that threads have spent in operations, waits included.
+        waited_ns: Nanoseconds in which nothing could be done but wait for other ranks.
     """
 
     num_operations: int = 0
@@ -66,11 +65,17 @@ class EngineRequest(Protocol):
     """An engine's part of a persistent request."""
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Start once more; `collective` is the registered one, or its like with another description."""
+        """Start once more.
+
+        Args:
+            collective: The registered collective, or the same with another description.
+            scale: Factor for the result, or None.
+            steps_by: Who takes the steps.
+        """
         ...
 
     def residual(self) -> torch.Tensor | None:
-        """What the wire format has left out; see `Request.residual`."""
+        """Return what the wire format has left out; see `Request.residual`."""
         ...
 
     def reset_residual(self) -> None:
@@ -79,31 +84,31 @@ class EngineRequest(Protocol):
 
 
 class Engine(Protocol):
-    """A way of carrying out calls for one group."""
+    """A way of carrying out the collectives of one group."""
 
     device_types: frozenset[str]
     statistics: Statistics
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do."""
+        """Capabilities of the engine."""
         ...
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that made it."""
+        """Whether this process is a forked child of the one that made the engine."""
         ...
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on, if there is a choice; all members call it."""
+        """Measure what the choice of algorithms depends on; all members call it."""
         ...
 
     def explain(self) -> str:
-        """Which algorithm is chosen when, and why."""
+        """Say which algorithm is chosen for which size, and why."""
         ...
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """The same as plain data: operation -> [(from bytes, algorithm)]; empty if the backend does not tell."""
+        """Return the choices as data: operation -> [(from bytes, algorithm)]; empty if unknown."""
         ...
 
     def run(self, collective: Collective) -> None:
@@ -115,35 +120,40 @@ class Engine(Protocol):
         ...
 
     def request(self, collective: Collective, number: int) -> EngineRequest:
-        """Register a collective under a number that is equal on all members, to be started many times."""
+        """Register a collective under a number that is equal on all members."""
         ...
 
     def advance(self) -> bool:
-        """Take the steps that are possible now of what has been started; whether any could be taken."""
+        """Take the steps that are possible now; return whether any could be taken."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Tensor where this engine moves it fastest."""
+        """Return a tensor in the memory that this engine moves fastest."""
         ...
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` there, in place."""
+        """Move the storage of `x` into such memory, in place."""
         ...
 
     def token(self) -> int:
-        """What this rank brings to a new group of some of the members; exchanged among them."""
+        """Return a number that this rank brings to a new group; the members exchange theirs."""
         ...
 
     def forget(self, token: int) -> None:
-        """Give back what `token` stood for; this rank is in no new group."""
+        """Free what `token` stands for, if this rank is in no new group."""
         ...
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> Engine:
-        """Engine of a new group of the members `order` (group ranks), who brought `tokens`."""
+        """Return the engine of a new group.
+
+        Args:
+            order: Group ranks of its members.
+            tokens: Tokens that they brought.
+        """
         ...
 
     def hand_over_to(self, engine: Any) -> None:
-        """Give what this engine owns besides its group's memory to `engine`, that of the survivors."""
+        """Give what this engine owns besides its group's memory to the engine of the survivors."""
         ...
 
     def stop(self, reason: str) -> None:
@@ -151,5 +161,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
         ...

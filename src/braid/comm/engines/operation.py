@@ -1,9 +1,9 @@
-"""One collective under way on this rank: the steps to take, the wait that blocks them, its deadline and its errors.
+"""One collective under way on this rank: its steps, its wait, its deadline and its errors.
 
-An `Operation` holds the generator of an algorithm and the `Wait` that it stands at, and turns
-whatever stops it into the error that the user sees. Who takes the steps is decided by `Progress`.
-The operation of a persistent request lives as long as the request and is restarted; any other
-operation is used once.
+An `Operation` holds the generator of an algorithm and the `Wait` at which it stands, and turns
+whatever stops it into the error that the user sees. `Progress` decides who takes the steps. The
+operation of a persistent request lives as long as the request and is restarted; any other operation
+is used once.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ class Operation:
         return self._collective.text
 
     def advance(self, *, in_turn: bool = False, until_wait: bool = False) -> bool:
-        """Go on as far as possible without waiting; True when the operation has ended, well or badly.
+        """Go on as far as possible without waiting; return whether the operation has ended.
 
         Args:
-            in_turn: Wait for another thread that is taking steps, instead of leaving them to it. A
-                thread that waits does: a loop that polled again and again would keep the
-                interpreter from the other thread.
-            until_wait: Stop at the first wait, whether or not it is over.
+            in_turn: Whether to wait for another thread that is taking steps, rather than to leave
+                the steps to it. A thread that waits for the operation does, since polling again and
+                again would keep the interpreter from the other thread.
+            until_wait: Whether to stop at the first wait, even if it is over.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # what the steps make and keep is used outside, too
@@ -154,13 +154,16 @@ class Operation:
         return self.done
 
     def ready(self) -> bool:
-        """Whether it has ended, or its wait is over and no thread is taking steps."""
+        """Return whether it has ended, or its wait is over and no thread is taking steps."""
         if self.done:
             return True
         return not self._taken and (self._wait is None or self.pages.reached(self._wait))
 
     def awaited_line(self) -> tuple[memoryview | None, int]:
-        """The control line whose counter is waited for, and its value; None if it is no single line."""
+        """Return the control line whose counter is waited for, and the value.
+
+        The line is None if the wait is for several lines, or for one that does not exist yet.
+        """
         wait = self._wait
         if type(wait) is not Wait:
             return None, 0
@@ -168,7 +171,7 @@ class Operation:
         return (channel or self.pages.channel(wait.channel)).line(wait.peer), wait.value
 
     def _confirmed(self, exc: PeerLostError) -> PeerLostError:
-        """The verdict on a rank whose memory was found to be gone."""
+        """Return the error for a rank whose memory is gone, with the verdict on its death."""
         loss = self.pages.transport.health.confirm(exc.rank)
         if loss is None:
             return exc
@@ -190,7 +193,7 @@ class Operation:
         )
 
     def check(self) -> None:
-        """Raise if there is no point in waiting on."""
+        """Raise the reason if there is no point in waiting on."""
         wait = self._wait
         if wait is None or self.done:
             return
@@ -229,7 +232,7 @@ class Operation:
             )
 
     def _stopped(self, when: str = "") -> BraidError:
-        """What to raise in a group that this rank has stopped."""
+        """Return the error to raise in a group that this rank has stopped."""
         pages = self.pages
         state = pages.state(pages.rank)
         if state.code == DISAGREED and not self._late:  # found while this one was under way
@@ -241,12 +244,12 @@ class Operation:
         return StaleError(msg)
 
     def _told_of_loss(self) -> bool:
-        """Whether some member has stopped the group because it has lost a rank: news here, too, in a moment."""
+        """Return whether some member has stopped the group after it lost a rank."""
         states = [self.pages.state(member) for member in self.channel.others]
         return any(state.code == ABANDONED and state.value for state in states)
 
     def _abandoned(self, member: int, state: State) -> BraidError:
-        """What to raise when a member has stopped the group."""
+        """Return the error to raise when a member has stopped the group."""
         for other in self.channel.others:  # who tells of a loss says more
             said = self.pages.state(other)
             if said.code == ABANDONED and said.value:
@@ -259,7 +262,10 @@ class Operation:
         return CommTimeout(msg) if reason.startswith("CommTimeout") else CommError(msg)
 
     def _may_know_more(self) -> bool:
-        """Whether to wait a moment before a rank that has left, or tells of a loss, is believed: another may have died first."""
+        """Return whether to wait a moment before believing a rank that left or tells of a loss.
+
+        Another rank may have died first.
+        """
         now_ns = self.pages.transport.clock.now_ns()
         if not self._left_ns:
             self._left_ns = now_ns
@@ -301,7 +307,7 @@ class Operation:
         return error
 
     def _table(self, exc: Disagreement) -> str:
-        """Wait a moment for the ranks that have not come, then read everybody's line."""
+        """Wait a moment for the ranks that have not come, then read the line of every member."""
         pages, channel = self.pages, self.channel
         members = range(pages.size) if exc.members is None else exc.members
         clock = pages.transport.clock
@@ -331,7 +337,10 @@ class Operation:
         return mismatch_table(answers, step=exc.value)
 
     def on_done(self, call: Callable[[], None]) -> None:
-        """Have `call` called when this ends, well or badly, in the thread that ends it; at once if it has ended."""
+        """Have `call` called when this ends, well or badly, in the thread that ends it.
+
+        It is called at once if this has ended.
+        """
         with self._lock:
             if not self.done:
                 self._ended.append(call)
@@ -363,7 +372,7 @@ class Operation:
 
 
 def _call_back(call: Callable[[], None]) -> None:
-    """Whoever takes the steps goes on, whatever the program's callback raises: that goes the way of a thread's errors."""
+    """Call `call`; report an exception as that of a thread, so that taking steps goes on."""
     try:
         call()
     except Exception as exc:  # noqa: BLE001 - nobody is there to catch it

@@ -1,4 +1,4 @@
-"""Who takes the steps of operations: the thread that waits, for everything that has been started, and one thread for the rest.
+"""Decides who takes the steps of operations: a thread that waits, or the progress thread.
 
 A started operation needs this rank's steps even while the rank waits for something else. If rank 0
 waited for bucket A and rank 1 for bucket B, and each advanced only what it waits for, neither would
@@ -9,8 +9,8 @@ operation as they become possible.
 out in the order in which they were started; those of different channels advance independently, so a
 late one blocks no other. An operation that is started in the background behind one of the program's
 threads is left to the thread, together with what it stands behind. The progress thread exists only
-while something is under way; while it runs, the interpreter's switch interval is lowered (5 ms by
-default, which a 1 MiB all-reduce would pay several times) and put back afterwards.
+while something is under way. While it runs, the interpreter's switch interval is lowered (a 1 MiB
+all-reduce would pay the default of 5 ms several times) and restored afterwards.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Progress:
         return any(o.channel is channel and not o.done for o in tuple(self._started))
 
     def advance_started(self) -> bool:
-        """Advance every started operation that can move and is the first of its channel; whether any did."""
+        """Advance each started operation that is the first of its channel; return whether any moved."""
         return self._advance(self._heads())
 
     def _advance(self, heads: list[Operation]) -> bool:
@@ -128,7 +128,7 @@ class Progress:
         return moved
 
     def poll(self, operation: Operation) -> None:
-        """Take the steps that are possible now until `operation` has ended or nothing moves; never out of order."""
+        """Take the steps that are possible now until `operation` has ended or nothing moves."""
         if not operation.done and self._transport.forked:
             self.refuse_fork()
         if self._waiting - {threading.get_ident()}:
@@ -153,7 +153,7 @@ class Progress:
                 self._started.remove(operation)
 
     def _behind(self, operation: Operation) -> bool:
-        """Whether something that was started earlier on its channel has not ended; not if it has ended itself."""
+        """Return whether an unfinished operation stands before this one on its channel."""
         started = self._started
         if operation.done or len(started) < 2:  # the usual case: it is alone
             return False
@@ -226,7 +226,7 @@ class Progress:
         return channel in self._queues
 
     def _join(self, operation: Operation, timeout_s: float | None) -> None:
-        """Wait for what the progress thread carries out; take the steps of started operations meanwhile."""
+        """Wait for the progress thread; take the steps of started operations meanwhile."""
         ended = operation.submitted
         assert ended is not None, "it has been submitted"
         start_ns = self._now_ns()
@@ -256,7 +256,7 @@ class Progress:
             raise StaleError(msg)
 
     def _check_caller(self, operation: Operation) -> None:
-        """Raise StaleError in a forked child, and in the progress thread, which would wait for itself."""
+        """Raise StaleError in a forked child, and in the progress thread."""
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
@@ -267,7 +267,7 @@ class Progress:
             raise StaleError(msg)
 
     def _submit(self, operation: Operation) -> None:
-        """Have the thread carry an operation out; `operation.submitted` is set when it has ended."""
+        """Have the thread carry an operation out; `operation.submitted` is set at its end."""
         if self._transport.forked:
             self.refuse_fork()
         ended = operation.submitted = threading.Event()
@@ -349,7 +349,13 @@ class Progress:
         late: Callable[[], bool] | None,
         is_ready: Callable[[], bool] | None = None,
     ) -> Callable[[], bool]:
-        """`operation` can move (or `is_ready`), a started one can, one has been started, or it is late."""
+        """Return the condition that an operation can move, or that the wait is late.
+
+        Args:
+            operation: Operation that is waited for.
+            late: Whether the deadline of the wait has passed; None without one.
+            is_ready: Stands for `operation` where the thread carries it out.
+        """
         seen = self._num_started
         looks = [o.ready for o in self._heads() if o is not operation]
         if is_ready is not None or not self._behind(operation):
@@ -367,7 +373,10 @@ class Progress:
             sys.setswitchinterval(interval)
 
     def _turn(self) -> bool:
-        """Advance the head of every queue and of what is left, sleep if none could move; False when all have ended."""
+        """Advance the head of every queue and what was left to the thread; sleep if none moved.
+
+        Returns False when all have ended.
+        """
         with self._lock:
             heads = [queue[0] for queue in self._queues.values()]
             left, closing = [o for o in self._left if not o.done], self._closing
@@ -429,7 +438,7 @@ def _impatient(operation: Operation, timeout_s: float | None) -> str:
 
 
 def _raise_error(operation: Operation) -> None:
-    """Raise what stopped it; for errors of ours without the frames in which it was noticed."""
+    """Raise the operation's error; braid's own without the frames in which it was noticed."""
     assert operation.error is not None
     if isinstance(operation.error, BraidError):
         raise operation.error.with_traceback(None)

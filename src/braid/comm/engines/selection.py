@@ -1,17 +1,17 @@
-"""Which algorithm for which size: measured costs of a few primitives, closed forms over them, one table.
+"""Selects the algorithm for each size, from measured costs of a few primitives and closed forms.
 
-Every algorithm's cost is a form over five primitives, of which four are piecewise in the size of
-the tensor, since a copy that stays in the cache is several times as fast as one that does not:
+Every algorithm's cost is a form over five primitives. Four of them are piecewise in the size of the
+tensor, since a copy that stays in the cache is several times as fast as one that does not:
 
     a         a step of the group on few bytes          copy(l)   a byte between a tensor and a slot
-    add(l)    a byte added to a tensor from a slot      pull(l)   a byte that the kernel copies between processes
+    add(l)    a byte added to a tensor from a slot      pull(l)   a byte copied between processes
     send(l)   a byte through the network card of a host; nothing where memory is shared
 
 All ranks measure them together when the group of all ranks is made (`measure`), so that they share
-the memory's bandwidth as they will later; rank 0's figures are handed to all, so all choose alike.
-Sub-groups use the same figures with their own number of ranks. Inside of a host all choices give
-the same bits: it is a matter of speed only. Over hosts `hierarchical` takes sums in another order,
-unless the group keeps that of ranks.
+the bandwidth of the memory as they will later. Rank 0's figures are handed to all ranks, so all
+choose alike. Sub-groups use the same figures with their own number of ranks. Inside of a host all
+choices give the same bits: they differ in speed only. Over hosts `hierarchical` takes sums in
+another order, unless the group keeps the order of ranks.
 
 Source: the a + b l model with piecewise b of Hockney, "The communication challenge for MPP" (1994).
 """
@@ -58,17 +58,17 @@ Piecewise = tuple[tuple[int, float], ...]  # (from bytes, seconds per byte)
 
 
 class Costs(NamedTuple):
-    """What the primitives cost here.
+    """What the primitives cost on this machine.
 
     Attributes:
-        sync_s: One synchronisation of all ranks.
-        copy: Seconds per byte, piecewise.
-        add: Likewise.
-        pull: Likewise; empty where the kernel does not permit it.
+        sync_s: Seconds of one synchronisation of all ranks.
+        copy: Seconds per byte of a copy, piecewise.
+        add: Seconds per byte of an addition, piecewise.
+        pull: Seconds per byte of a copy by the kernel; empty where the kernel does not permit it.
         measured: Whether these are figures of this machine.
-        send: Seconds per byte that a host sends, with all of its ranks; empty where memory is
+        send: Seconds per byte that a host sends with all of its ranks; empty where memory is
             shared.
-        call_s: Of a call, beside its steps; the same for all algorithms.
+        call_s: Seconds of a call besides its steps; the same for all algorithms.
     """
 
     sync_s: float
@@ -94,7 +94,7 @@ DEFAULT_FAR_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 1
 def predicted_s(
     kind: str, algorithm: str, nbytes: int, size: int, costs: Costs, nodes: NodeMap | None = None
 ) -> float:
-    """Seconds that `algorithm` takes.
+    """Return the seconds that an algorithm takes.
 
     Args:
         kind: Operation.
@@ -102,8 +102,8 @@ def predicted_s(
             hierarchical for the others.
         nbytes: l, bytes of the largest full buffer of a rank.
         size: n, number of ranks.
-        costs: Of the primitives.
-        nodes: Which ranks share memory; each for itself when None.
+        costs: Costs of the primitives.
+        nodes: Which ranks share memory; None if every rank is alone.
     """
     rate = dict(zip(("copy", "add", "pull"), (_at(p, nbytes) for p in costs[1:4]), strict=True))
     moves = (size - 1) / size * nbytes
@@ -187,10 +187,10 @@ _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with sta
 
 
 class Selection:
-    """The table for groups of one size.
+    """The choices for groups of one size.
 
     Args:
-        costs: Of the primitives.
+        costs: Costs of the primitives.
         size: Number of ranks.
         may_pull: Whether ranks may read each other's private memory.
         nodes: Which ranks share memory; None if all do.
@@ -215,7 +215,7 @@ class Selection:
         self._tables = {kind: self._table(kind) for kind in kinds}
 
     def choose(self, kind: str, nbytes: int) -> str:
-        """Name of the algorithm for an operation on `nbytes` bytes; staged for kinds that have only one."""
+        """Return the algorithm for an operation on `nbytes` bytes; staged if there is only one."""
         table = self._tables.get(kind)
         if table is None:
             return "staged"
@@ -223,7 +223,7 @@ class Selection:
         return names[bisect.bisect(bounds, nbytes)]
 
     def explain(self) -> str:
-        """The table in words, with the predictions that decided it."""
+        """Return the choices in words, with the predictions that decided them."""
         origin = "measured here" if self.costs.measured else "built in, not measured here"
         lines = [
             f"{self.size} ranks, costs {origin}: synchronisation {self.costs.sync_s * 1e6:.1f} us"
@@ -245,7 +245,7 @@ class Selection:
         return "\n".join(lines)
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """The table as plain data: operation -> [(from bytes, algorithm)]."""
+        """Return the choices as data: operation -> [(from bytes, algorithm)]."""
         return {
             kind: list(zip([0, *bounds], names, strict=True))
             for kind, (bounds, names) in self._tables.items()
@@ -260,7 +260,7 @@ class Selection:
         return names
 
     def _may_divide(self, kind: str) -> bool:
-        """Whether to do it inside of each host first: where that is possible, saves anything, and may change the order of sums."""
+        """Return whether to work inside of each host first."""
         if self.nodes is None:
             return False
         alone = len(self.nodes.hosts) == self.size
@@ -351,7 +351,7 @@ def measure(
 def _sent(
     ch: Channel, clock: Clock, x: torch.Tensor, nodes: NodeMap, *, sync_s: float
 ) -> Generator[Wait | WaitAny, None, float]:
-    """Seconds per byte that a host sends, while all ranks send `x` to all others; nothing is sent where memory is shared."""
+    """Return the seconds per byte that a host sends while all ranks send `x` to all others."""
     if ch.shares:
         return 0.0
     times = []
@@ -435,7 +435,7 @@ def _chunks(nbytes: float, chunk_bytes: int = CHUNK_BYTES) -> int:
 
 
 def _offered(nbytes: float) -> int:
-    """Steps where one is taken first to learn what is registered, unless a single chunk holds it all."""
+    """Number of steps, with one to learn what is registered unless one chunk holds it all."""
     chunks = _chunks(nbytes)
     return chunks + (chunks > 1)
 

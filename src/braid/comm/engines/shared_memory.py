@@ -1,4 +1,4 @@
-"""Collectives in shared memory: which channel a call takes, which algorithm, who takes its steps."""
+"""Carries out collectives in shared memory: selects channel and algorithm for `Progress`."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ __all__ = ["SharedMemoryEngine"]
 
 
 class SharedMemoryEngine:
-    """Collectives in shared memory.
+    """Carries out collectives in memory that is shared inside hosts and mirrored between them.
 
     Args:
-        transport: This rank's end of it.
-        pages: The group's control lines.
-        progress: The rank's progress thread.
+        transport: This rank's end of the transport.
+        pages: Control pages of the group.
+        progress: Progress of this rank's operations.
         events: Recorder of the rank.
-        costs: What has been measured so far, where all ranks share memory and where they do not;
+        costs: Costs that were measured where all ranks share memory (True) and where they do not;
             shared by all groups.
-        in_order: Sum in the order of ranks whatever it costs, over several hosts, too.
+        in_order: Whether to sum in the order of ranks over several hosts, too, whatever it costs.
         owns_progress: Whether closing this engine ends the progress thread.
     """
 
@@ -90,12 +90,12 @@ class SharedMemoryEngine:
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child of the process that made it."""
+        """Whether this process is a forked child of the one that made the engine."""
         return self.transport.forked
 
     @property
     def capabilities(self) -> Capabilities:
-        """Everything; algorithms that read peers' tensors where they lie only where the host permits it."""
+        """All capabilities; private memory is read only where the host permits it."""
         shares = self.shares
         near = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
@@ -105,7 +105,10 @@ class SharedMemoryEngine:
         return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
 
     def tune(self, timeout_s: float) -> None:
-        """Measure what the choice of algorithms depends on. All members call it; cost: some 50 ms, once a job."""
+        """Measure what the choice of algorithms depends on. All members call it.
+
+        Cost: some 50 ms, once a job.
+        """
         if self.pages.size == 1:
             return
         outputs: list[Costs] = []
@@ -127,9 +130,9 @@ class SharedMemoryEngine:
         self.selection = self._select()
 
     def _call_s(self, barrier: Collective, sync_s: float) -> float:
-        """Seconds that a call takes beside its steps, of which a barrier has one.
+        """Return the seconds that a call takes besides its steps, of which a barrier has one.
 
-        Each rank's own figure: no choice depends on it.
+        Each rank has its own figure, since no choice depends on it.
         """
         now_ns, spent_ns = self.transport.clock.now_ns, []
         for _ in range(NUM_SYNCS):
@@ -139,11 +142,11 @@ class SharedMemoryEngine:
         return max(0.0, median(spent_ns) * 1e-9 - sync_s)
 
     def explain(self) -> str:
-        """Which algorithm is chosen when, and why."""
+        """Say which algorithm is chosen for which size, and why."""
         return self.selection.explain()
 
     def record(self) -> dict[str, list[tuple[int, str]]]:
-        """The same as plain data."""
+        """Return the choices as data."""
         return self.selection.record()
 
     def run(self, collective: Collective) -> None:
@@ -164,12 +167,12 @@ class SharedMemoryEngine:
         return MemoryRequest(self, collective, channel)
 
     def advance(self) -> bool:
-        """Take the steps that are possible now, of everything that this rank has started in any group."""
+        """Take the steps that are possible now of all operations that this rank has started."""
         self.progress.refuse_fork()
         return self.progress.advance_started()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Tensor in the arena: collectives on it need no copies."""
+        """Return a tensor in the arena, whose collectives need no copies."""
         return self.transport.arena.empty(shape, dtype)
 
     def adopt(self, x: torch.Tensor) -> None:
@@ -177,17 +180,17 @@ class SharedMemoryEngine:
         self.transport.arena.adopt(x)
 
     def token(self) -> int:
-        """Place of the first page of control lines for a new group."""
+        """Return the address of the first control page for a new group."""
         page = ControlPages.first_page(self.transport)
         self._first_pages[page.word] = page
         return page.word
 
     def forget(self, token: int) -> None:
-        """Free that page."""
+        """Free the first control page of a group that was not made."""
         self.transport.arena.free(self._first_pages.pop(token))
 
     def subset(self, order: Sequence[int], tokens: Sequence[int]) -> SharedMemoryEngine:
-        """Engine of a new group of the members `order`, with lines of its own in the same arena."""
+        """Return the engine of a new group of the members `order`."""
         ranks = tuple(self.pages.ranks[member] for member in order)
         own = list(order).index(self.pages.rank)
         self._first_pages.pop(tokens[own], None)
@@ -214,7 +217,7 @@ class SharedMemoryEngine:
         self.pages.stop(ABANDONED, reason=reason)
 
     def close(self) -> None:
-        """Free the group's lines and slots."""
+        """Free the group's control pages and slots."""
         if self._owns_progress:
             self.progress.close()
         self.progress.abandon(self.pages)
@@ -236,7 +239,7 @@ class SharedMemoryEngine:
         )
 
     def _operation(self, c: Collective) -> Operation:
-        """The operation of a collective that is no request, with its channel and steps."""
+        """Return the operation of a collective that is not a request."""
         if c.kind == "recv":
             return self._receive(c)
         channel = self._collectives
@@ -278,7 +281,7 @@ class SharedMemoryEngine:
         return view
 
     def algorithm(self, c: Collective) -> str:
-        """The algorithm that was asked for or is fastest; wire formats are for what crosses a network."""
+        """Return the algorithm that the caller named, or the fastest."""
         if c.kind == "all_reduce" and c.wire and not self.shares:
             return "hierarchical"
         return c.algorithm or self.selection.choose(c.kind, c.nbytes)
@@ -286,7 +289,7 @@ class SharedMemoryEngine:
     def steps(
         self, c: Collective, channel: Channel, scale: float | None, residuals: Residuals | None
     ) -> Steps:
-        """The generator of an algorithm; nothing happens before its first step."""
+        """Return the generator of an algorithm; nothing happens before its first step."""
         kind = c.kind
         if kind == "barrier":
             return move.barrier(channel)
@@ -314,7 +317,7 @@ class SharedMemoryEngine:
         return self._parts(c, channel, scale, private=algorithm == "pulled")
 
     def opens(self, c: Collective, channel: Channel) -> bool:
-        """Whether the first step of a collective only tells where its tensor lies."""
+        """Return whether the first step of a collective only tells where its tensor lies."""
         if c.kind != "all_reduce" or c.algorithm in PROGRAMS:
             return False
         algorithm, forced = self.algorithm(c), c.algorithm is not None
@@ -368,7 +371,7 @@ class SharedMemoryEngine:
 
 
 class MemoryRequest:
-    """A persistent request in shared memory: a channel and an operation that are used at every start.
+    """A persistent request in shared memory: a channel and an operation, used at every start.
 
     Args:
         engine: Engine of the group.
@@ -388,10 +391,10 @@ class MemoryRequest:
         self._operation: Operation | None = None
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
-        """Publish this rank's part; take the steps that are possible now, unless whoever waits takes all.
+        """Publish this rank's part, and take the steps that `steps_by` asks for.
 
-        Where publishing only tells where a tensor lies, it is done at once in any case: the others
-        need not wait until this rank takes steps.
+        Where publishing only tells where a tensor lies, it is done at once in any case: then other
+        ranks need not wait until this one takes steps.
         """
         engine, operation, progress = self._engine, self._operation, self._engine.progress
         steps = engine.steps(collective, self._channel, scale, self._residuals)
@@ -409,7 +412,7 @@ class MemoryRequest:
         return Work(operation, progress.wait, progress.poll, collective.result)
 
     def residual(self) -> torch.Tensor | None:
-        """What the wire format has left out on this rank."""
+        """Return what the wire format has left out on this rank; None where nothing can be."""
         c, engine = self._collective, self._engine
         if not self._residuals or c.wire is None:
             return None
@@ -429,5 +432,5 @@ class MemoryRequest:
 
 
 def _offsets(c: Collective, size: int) -> list[int]:
-    """First element of each part of a reduce_scatter, and the end."""
+    """Return the first element of each part of a reduce_scatter, and the end."""
     return [0, *accumulate(c.part_widths or [c.ins[0].numel() // size] * size)]

@@ -21,7 +21,7 @@ class StepsBy(Enum):
     CALLER = "caller"
     """The caller takes those that are possible now; whoever waits takes the others."""
     WAITER = "waiter"
-    """Whoever waits takes all. For what is waited for soon, when the caller has better things to do."""
+    """Whoever waits takes all; for what is waited for soon, while the caller is busy."""
     THREAD = "thread"
     """The progress thread takes all, at once."""
 
