@@ -1,13 +1,13 @@
-"""Several operations launched as one: messages both ways without deadlock, many small tensors without many steps.
+"""Several operations that are started together.
 
     with group.coalesce() as batch:
         batch.send(x, after)
         batch.recv(y, before)
     batch.work.wait()
 
-Inside the block operations are only written down. At its end they are all started, so it does not
-matter in which order messages are written down; neighbours that are the same all-reduce on small
-tensors are fused into one, so these may not share memory.
+Inside the block operations are only written down. At its end they are all started, so messages both
+ways cannot deadlock, whatever the order in which they are written down. Neighbours that are the
+same all-reduce on small tensors are fused into one; such tensors may not share memory.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FUSED_BYTES = 256 << 10  # tensors up to this size are worth copying together
 
 
 class Batch(Reductions, Movements, PointToPoint):
-    """Writes operations down and starts them together; made by `Group.coalesce`, a context manager.
+    """Collects operations and starts them together; a context manager, made by `Group.coalesce`.
 
-    Calls return what they will return when `work` has ended; `async_op` makes no sense here.
+    Calls return what they will return when `work` has ended. They do not accept `async_op`.
 
     Attributes:
-        collectives: What has been written down.
+        collectives: Collectives that have been written down.
 
     Args:
         group: The group.
@@ -58,7 +58,7 @@ class Batch(Reductions, Movements, PointToPoint):
 
     @property
     def work(self) -> Works:
-        """Stands for all operations.
+        """Works of all operations of the block.
 
         Raises:
             StaleError: The block has not ended.
@@ -119,25 +119,28 @@ def fuse(collectives: Sequence[Collective]) -> list[Collective]:
 
 
 def _fits(one: Collective, other: Collective) -> bool:
-    """Whether two small all-reduces differ in their shapes only."""
+    """Return whether two small all-reduces differ in their shapes only."""
     alike = (one.dtype, one.op, one.wire) == (other.dtype, other.op, other.wire)
     return alike and _fusible(one) and _fusible(other)
 
 
 def _fusible(c: Collective) -> bool:
-    """An algorithm that was asked for by name is asked for these tensors, not for a copy of them."""
+    """Return whether a collective is a small all-reduce whose algorithm was left to braid.
+
+    An algorithm that the caller names is meant for these tensors, not for a copy of them.
+    """
     return 0 < c.nbytes <= FUSED_BYTES and c.kind == "all_reduce" and c.algorithm is None
 
 
 def _check_apart(run: Sequence[Collective], collective: Collective) -> None:
-    """Refuse to fuse an all-reduce with one of what it writes: it would not see what that one has done.
+    """Refuse to fuse an all-reduce with an earlier one that writes its tensors.
 
     Args:
         run: Collectives that are fused.
-        collective: One more.
+        collective: The next collective.
 
     Raises:
-        ConfigError: Names both.
+        ConfigError: Two of them share memory; names both shapes.
     """
     for other in run:
         touched = (*collective.reads, *collective.writes)

@@ -1,8 +1,8 @@
-"""What the faces of collectives have in common: from the caller's arguments to a `Collective`.
+"""What the faces of collectives have in common: they turn arguments into a `Collective`.
 
 `Reductions`, `Movements` and `PointToPoint` check arguments and make records. A `Group` is all
-three and carries the records out; a `Batch` is all three and collects them; a `Starter` is all
-three and starts them without waiting.
+three and carries the records out, a `Batch` collects them, and a `Starter` starts them without
+waiting.
 """
 
 from __future__ import annotations

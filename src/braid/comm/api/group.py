@@ -1,13 +1,13 @@
-"""A group of ranks that communicate: what users call.
+"""A group of ranks that communicate: the face that users call.
 
-The group checks and describes; its engine moves data. All members call the same operations in the
-same order, with the same shapes and dtypes; if they do not, every one of them raises the same
-MismatchError with the table of what each asked for. The tensor of a synchronous call holds the
-result when the call returns.
+The group checks and describes collectives; its engine moves data. All members call the same
+operations in the same order, with the same shapes and dtypes. If they do not, every member raises
+the same MismatchError with the table of what each asked for. When a synchronous call returns, the
+tensor holds the result.
 
-On failure of any call: PeerLostError on every surviving member, at once, when a member dies;
-CommTimeout naming who has not come when the deadline passes (300 s, the first call 600 s); the
-tensors involved are then undefined.
+On failure of any call: every surviving member raises PeerLostError, at once, when a member dies.
+When the deadline passes (300 s, 600 s for the first call), members raise CommTimeout, which names
+who has not come. The tensors of the failed call are undefined.
 
 The operations themselves are in `reductions`, `movements` and `point_to_point`.
 """
@@ -53,18 +53,18 @@ class Group(Reductions, Movements, PointToPoint):
     """Ranks that communicate.
 
     Attributes:
-        rank: This rank's index in the group.
+        rank: Index of this rank in the group.
         size: Number of members.
-        ranks: Their global ranks.
-        epoch: Counts rebuilds after losses; 0 at first.
+        ranks: Global ranks of the members.
+        epoch: Number of times that the group has been rebuilt after losses.
         context: Context of this rank.
         numbers: Numbers of the group's requests.
 
     Args:
-        context: Handed by whoever started the rank.
-        engine: How data moves.
+        context: Context of this rank, made by whoever started it.
+        engine: Engine that moves data.
         ranks: Global ranks of the members, in group order.
-        names: Where descriptions are kept so that peers can read them.
+        names: Name table through which peers read descriptions.
         epoch: See the attribute.
         name_prefix: Prefix of the names under which members of this group, and of no other one,
             meet in the store.
@@ -102,14 +102,14 @@ class Group(Reductions, Movements, PointToPoint):
     def world(
         cls, context: RankContext, transport: MemoryTransport, *, sum_order: str = "any"
     ) -> Group:
-        """The group of all ranks. Collective through the store; every rank calls it once.
+        """Return the group of all ranks. Collective through the store: every rank calls it once.
 
         Args:
-            context: Of this rank.
-            transport: By which all ranks can be reached.
-            sum_order: Of ranks of several hosts: `rank` sums in the order of ranks, as inside of a
-                host, so that results do not depend on which ranks share one; `any` sums inside of
-                each host first, which sends less.
+            context: Context of this rank.
+            transport: Transport that reaches all ranks.
+            sum_order: Order of sums over several hosts. `rank` sums in the order of ranks, as
+                inside of a host, so that results do not depend on which ranks share one. `any` sums
+                inside of each host first, which sends less.
         """
         if sum_order not in {"rank", "any"}:
             msg = f"expected sum_order 'rank' or 'any', found {sum_order!r}"
@@ -137,31 +137,35 @@ class Group(Reductions, Movements, PointToPoint):
 
     @property
     def engine(self) -> Engine:
-        """What carries out this group's calls, for whoever wants to know or to tune it."""
+        """Engine that carries out this group's collectives."""
         return self._engine
 
     def attach(self, engine: Engine) -> None:
-        """Let `engine` take the tensors of its devices, such as a delegate to NCCL those on GPUs.
+        """Let `engine` take the tensors of its devices, such as NCCL those on GPUs.
 
         Args:
-            engine: Of the same ranks; all members attach theirs. Groups made of this one later get
-                one of their own.
+            engine: Engine of the same ranks; all members attach theirs. Groups that are made of
+                this one later get an engine of their own.
         """
         self._by_device.update(dict.fromkeys(engine.device_types, engine))
         self.devices |= engine.device_types
 
     def coalesce(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Batch:
-        """A block in which operations are written down, to be started together at its end; see `braid.comm.api.batch`.
+        """Return a block in which operations are written down, to be started together at its end.
+
+        See `braid.comm.api.batch`.
 
         Args:
-            steps_by: Who takes the steps. `StepsBy.WAITER` is for what will be waited for soon,
-                where steps would only take time from other work.
+            steps_by: Who takes the steps. `StepsBy.WAITER` is for operations that will be waited
+                for soon, where steps would only take time from other work.
         """
         self._check_open()
         return Batch(self, partial(self._launch, steps_by=steps_by))
 
     def starting(self, *, steps_by: StepsBy = StepsBy.CALLER) -> Starter:
-        """The group's operations, each of which returns its Work at once, without a thread.
+        """Return the group's operations in a form in which each returns its Work at once.
+
+        No thread is involved; see `StepsBy`.
 
         Args:
             steps_by: Who takes the steps; see `coalesce`.
@@ -181,16 +185,16 @@ class Group(Reductions, Movements, PointToPoint):
         """Register `x` for an operation that will be started many times, on its own channel.
 
         All members create their requests in the same order; after that they may start them in any
-        order. On memory from `empty` nothing is copied.
+        order. Tensors from `empty` are not copied.
 
         Args:
             kind: all_reduce, broadcast, all_gather, reduce_scatter or all_to_all.
-            x: Contiguous; kept alive by the request.
-            out: Where the result of the last three goes; contiguous, too.
+            x: Contiguous tensor; kept alive by the request.
+            out: Contiguous tensor for the result of the last three kinds.
             op: Reduction.
-            root: Of a broadcast.
-            wire: Of an all_reduce. What a lossy format leaves out at one start is added at the
-                next.
+            root: Group rank of the root of a broadcast.
+            wire: Wire format of an all_reduce. What a lossy format leaves out at one start is added
+                at the next.
 
         Cost: none; the first start compares what the members registered.
         """
@@ -231,14 +235,16 @@ class Group(Reductions, Movements, PointToPoint):
         return Request(engine, collective, self.numbers, self._describer)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Tensor in memory that all members can read; collectives on it make no copies. Not a collective.
+        """Return a tensor in memory that all members can read. Not a collective.
+
+        Collectives on such tensors make no copies.
 
         Args:
-            shape: Sizes.
-            dtype: Of the elements.
+            shape: Sizes of the dims.
+            dtype: Dtype of the elements.
 
         Raises:
-            CommError: The memory is not to be had.
+            CommError: There is not enough memory.
         """
         self._check_open()
         if not (isinstance(shape, list | tuple) and all(is_number(n) and n >= 0 for n in shape)):
@@ -250,30 +256,35 @@ class Group(Reductions, Movements, PointToPoint):
         return self._engine.empty(shape, dtype)
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` into such memory, in place; every tensor on it follows. Not a collective.
+        """Move the storage of `x` into memory that all members can read, in place.
 
-        Does nothing where there is no such memory (`engine.capabilities.adopts`).
+        This is not a collective. All tensors on that storage follow. Nothing happens where there is
+        no such memory (`engine.capabilities.adopts`).
 
         Args:
-            x: On the CPU.
+            x: Tensor on the CPU.
 
         Raises:
             CommError: There is too little space in /dev/shm, where torch keeps shared storages.
-            ConfigError: It is no such tensor.
+            ConfigError: `x` is not a tensor on the CPU.
         """
         self._check_open()
         check_movable(x)
         self._engine.adopt(x)
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Divide the group; members that pass the same color form a new one, ordered by (key, rank).
+        """Divide the group: members that pass the same color form a new group.
+
+        Members of the new group are ordered by (key, rank).
 
         Args:
-            color: Not negative; None to be in no new group.
-            key: Order among equals.
+            color: Number that is not negative; None to be in no new group.
+            key: Order among members of the same color.
 
         Returns:
-            The new group, or None for color None. Cost: one all_gather of 24 bytes a member.
+            The new group, or None for color None.
+
+        Cost: one all_gather of 24 bytes a member.
         """
         whole = all(is_number(number) for number in (color or 0, key))
         if not whole or (color is not None and color < 0):
@@ -299,17 +310,17 @@ class Group(Reductions, Movements, PointToPoint):
         return self._subset(order, [answers[r][2:] for r in order])
 
     def select(self, ranks: Sequence[int], store: Store, *, name: str) -> Group:
-        """A new group of some members; only they call this, and they meet through `store`.
+        """Return a new group of some members; only they call this, and they meet through `store`.
 
         Args:
-            ranks: Global ranks, this one among them, in the order of the new group; the same on
+            ranks: Global ranks of the new group in its order, this rank among them; the same on
                 all.
-            store: Where they meet.
-            name: Of the meeting: new for every group.
+            store: Store where the members meet.
+            name: Name of the meeting, new for every group.
 
         Raises:
-            ConfigError: Ranks that are no members, or not this one.
-            CommTimeout: Some did not come; they are named.
+            ConfigError: Some of `ranks` are not members, or this rank is not among them.
+            RanksMissingError: Some members did not come; they are named.
         """
         self._check_open()
         strangers = [rank for rank in ranks if rank not in self.ranks]
@@ -330,17 +341,17 @@ class Group(Reductions, Movements, PointToPoint):
     def rebuild(
         self, survivors: Sequence[int] | None = None, *, timeout_s: float = REBUILD_S
     ) -> Group:
-        """Go on with those that are left after a loss; every survivor calls it, and this process is not started anew.
+        """Return a group of the ranks that are left after a loss; every survivor calls this.
 
-        What is under way in this group ends with StaleError, and so does whatever is asked of it
-        later, its requests included; what was sent but not received is gone. Groups that were made
-        of it must each be rebuilt, too. Some survivors may have finished a step that ended with an
-        error on others: agree on the last complete one before going on.
+        This process is not started anew. Operations of this group that are under way end with
+        StaleError, and so do later calls and its requests. Messages that were sent but not received
+        are gone. Groups that were made of this one must each be rebuilt, too. Some survivors may
+        have finished a step that failed on others: agree on the last complete step before going on.
 
         Args:
-            survivors: Their global ranks, the same on all of them; agreed upon through the store
-                when None.
-            timeout_s: Seconds to wait for the others.
+            survivors: Global ranks that are left, the same on all of them; None to agree on them
+                through the store.
+            timeout_s: Seconds to wait for the other survivors.
 
         Returns:
             The group of the survivors, in their old order, with the next epoch.
@@ -377,30 +388,33 @@ class Group(Reductions, Movements, PointToPoint):
 
     @property
     def current(self) -> Group:
-        """This group, or what it was rebuilt as."""
+        """This group, or the group that it was rebuilt as."""
         return self if self._successor is None else self._successor.current
 
     def advance(self) -> bool:
-        """Take the steps that are possible now of what this rank has started and nobody waits for; never blocks.
+        """Take the steps that are possible now of started operations, without blocking.
 
         Returns:
-            Whether any could be taken.
+            Whether any step could be taken.
         """
         moved = [engine.advance() for engine in self._engines()]
         return any(moved)
 
     def abort(self, reason: str) -> None:
-        """Leave every operation of this group for good; the members' waits end with CommError and `reason`."""
+        """Leave all operations of this group for good.
+
+        The waits of other members end with CommError, which tells `reason`.
+        """
         if not self._closed:
             self._closed = f"was aborted here: {reason}"
             for engine in self._engines():
                 engine.stop(reason)
 
     def close(self) -> None:
-        """Give the group's memory back, but for 4 KiB; not a collective.
+        """Free the group's memory, but for 4 KiB. Not a collective.
 
-        Members that still need this rank raise PeerLostError; what is under way here fails with
-        StaleError.
+        Members that still need this rank raise PeerLostError; operations of this rank that are
+        under way fail with StaleError.
         """
         if not self._given_back:
             self._given_back = True
@@ -409,7 +423,7 @@ class Group(Reductions, Movements, PointToPoint):
                 engine.close()
 
     def statistics(self) -> dict[str, int]:
-        """Operations, bytes, nanoseconds spent in operations and waited in them so far."""
+        """Return the numbers of operations and bytes, and the nanoseconds spent and waited in them."""
         counts = self._engine.statistics
         return {
             "num_operations": counts.num_operations,
@@ -441,7 +455,7 @@ class Group(Reductions, Movements, PointToPoint):
         return [engine.start(c, steps_by) for engine, c in zip(engines, collectives, strict=True)]
 
     def _prepare(self, collective: Collective) -> Engine:
-        """Describe a collective, check it against the engine that takes it, and return that engine."""
+        """Describe a collective, check it, and return the engine that takes it."""
         engine = self._engine
         if self._closed:  # a forked child is refused by the engine
             self._check_open()
@@ -490,7 +504,7 @@ class Group(Reductions, Movements, PointToPoint):
         epoch: int | None = None,
         name_prefix: str = "",
     ) -> Group:
-        """A group of some members, each of whom brought one token for each engine."""
+        """Return a group of some members, each of whom brought one token for each engine."""
         ranks = tuple(self.ranks[r] for r in order)
         first, *others = (
             engine.subset(order, [row[i] for row in tokens])

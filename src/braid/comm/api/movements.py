@@ -1,4 +1,4 @@
-"""Collectives that move parts: what a `Group` offers of them. The algorithms are in `move`."""
+"""The collectives that move parts, as users call them; `broadcast_gather` has the algorithms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MONITORED_S = 30.0
 
 
 class Movements(Face):
-    """broadcast, all_gather, gather, scatter, all_to_all, barriers; any dtype that torch can copy."""
+    """broadcast, all_gather, gather, scatter, all_to_all and barriers, for any dtype."""
 
     @overload
     def broadcast(
@@ -59,14 +59,13 @@ class Movements(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Replace `x` on every member by `x` of the member `root` (a group rank).
+        """Replace `x` on every member by the `x` of member `root`.
 
         Args:
-            x: The same shape and dtype on all members.
+            x: Tensor of the same shape and dtype on all members.
             root: Group rank.
-            async_op: Return a Work at once.
-            algorithm: staged or pulled instead of the choice by size (all operations of this
-                class).
+            async_op: Whether to return a Work at once.
+            algorithm: staged or pulled, instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -199,13 +198,14 @@ class Movements(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Collect all members' `x` on member `root`.
+        """Collect the `x` of all members on member `root`.
 
         Args:
-            x: May have another size on every member if `root` passes a sequence of fitting tensors.
+            x: Tensor. Sizes may differ between members if `root` passes a sequence of fitting
+                tensors.
             root: Group rank.
-            out: On the root: like `all_gather`'s. Elsewhere nothing.
-            async_op: Return a Work at once.
+            out: On the root, where the result goes, as in `all_gather`; None elsewhere.
+            async_op: Whether to return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
@@ -262,16 +262,18 @@ class Movements(Face):
         """Give each member its part of what member `root` has.
 
         Args:
-            x: On the root: a tensor whose dim 0 is cut into equal parts, or one tensor per member.
-                Elsewhere nothing.
+            x: On the root, a tensor whose dim 0 is cut into equal parts, or one tensor per member;
+                None elsewhere.
             root: Group rank.
             out: Where this member's part goes.
-            async_op: Return a Work at once.
+            async_op: Whether to return a Work at once.
             algorithm: See `broadcast`.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
-            `out`, or the Work. Cost: 2 a + l b.
+            `out`, or the Work.
+
+        Cost: 2 a + l b.
         """
         check_peer(root, self.size, "root")
         target = as_tensor(out, written=True)
@@ -399,16 +401,19 @@ class Movements(Face):
     @overload
     def barrier(self, *, async_op: Literal[True], timeout_s: float | None = None) -> Work: ...
     def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
-        """Return when every member has called it. Cost: a."""
+        """Return when every member has called this.
+
+        Cost: a.
+        """
         collective = Collective("barrier", timeout_s=timeout_s, async_op=async_op)
         return self._submit(collective)  # type: ignore[no-any-return]
 
     def monitored_barrier(self, *, timeout_s: float = MONITORED_S) -> None:
-        """A barrier with a short deadline, for finding out who is missing.
+        """Return when every member has called this, or tell which members are missing.
 
         Raises:
-            CommTimeout: On every rank that came, with all those that did not and where each was
-                last.
+            CommTimeout: Some members have not come within `timeout_s`; every rank that came names
+                all of them, and where each was last.
         """
         self._submit(Collective("barrier", timeout_s=timeout_s))
 
@@ -459,7 +464,7 @@ def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
     """Refuse parts of another dtype than their destination.
 
     Raises:
-        ConfigError: Names both.
+        ConfigError: The dtypes differ.
     """
     if flat.dtype != out.dtype:
         msg = f"expected parts of out's dtype {out.dtype}, found {flat.dtype}: convert one of them"

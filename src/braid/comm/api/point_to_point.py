@@ -1,4 +1,4 @@
-"""Messages between two members: what a `Group` offers of them. The protocol is in `message`."""
+"""Messages between two members, as users call them; `send` and `receive` have the protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ X = TypeVar("X", bound=Data)
 
 
 class PointToPoint(Face):
-    """send and recv; messages of one pair and tag keep their order, those of different tags may overtake each other."""
+    """send and recv.
+
+    Messages of one pair and tag keep their order; those of different tags may overtake each other.
+    """
 
     @overload
     def send(
@@ -47,16 +50,16 @@ class PointToPoint(Face):
         async_op: bool = False,
         timeout_s: float | None = None,
     ) -> Any:
-        """Send `x` to member `to`; returns when it may be changed, which for up to 256 KiB is at once.
+        """Send `x` to member `to`; return when `x` may be changed.
 
-        Two members that send each other more than that at the same time must use `async_op` or
-        `coalesce`.
+        For up to 256 KiB that is at once. Two members that send each other more at the same time
+        must use `async_op` or `coalesce`.
 
         Args:
-            x: What is sent.
+            x: Tensor to send.
             to: Group rank.
-            tag: Tells messages of one pair apart.
-            async_op: Return a Work at once.
+            tag: Number that tells messages of one pair apart.
+            async_op: Whether to return a Work at once.
             timeout_s: Seconds until CommTimeout.
 
         Cost: ceil(l / chunk) a + l b.
@@ -95,10 +98,10 @@ class PointToPoint(Face):
         """Receive into `x` what member `source` sends with `tag`.
 
         Args:
-            x: Of the message's size and dtype.
-            source: Group rank; None for whoever sends first (`Work.source` says who it was).
-            tag: Which of the sender's messages.
-            async_op: Return a Work at once.
+            x: Tensor of the message's size and dtype.
+            source: Group rank; None for whoever sends first, whom `Work.source` names.
+            tag: Tag that the sender gave the message.
+            async_op: Whether to return a Work at once.
             timeout_s: Seconds until CommTimeout.
         """
         return self._message("recv", x, source, tag, async_op=async_op, timeout_s=timeout_s)

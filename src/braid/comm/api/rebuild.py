@@ -1,14 +1,14 @@
-"""Who is left after a loss: the survivors agree through the store, so that all of them go on with the same group.
+"""The survivors of a loss agree through the store, so that all of them go on with the same group.
 
-Problem: survivors notice a death at different times, and a second rank may die while they talk. If
-each went on with those it believes in, there would be two groups that wait for each other.
+Problem: survivors notice a death at different times, and a second rank may die while they agree. If
+each went on with the ranks it believes in, there would be two groups that wait for each other.
 
-Idea: who comes leaves a word in the store, once, and with it whom it has lost. Whoever sees that
-all have come whom it does not know to be lost proposes as many of them as have not lost each other;
-the first proposal is the decision, for everybody (`Store.compare_set`). Of two ranks that both live
-but cannot reach each other any more the later one is left out. A decision may name a rank that died
-a moment ago: the new group finds that out as any group does, and is rebuilt. A rank that is not in
-it goes no further: the others have gone on without it.
+Idea: each survivor leaves one entry in the store, with the ranks that it has lost. As soon as a
+survivor sees that every rank has come or is lost, it proposes as many as have not lost each other.
+The first proposal is the decision for all (`Store.compare_set`). Of two living ranks that cannot
+reach each other any more, the later one is left out. A decision may name a rank that died a moment
+ago: the new group notices that as any group does, and is rebuilt. A rank that is not in the
+decision raises: the others have gone on without it.
 
 Source: the shrinking of communicators in Bland et al., "Post-failure recovery of MPI communication
 capability" (2013), sec. 4, with the store in place of an agreement over messages.
@@ -36,24 +36,24 @@ def meet_survivors(
     word: str,
     timeout_s: float,
 ) -> dict[int, str]:
-    """Come, and hear who else is left.
+    """Come to the meeting, and return the values of all survivors.
 
     Args:
-        context: Of this rank.
+        context: Context of this rank.
         ranks: Global ranks of a group.
-        survivors: Those of them that are left, if the program knows; the same on all of them.
-        name: Of the meeting: new for every one.
-        word: What the others are told.
+        survivors: Ranks that are left, if the program knows; the same on all of them.
+        name: Name of the meeting, new for each.
+        word: Value that the others are told.
         timeout_s: Seconds to wait for the others.
 
     Returns:
-        The word of each survivor by global rank, in the order of the group.
+        The value of each survivor by global rank, in the order of the group.
 
     Raises:
         StaleError: The others have gone on without this rank.
         PeerLostError: One of `survivors` is gone.
-        CommTimeout: Some neither came nor died.
-        ConfigError: Ranks in `survivors` that are no members, or not this one.
+        CommTimeout: Some ranks neither came nor died.
+        ConfigError: Some of `survivors` are not members, or this rank is not among them.
     """
     if survivors is not None:
         strangers = [rank for rank in survivors if rank not in ranks]
@@ -95,7 +95,7 @@ def meet_survivors(
 
 
 def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed: bool) -> list[int]:
-    """Who goes on, proposed by this rank if it can be; empty while nobody can say."""
+    """Return who goes on, proposed by this rank if it can be; empty while nobody can decide."""
     store, health = context.store, context.health
     key = f"{topic}/decision"
     if not store.check([key]):
@@ -123,12 +123,14 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
 def together(
     came: Sequence[int], lost: Sequence[Collection[int]], known: Collection[int]
 ) -> list[int]:
-    """Ranks that have not lost each other, in their order: each joins those before it unless one of them has lost it, or it one of them.
+    """Return ranks that have not lost each other, in their order.
+
+    Each rank joins those before it unless one of them has lost it, or it has lost one of them.
 
     Args:
-        came: Global ranks.
-        lost: Whom each of them has lost.
-        known: To be lost, to whoever asks.
+        came: Global ranks that have come.
+        lost: Ranks that each of them has lost.
+        known: Ranks that the caller knows to be lost.
     """
     losses = dict(zip(came, lost, strict=True))
     left: list[int] = []
@@ -140,7 +142,7 @@ def together(
 
 
 def _words(context: RankContext, topic: str, ranks: Sequence[int]) -> list[tuple[list[int], str]]:
-    """Whom each of `ranks` has lost, and what it says besides."""
+    """Return the ranks that each of `ranks` has lost, and its value."""
     texts = context.store.multi_get([f"{topic}/{rank}" for rank in ranks])
     pairs = [text.decode().partition("|") for text in texts]
     return [([int(r) for r in lost.split(",") if r], word) for lost, _, word in pairs]

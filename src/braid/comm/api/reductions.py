@@ -1,4 +1,4 @@
-"""Collectives that reduce: what a `Group` offers of them.
+"""The collectives that reduce, as users call them.
 
 The algorithms are in `all_reduce`, `hierarchical` and `reduce_scatter`.
 """
@@ -172,16 +172,15 @@ class Reductions(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Replace `x` (or fill `out`) on member `root` by the reduction; elsewhere `x` stays as it is.
+        """Replace `x` (or fill `out`) on member `root` by the reduction of all members' `x`.
 
         Args:
-            x: The same shape and dtype on all members.
+            x: Tensor of the same shape and dtype on all members; unchanged elsewhere.
             root: Group rank.
-            op: See the class.
-            out: On the root: where the result goes, if `x` is to stay as it is. Not looked at
-                elsewhere.
-            async_op: Return a Work at once.
-            algorithm: staged or pulled instead of the choice by size.
+            op: Reduction; see the class.
+            out: On the root, where the result goes if `x` is to stay as it is; ignored elsewhere.
+            async_op: Whether to return a Work at once.
+            algorithm: staged or pulled, instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -254,15 +253,15 @@ class Reductions(Face):
         algorithm: str | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Reduce all members' `x` and keep the part that belongs to this member.
+        """Reduce the `x` of all members and keep the part that belongs to this member.
 
         Args:
-            x: A tensor whose dim 0 is cut into equal parts, or one tensor per member; the same
-                shapes and dtype on all members. Stays as it is, unless `out` is a part of it.
-            op: See the class.
+            x: Tensor whose dim 0 is cut into equal parts, or one tensor per member; the same shapes
+                and dtype on all members. Unchanged, unless `out` is a part of it.
+            op: Reduction; see the class.
             out: Where this member's part goes; a new tensor when None.
-            async_op: Return a Work at once.
-            algorithm: staged or pulled instead of the choice by size.
+            async_op: Whether to return a Work at once.
+            algorithm: staged or pulled, instead of the choice by size.
             timeout_s: Seconds until CommTimeout.
 
         Returns:
@@ -270,7 +269,8 @@ class Reductions(Face):
 
         Raises:
             ConfigError: Unknown op or algorithm, dim 0 that cannot be divided, or not one tensor
-            per member. MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+                per member.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Shape:
             x: (n d0, ...), or one tensor per member. Result: (d0, ...), or as that member's part.
@@ -318,13 +318,13 @@ class Reductions(Face):
         out: X | None = None,
         timeout_s: float | None = None,
     ) -> X:
-        """Prefix reduction: the reduction of the `x` of members 0 to this one.
+        """Compute the prefix reduction: the reduction of the `x` of members 0 to this one.
 
         Args:
-            x: The same shape on all members; stays as it is.
-            op: See the class.
-            exclusive: Without this member's own; member 0 gets the identity (sum, product, bor,
-                bxor only).
+            x: Tensor of the same shape on all members; unchanged.
+            op: Reduction; see the class.
+            exclusive: Whether to leave out this member's own `x`; member 0 gets the identity (sum,
+                product, bor and bxor only).
             out: Where the result goes; a new tensor when None.
             timeout_s: Seconds until CommTimeout.
 
@@ -333,7 +333,8 @@ class Reductions(Face):
 
         Raises:
             ConfigError: Unknown op, a tensor that cannot be reduced, or `exclusive` with an op that
-            has no identity. MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
+                has no identity.
+            MismatchError, PeerLostError, CommTimeout: See `braid.comm.api.group`.
 
         Cost: a + (n+1) l b.
         """

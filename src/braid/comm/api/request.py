@@ -24,11 +24,12 @@ MAX_SCALES = 64  # factors whose descriptions are kept
 
 
 class Numbers:
-    """Numbers of a group's requests, equal on all members; a group has a limited number of channels.
+    """Numbers of a group's requests, equal on all members.
 
-    The next number depends on which requests there are, not on how they came and went: that may be
-    one member's own business. So is when an object dies: requests that nobody holds any more are
-    only noted (`lost`), until the members have agreed on them (`reclaim`).
+    A group has a limited number of channels, so numbers are reused. The next number depends on
+    which requests there are, not on how they came and went: that may be one member's own business.
+    So is when an object dies: requests that nobody holds any more are only noted (`lost`), until
+    the members have agreed on them (`reclaim`).
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Numbers:
         self._lost: set[int] = set()
 
     def next(self) -> int:
-        """The smallest number that no request has."""
+        """Return the smallest number that no request has."""
         if self._free:
             return heapq.heappop(self._free)
         self._next += 1
@@ -48,19 +49,22 @@ class Numbers:
         heapq.heappush(self._free, number)
 
     def lose(self, number: int) -> None:
-        """Note that the request with this number is gone, and nothing of it under way."""
+        """Note that the request with this number is gone, with nothing of it under way."""
         self._lost.add(number)
 
     def lost(self) -> list[int]:
-        """Numbers of requests that are gone on this member."""
+        """Return the numbers of requests that are gone on this member."""
         return sorted(self._lost.copy())  # others may die meanwhile
 
     def state(self) -> str:
-        """The numbers in use, as text; it differs from another member's while they have not made the same requests."""
+        """Return the numbers in use, as text that is equal on members which have made the same requests."""
         return f"{self._next} {sorted(self._free)}"
 
     def reclaim(self, numbers: Iterable[int]) -> None:
-        """Free the numbers that all members have lost; all do so at the same point of the order of their requests."""
+        """Free the numbers that all members have lost.
+
+        All members do so at the same point of the order of their requests.
+        """
         for number in numbers:
             self._lost.remove(number)
             self.give_back(number)
@@ -120,13 +124,13 @@ class Request:
         return work
 
     def residual(self) -> torch.Tensor | None:
-        """What a lossy wire format has left out here and will add at the next start; None where nothing can be.
+        """Return what a lossy wire format has left out here, and will add at the next start.
 
         Returns:
-            A flat copy in the places of the numbers, zeros where this rank encodes nothing. It
-            counts as part of this rank's own numbers: added to them at some start, after
-            `reset_residual`, it makes up for what was left out, on whatever ranks and hosts that
-            is. (Of requests that are started without a scale.)
+            A flat copy in the places of the numbers, zeros where this rank encodes nothing; None
+            where nothing can be left out. It counts as part of this rank's own numbers: added to
+            them at some start, after `reset_residual`, it makes up for what was left out, on
+            whatever ranks and hosts that was. (For requests that are started without a scale.)
         """
         return self._request.residual()
 
@@ -135,7 +139,9 @@ class Request:
         self._request.reset_residual()
 
     def retire(self) -> None:
-        """Give the channel to later requests; all members do so at the same point of the order of their requests.
+        """Give the channel to later requests.
+
+        All members do so at the same point of the order of their requests.
 
         Raises:
             StaleError: The last start has not ended, or the request has been retired before.

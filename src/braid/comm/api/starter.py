@@ -1,4 +1,4 @@
-"""Operations that are started and waited for later, without a thread: each call returns a Work at once."""
+"""Operations that are started without a thread and waited for later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Starter"]
 
 
 class Starter(Reductions, Movements, PointToPoint):
-    """Starts each operation that it is asked for; made by `Group.starting`.
+    """The operations of a group, each of which returns a Work at once; made by `Group.starting`.
 
     Args:
         group: The group.

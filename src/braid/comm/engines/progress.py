@@ -111,7 +111,7 @@ class Progress:
         return any(o.channel is channel and not o.done for o in tuple(self._started))
 
     def advance_started(self) -> bool:
-        """Advance each started operation that is the first of its channel; return whether any moved."""
+        """Advance each started operation that is first on its channel; return whether any moved."""
         return self._advance(self._heads())
 
     def _advance(self, heads: list[Operation]) -> bool:

@@ -1,10 +1,10 @@
-"""What users pass -> tensors that fit the operation.
+"""Checks of what users pass, and its conversion to tensors that fit the operation.
 
-Tensors, numpy arrays and raw memory (`Buffer`) are welcome. Any strided tensor will do (results
-need one whose elements do not overlap): non-contiguous ones are copied and copied back (`copies`),
-those that require grad are used without autograd noticing (collectives with gradients are another
-room), empty and zero-dim ones are ordinary. CUDA tensors of a group in shared memory travel through
-a copy in pinned memory.
+Tensors, numpy arrays and raw memory (`Buffer`) are accepted, with any strides; results need a
+tensor whose elements do not overlap. Tensors that are not contiguous are copied and copied back
+(`copies`). Tensors that require grad are used without autograd noticing; `braid.autograd` has
+collectives with gradients. Empty and zero-dim tensors are ordinary. CUDA tensors of a group in
+shared memory travel through a copy in pinned memory.
 
 `Parts` are what an operation divides among the members: one tensor whose dim 0 is cut into equal
 slices, or a sequence with one tensor per member, whose sizes may differ.
@@ -27,12 +27,12 @@ __all__ = ["Buffer", "Data", "Parts", "as_tensor", "dense"]
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Raw memory: `count` numbers of `dtype` at `pointer`. The caller keeps it alive until the operation has ended.
+    """Raw memory, which the caller keeps alive until the operation has ended.
 
     Attributes:
         pointer: Address in this process.
         count: Number of elements.
-        dtype: torch's type.
+        dtype: Dtype of the elements.
     """
 
     pointer: int
@@ -45,14 +45,14 @@ Parts: TypeAlias = "Data | Sequence[torch.Tensor]"
 
 
 def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
-    """A tensor over the same memory.
+    """Return a tensor over the same memory.
 
     Args:
         x: Tensor, array or raw memory.
         written: Whether a result goes there.
 
     Raises:
-        ConfigError: Something else, or memory that cannot be used so.
+        ConfigError: `x` is something else, or its memory cannot be used so.
     """
     if isinstance(x, torch.Tensor):
         return ordinary(x)
@@ -68,10 +68,10 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
 
 
 def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
-    """`x` as a flat tensor over the same memory; None where a collective on it needs checks or a copy.
+    """Return `x` as a flat tensor over the same memory; None if it needs checks or a copy.
 
     Args:
-        x: What the user passed.
+        x: Value that the user passed.
         devices: Types of the devices whose tensors need no copy to another device.
     """
     if (
@@ -92,7 +92,7 @@ def dense(x: Data, devices: frozenset[str]) -> torch.Tensor | None:
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or the same memory as a tensor that may be written outside of `torch.inference_mode`.
+    """Return `x` as a tensor that may be written outside of `torch.inference_mode`.
 
     The steps of an operation are taken by whoever waits, in whatever mode that is.
     """
@@ -104,12 +104,12 @@ def ordinary(x: torch.Tensor) -> torch.Tensor:
 
 
 def like(x: Data, tensor: torch.Tensor) -> Any:
-    """`tensor` as what the user works with: an array for arrays."""
+    """Return `tensor` as the type that the user works with: an array for arrays."""
     return tensor.numpy() if isinstance(x, np.ndarray) else tensor
 
 
 class _Elements:
-    """Where the elements of a tensor lie, as numpy wants to be told; they are not looked at."""
+    """The addresses of a tensor's elements in numpy's terms; the elements are not read."""
 
     def __init__(self, x: torch.Tensor) -> None:
         size = x.element_size()
@@ -123,13 +123,13 @@ class _Elements:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor, *, exactly: bool) -> bool:
-    """Whether two tensors share memory.
+    """Return whether two tensors share memory.
 
     Args:
-        one: Strided.
-        other: Likewise.
-        exactly: Look at every element, which for large tensors takes long; else only at the first
-            and the last.
+        one: Strided tensor.
+        other: Another one.
+        exactly: Whether to look at every element, which takes long for large tensors, rather than
+            at the first and the last only.
     """
     if not (one.numel() and other.numel()):
         return False
@@ -138,7 +138,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor, *, exactly: bool) -> bool:
 
 
 def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.Tensor:
-    """The tensor for a result: the user's if it fits, else a new one like `x`.
+    """Return the tensor for a result: the user's, or a new one like `x`.
 
     Raises:
         ConfigError: `out` has another shape or dtype.
@@ -163,10 +163,10 @@ def result(out: Data | None, shape: tuple[int, ...], x: torch.Tensor) -> torch.T
 
 
 def check_peer(peer: int, size: int, role: str) -> None:
-    """Refuse a group rank that is none.
+    """Refuse a number that is not a group rank.
 
     Raises:
-        ConfigError: Out of range, or no whole number.
+        ConfigError: `peer` is out of range, or not an integer.
     """
     if not is_number(peer) or not 0 <= peer < size:
         msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer!r}"
@@ -174,19 +174,19 @@ def check_peer(peer: int, size: int, role: str) -> None:
 
 
 def is_number(n: object) -> bool:
-    """Whether `n` is a whole number, of whatever type."""
+    """Return whether `n` is an integer, of whatever type."""
     return hasattr(n, "__index__")
 
 
 def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
-    """Refuse what is no number of seconds; None stays None.
+    """Check a user-given number of seconds; None stays None.
 
     Args:
-        timeout_s: What was passed.
+        timeout_s: Value that was passed.
         zero: Whether it may be 0.
 
     Raises:
-        ConfigError: Something else.
+        ConfigError: `timeout_s` is not a number of seconds.
     """
     if timeout_s is None:
         return None
@@ -201,10 +201,10 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
 
 
 def check_movable(x: object) -> None:
-    """Refuse what has no storage in the memory of the CPU.
+    """Refuse a value that has no storage in the memory of the CPU.
 
     Raises:
-        ConfigError: Says what it is.
+        ConfigError: `x` is not a tensor on the CPU.
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
         found = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
@@ -213,10 +213,10 @@ def check_movable(x: object) -> None:
 
 
 def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role: str) -> None:
-    """Refuse a sequence that has not one tensor per member, all of one dtype and device.
+    """Refuse a sequence that does not have one tensor per member, all of one dtype and device.
 
     Raises:
-        ConfigError: Says what is wrong with which.
+        ConfigError: Names the parts that differ.
     """
     if len(parts) != size:
         msg = f"expected {size} tensors as {role}, one for every member, found {len(parts)}"
@@ -232,7 +232,7 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
 
 
 def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
-    """Shape of one of `size` equal slices of dim 0.
+    """Return the shape of one of `size` equal slices of dim 0.
 
     Raises:
         ConfigError: dim 0 cannot be divided.

@@ -1,16 +1,15 @@
-"""What has to be copied before an operation's first step and after its last.
+"""Copies before an operation's first step and after its last.
 
-Algorithms want flat, contiguous memory on their own device, and inputs that no result is written
-over while peers still read them. Most tensors are so; for the others an operation works on memory
-of its own:
+Algorithms need flat, contiguous memory on their own device, and inputs that no result is written
+over while peers still read them. Most tensors are so; for others an operation works on memory of
+its own:
 
     read       load before the first step
     written    store after the last step
     changed    both
 
-When the load happens matters: a collective that waits its turn behind another one must see what
-that one writes. So nothing is copied when the operation is called, everything when its first step
-is taken.
+The time of the load matters: a collective that waits its turn behind another one must see what that
+one writes. So nothing is copied when the operation is called, but when its first step is taken.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ Y = TypeVar("Y")
 
 
 class Copies:
-    """The copies of one operation; none when it works on the user's memory itself.
+    """The copies of one operation; none if it works on the user's memory itself.
 
     Args:
-        device_types: Devices on which the group's engine works; tensors on CUDA are copied to the
-            CPU for others.
+        device_types: Types of the devices on which the group's engine works; CUDA tensors are
+            copied to the CPU for others.
     """
 
     __slots__ = ("_after", "_before", "_device_types")
@@ -46,11 +45,11 @@ class Copies:
 
     @property
     def needed(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any copies."""
         return bool(self._before or self._after)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
-        """A flat tensor with the elements of `x`.
+        """Return a flat tensor with the elements of `x`.
 
         Raises:
             ConfigError: `x` cannot be communicated.
@@ -58,7 +57,7 @@ class Copies:
         return self._flat(x, load=True, store=False)
 
     def written(self, x: torch.Tensor) -> torch.Tensor:
-        """A flat tensor whose elements become those of `x`.
+        """Return a flat tensor whose elements become those of `x`.
 
         Raises:
             ConfigError: `x` cannot be communicated, or cannot hold a result.
@@ -66,7 +65,7 @@ class Copies:
         return self._flat(x, load=False, store=True)
 
     def changed(self, x: torch.Tensor) -> torch.Tensor:
-        """A flat tensor with the elements of `x`, which become those of `x`.
+        """Return a flat tensor with the elements of `x`, which become those of `x` again.
 
         Raises:
             ConfigError: See `written`.
@@ -74,7 +73,7 @@ class Copies:
         return self._flat(x, load=True, store=True)
 
     def filled(self, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """A flat tensor with the elements of `source`, which become those of `x`; both of one shape.
+        """Return a flat tensor with the elements of `source`, which become those of `x`.
 
         Raises:
             ConfigError: See `written`.
@@ -89,7 +88,10 @@ class Copies:
         return flat
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One flat tensor that holds flat `parts` one after the other; the same memory if they lie there so."""
+        """Return one flat tensor that holds the flat `parts` one after the other.
+
+        It is the same memory if they lie there so.
+        """
         first = parts[0]
         numel = sum(part.numel() for part in parts)
         if _are_neighbours(parts, numel):
@@ -97,7 +99,7 @@ class Copies:
         return self.packed(parts)
 
     def packed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Like `joined`, but always in memory of its own."""
+        """Return one flat tensor that holds the flat `parts`, always in memory of its own."""
         numel = sum(part.numel() for part in parts)
         flat = ordinary(torch.empty(numel, dtype=parts[0].dtype, device=parts[0].device))
         parts = list(parts)
@@ -110,7 +112,10 @@ class Copies:
         self._after.append(lambda: [part.copy_(row) for part, row in zip(parts, rows, strict=True)])
 
     def apart(self, x: torch.Tensor, outs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Flat `x`, or a copy of it if one of `outs` shares memory with it: results are stored while peers still read."""
+        """Return the flat tensor `x`, or a copy of it if one of `outs` shares memory with it.
+
+        Results are stored while peers still read.
+        """
         start, end = x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()
         for out in outs:
             out_start = out.data_ptr()
@@ -121,7 +126,11 @@ class Copies:
         return x
 
     def include(self, other: Copies, *, position: int) -> int:
-        """Make the copies of `other`, too: its stores last, its loads from `position` on; returns where they end."""
+        """Make the copies of `other`, too: its stores last, its loads from `position` on.
+
+        Returns:
+            Position behind its loads.
+        """
         self._before[position:position] = other._before
         self._after += other._after
         return position + len(other._before)
@@ -131,7 +140,7 @@ class Copies:
         self._after.append(act)
 
     def around(self, steps: Generator[Y, None, None]) -> Generator[Y, None, None]:
-        """The steps of an operation, with the copies before the first and after the last."""
+        """Yield the steps of an operation, with the copies before the first and after the last."""
         for load in self._before:
             load()
         yield from steps
@@ -187,7 +196,7 @@ def _check_own_memory(x: torch.Tensor) -> None:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    """What copies `source` to `target`.
+    """Return a function that copies `source` to `target`.
 
     Between a GPU and page-locked memory the copy is ordered with the stream that is current now,
     and the host waits for it: shared memory knows nothing of streams.
@@ -205,7 +214,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
 
 
 def _are_neighbours(parts: Sequence[torch.Tensor], numel: int) -> bool:
-    """Whether flat tensors lie one after the other in one storage."""
+    """Return whether flat tensors lie one after the other in one storage."""
     first = parts[0]
     end = first.data_ptr()
     for part in parts:
