@@ -209,6 +209,7 @@ def _mismatch_in_the_background() -> list[str]:
     return [*seen, type(work.exception()).__name__, str(work.is_success())]
 
 
+@pytest.mark.held_by_torch
 def test_works_and_futures_carry_the_error(pool: ProcessPool, tmp_path: Path) -> None:
     expected = ["MismatchError", "MismatchError", "MismatchError", "False"]
     assert run(pool, tmp_path, 2, _mismatch_in_the_background) == [expected] * 2

@@ -67,8 +67,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         self._group: Any = group  # its overloads want literals; here async_op is a variable
         self._now: Any = group.starting()
         self._later: Any = group.starting(steps_by=StepsBy.WAITER)
-        self._home = home
-        self._buckets = Buckets(group)
+        self._home: Any = home
+        self._buckets: Any = Buckets(group)
         self._foreign = foreign
         self._store = store
         self._homes = homes
@@ -235,6 +235,8 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             split.shutdown()
         end_foreign()
         self._homes.leave(self._home, group)
+        # torch keeps ended process groups in its caches, and with them whatever they hold
+        self._home = self._buckets = self._group
 
 
 def _nbytes(outputs: list[Any]) -> int:

@@ -423,7 +423,7 @@ class Group(Reductions, Movements, PointToPoint):
                 engine.close()
 
     def statistics(self) -> dict[str, int]:
-        """Return the numbers of operations and bytes, and the nanoseconds spent and waited in them."""
+        """Return the numbers of operations and bytes, and nanoseconds spent and waited in them."""
         counts = self._engine.statistics
         return {
             "num_operations": counts.num_operations,

@@ -57,7 +57,7 @@ class Numbers:
         return sorted(self._lost.copy())  # others may die meanwhile
 
     def state(self) -> str:
-        """Return the numbers in use, as text that is equal on members which have made the same requests."""
+        """Return the numbers in use, as text to be compared with other members'."""
         return f"{self._next} {sorted(self._free)}"
 
     def reclaim(self, numbers: Iterable[int]) -> None:

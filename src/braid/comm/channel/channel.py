@@ -188,7 +188,7 @@ class Channel:
         return self._work_counter
 
     def line(self, peer: int) -> memoryview | None:
-        """Control line of `peer`, whose first word is its counter; None while it has not made the page."""
+        """Return the control line of `peer`; None while the peer has not made the page."""
         return self._lines[peer] or self._find(peer)
 
     def counter(self, peer: int) -> int:

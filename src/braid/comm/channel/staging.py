@@ -157,7 +157,7 @@ class Staging:
 
 
 def pieces(x: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
-    """Consecutive slices of a flat tensor of at most `nbytes` each; an empty tensor is one empty piece."""
+    """Return consecutive slices of a flat tensor of at most `nbytes` each."""
     numel = x.numel()
     step = max(1, nbytes // x.element_size())
     return [x] if numel <= step else [x[i : i + step] for i in range(0, numel, step)]

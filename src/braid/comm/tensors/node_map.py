@@ -60,7 +60,7 @@ class NodeMap(NamedTuple):
         return index if index < self.num_slices else -1
 
     def cross_node_peers(self, member: int) -> tuple[int, ...]:
-        """Return the members that work on the slice of `member`, including it, in the order of hosts."""
+        """Return the members that work on the slice of `member`, in the order of hosts."""
         index = self.slice(member)
         return (member,) if index < 0 else tuple(host[index] for host in self.hosts)
 

@@ -1,4 +1,4 @@
-"""Plain data as MessagePack, anything else behind a switch: the bytes of an object, and the object of the bytes.
+"""Objects as bytes and back: plain data as MessagePack, anything else behind a switch.
 
 Problem: MessagePack has neither tuples nor sets, large integers nor keys that are not strings, and
 what writes it fails on a cyclic list with an exhausted stack and on half a surrogate pair with a
@@ -123,7 +123,7 @@ def _pickled(obj: object) -> bytes:
 
 
 def _plain(obj: object, path: str, above: tuple[int, ...]) -> object:
-    """`obj` in types that MessagePack has; `above` are the identities of the containers around it."""
+    """Return `obj` in types of MessagePack; `above` are identities of its containers."""
     kind = type(obj)
     if obj is None or kind in (bool, float, bytes):
         return obj

@@ -110,7 +110,7 @@ def combine(
 
 
 def early_factor(dtype: torch.dtype, op: str, scale: float | None, count: int) -> float | None:
-    """Factor for every rank's numbers before they are summed in several stages, each rounded; None for none.
+    """Return the factor for numbers before they are summed in several stages, or None.
 
     16-bit numbers that are rounded on the way are made as small as the result first, so that no sum
     of them overflows.
