@@ -1,4 +1,4 @@
-"""Collectives: groups of ranks, the algorithms they run, and what is said when one of them fails."""
+"""Collectives: groups of ranks, the algorithms that they run, and the errors of failed calls."""
 
 from braid.comm.api.batch import Batch
 from braid.comm.api.group import Group

@@ -1,34 +1,33 @@
 """All-reduce: every rank ends with the sum of all ranks' tensors, the same bits everywhere.
 
-Four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one
+There are four ways, all exact to the order of ranks (n = ranks, l = bytes of the tensor, a = one
 synchronisation):
 
-    direct       copy in, wait, add everybody's slot                      a        + (n+1) l b
-    two_phase    reduce-scatter and all-gather through the slots         2a        + (3 + 1/n) l b
-    pulled       rank r sums slice r of everybody, which the kernel copies out of the others' private memory,
-                 then fetches the other slices from their owners             3a        + (2 (n-1)/n + 1) l b
-    registered   tensors already lie in the arena: no copy in, no copy out
-                 whoever has time sums the next block of everybody, and writes it into every rank's
-                 tensor while it is hot                                   2a        + 2 l b
+    direct       copy in, wait, add everybody's slot               a + (n+1) l b
+    two_phase    reduce-scatter and all-gather through the slots  2a + (3 + 1/n) l b
+    pulled       rank r sums slice r of all tensors, which the kernel copies out of private
+                 memory, then fetches the other slices            3a + (2 (n-1)/n + 1) l b
+    registered   tensors lie in the arena already: no copies. A member that is free sums the
+                 next block of all tensors, and writes it into every rank's tensor while it
+                 is in the cache                                  2a + 2 l b
 
-    registered, two ranks         rank 0's tensor   [ block 0 | block 1 | block 2 | block 3 ]
-                                  rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
-                                                      ^ rank 0  ^ rank 1 sums and stores both
+    registered, two ranks    rank 0's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                             rank 1's tensor   [ block 0 | block 1 | block 2 | block 3 ]
+                                                 ^ rank 0  ^ rank 1 sums and stores both
 
-Blocks are not dealt out beforehand (`claims`): of ranks that come at different times, or share
-their core with others, the one that has come and is running does the work meanwhile. Who has summed
-a block cannot be told from the numbers.
+Blocks are not dealt out beforehand (`work_counter`). When ranks come at different times, or share
+their core with other processes, the rank that has come and is running does the work meanwhile. The
+numbers do not tell who summed a block.
 
-Which one: `direct` has the fewest synchronisations and is best for little data or two ranks;
-`two_phase` lets each rank add only 1/n of the data; `pulled` saves the copies into the slots, which
-are the most expensive ones as soon as the data does not fit into the cache; `registered` needs all
-ranks to have registered their tensors, which they see in the first step. `selection` holds the
-measured costs.
+`direct` has the fewest synchronisations, and is best for little data or two ranks. `two_phase` lets
+each rank add only 1/n of the data. `pulled` saves the copies into the slots, which are the most
+expensive ones as soon as the data exceeds the cache. `registered` needs all ranks to have
+registered their tensors, which they see in the first step. `selection` holds the measured costs.
 
 Worked example: ranks hold (2, 4, 6), (1, 2, 3) and (4, 8, 12); all end with (7, 14, 21).
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005), sec. 4.5, for the two phases; the registered form is theirs with the messages taken out,
+(2005), sec. 4.5, for the two phases. The registered form is theirs with the messages taken out,
 since all ranks see all tensors.
 """
 
@@ -68,15 +67,15 @@ def all_reduce(
     algorithm: str = "direct",
     forced: bool = False,
 ) -> Steps:
-    """Reduce the flat tensor `x` over all members, in place.
+    """Return the steps that reduce the flat tensor `x` over all members, in place.
 
     Args:
         ch: Channel of the group.
-        x: Flat and contiguous.
+        x: Flat, contiguous tensor.
         op: Reduction.
         scale: Factor for the result.
         algorithm: Name in `ALGORITHMS`.
-        forced: Use `algorithm` even if all tensors turn out to be registered.
+        forced: Whether to use `algorithm` even if all tensors turn out to be registered.
     """
     if offers_first(ch, x, algorithm, forced=forced):
         return _offered(ch, x, op, scale, algorithm=algorithm, forced=forced)
@@ -92,7 +91,7 @@ def _offered(
     algorithm: str,
     forced: bool,
 ) -> Steps:
-    """Tell where the tensors lie, then reduce in place if all of them can be read."""
+    """Tell where the tensors lie, then reduce in place if every member can read all of them."""
     private = algorithm == "pulled"
     ch.own.expose(x, private=private)
     yield from ch.publish_and_wait(pausing=True)
@@ -106,14 +105,14 @@ def _offered(
 
 
 def offers_first(ch: Channel, x: torch.Tensor, algorithm: str, *, forced: bool) -> bool:
-    """Whether the first step only says where the tensor lies, so that it can be taken at any time."""
+    """Return whether the first step only tells where the tensor lies."""
     if algorithm in {"pulled", "registered"}:
         return True
     return not forced and ch.shares and x.numel() * x.element_size() >= LARGE_BYTES
 
 
 def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Copy in, wait, add everybody's slot in the order of ranks; one synchronisation per chunk."""
+    """Copy in, wait, and add the slots in the order of ranks; one synchronisation per chunk."""
     for part in pieces(x, ch.chunk_bytes):
         own = ch.own.stage(part)
         yield from ch.publish_and_wait()
@@ -124,7 +123,7 @@ def direct(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
 
 
 def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Each rank sums its slice of everybody's slot, then fetches the other slices; two steps per chunk."""
+    """Sum this rank's slice of all slots, then fetch the other slices; two steps per chunk."""
     for part in pieces(x, ch.chunk_bytes * ch.size // 2):
         numel, dtype = part.numel(), part.dtype
         bounds = [numel * r // ch.size for r in range(ch.size + 1)]
@@ -143,7 +142,7 @@ def two_phase(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Ste
 
 
 def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum in the tensors themselves; the offers have just been exchanged, and all members made one."""
+    """Sum in the tensors themselves, which all members have just exposed."""
     numel, dtype = x.numel(), x.dtype
     tensors = ch.tensors(x)
     step = max(1, min(BLOCK_BYTES // x.element_size(), -(-numel // ch.size)))
@@ -156,11 +155,11 @@ def registered(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> St
         for block in blocks:
             if block is not out:
                 block.copy_(out)
-    yield from ch.publish_and_wait()  # nobody may use its tensor before everybody has stored into it
+    yield from ch.publish_and_wait()  # a tensor may be used when all members have stored into it
 
 
 def pulled(ch: Channel, x: torch.Tensor, op: str, scale: float | None) -> Steps:
-    """Sum a slice of what all members have just offered, wherever it lies, then fetch the other slices."""
+    """Sum a slice of all exposed tensors, wherever they lie, then fetch the other slices."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     bounds = [numel * r // n for r in range(n + 1)]
     remotes = {peer: remote_of(ch, peer, numel, dtype) for peer in ch.others} if numel else {}

@@ -1,10 +1,10 @@
-"""Broadcast, all-gather, gather, scatter, all-to-all, barrier: the collectives that move parts.
+"""The collectives that move parts: broadcast, all-gather, gather, scatter, all-to-all and barrier.
 
-All follow one pattern. Small messages take one step: data is staged before the description is
-published, so the first look at a peer's line finds both. Large ones publish the description first
-together with the place of the tensor, if peers can read it there (it is registered, or the kernel
-copies private memory and that is faster at this size); when all sources are readable, peers read
-them in place and one more step tells the owners that they may go on; otherwise the data goes
+All follow one pattern. Small tensors take one step: data is staged before the description is
+published, so the first look at a peer's line finds both. For large tensors, the description is
+published first, with the address of the tensor if peers can read it there (it is registered, or the
+kernel copies private memory and that is faster at this size). If all sources are readable, peers
+read them in place, and one more step tells the owners that they may go on. Otherwise the data goes
 through the slots in chunks.
 
 With n ranks and l = bytes of the largest full buffer of a rank, in seconds, a per step, b per byte
@@ -14,8 +14,8 @@ moved by one rank:
     gather, scatter  a more, else like all_gather   all_to_all    ceil(l / chunk) a + 2 l b
     read in place    2 a, and without the copy into the slot
 
-Parts may have different sizes. Where all members know all sizes (`all_gather`) they are part of the
-description; where only sender and receiver do, one step more makes them known (`sizes`).
+Parts may have different sizes. Where all members know all sizes (`all_gather`), these are part of
+the description. Where only sender and receiver do, one more step makes them known (`sizes`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,21 @@ __all__ = [
 
 
 def barrier(ch: Channel) -> Steps:
-    """Wait until every member has come. Cost: a."""
+    """Wait until every member has come.
+
+    Cost: a.
+    """
     yield from ch.publish_and_wait()
 
 
 def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False) -> Steps:
-    """Copy `x` of `root` into `x` of everybody; `x` is flat.
+    """Copy `x` of `root` into `x` of every member.
 
     Args:
         ch: Channel of the group.
-        x: Flat.
+        x: Flat tensor.
         root: Group rank.
-        private: Let peers read private memory (all algorithms here take this).
+        private: Whether peers may read private memory (all algorithms here take this).
     """
     numel, dtype = x.numel(), x.dtype
     sending = ch.rank == root
@@ -90,7 +93,7 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, *, private: bool = False)
 def all_gather(
     ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, *, private: bool = False
 ) -> Steps:
-    """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
+    """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ."""
     longest = max(out.numel() for out in outs)
     chunk = chunk_of(CHUNK_BYTES, x.dtype)
     own = outs[ch.rank]
@@ -123,7 +126,7 @@ def gather(
     *,
     private: bool = False,
 ) -> Steps:
-    """`outs[r]` of `root` becomes the flat tensor `x` of rank r; other ranks pass no `outs`."""
+    """Copy the flat tensor `x` of each rank r into `outs[r]` of `root`."""
     receiving = ch.rank == root
     sends = [x.numel() if r == root else 0 for r in range(ch.size)]
     expects = [out.numel() for out in outs] if receiving else [0] * ch.size
@@ -161,7 +164,7 @@ def scatter(
     *,
     private: bool = False,
 ) -> Steps:
-    """`out` of rank r becomes part r of the flat tensor `x` of `root`; the others' `x` is empty."""
+    """Copy part r of the flat tensor `x` of `root` into `out` of rank r."""
     sending = ch.rank == root
     sends = list(widths) if sending else [0] * ch.size
     expects = [out.numel() if r == root else 0 for r in range(ch.size)]
@@ -198,14 +201,14 @@ def all_to_all(
     *,
     private: bool = False,
 ) -> Steps:
-    """`outs[r]` becomes part `rank` of the flat tensor `x` of rank r.
+    """Copy part `rank` of the flat tensor `x` of each rank r into `outs[r]`.
 
     Args:
         ch: Channel of the group.
         outs: One flat tensor per member.
         x: All parts, one after the other.
-        widths: Elements of each part; None if all parts of all members are equal.
-        private: Let peers read private memory.
+        widths: Number of elements of each part; None if all parts of all members are equal.
+        private: Whether peers may read private memory.
     """
     sizes: Matrix
     if widths is None:
@@ -239,14 +242,14 @@ def all_to_all(
 
 
 def chunk_of(nbytes: int, dtype: torch.dtype) -> int:
-    """Elements that fit into `nbytes`."""
+    """Return the number of elements that fit into `nbytes`."""
     return max(1, nbytes // dtype.itemsize)
 
 
 def stage_rows(
     ch: Channel, x: torch.Tensor, offsets: Sequence[int], start: int, stride: int
 ) -> None:
-    """Stage elements `start` to `start + stride` of every part of `x`, one row per member, `stride` apart."""
+    """Stage elements `start` to `start + stride` of every part of `x`, as one row per member."""
     slot = ch.own.slot(stride * ch.size, x.dtype)
     for peer in ch.others:
         low = offsets[peer] + start
@@ -256,6 +259,6 @@ def stage_rows(
 
 
 def staged_row(ch: Channel, peer: int, numel: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
-    """The `numel` elements that `stage_rows` of `peer` put there for this rank."""
+    """Return the `numel` elements that `peer` has staged for this rank with `stage_rows`."""
     low = ch.rank * stride
     return ch.peek(peer, stride * ch.size, dtype)[low : low + numel]

@@ -1,35 +1,34 @@
-"""All-reduce over several hosts: memory inside of each, every byte over the network only once, and all at the same time.
+"""All-reduce over several hosts, in which each byte crosses the network only once.
 
 Problem: between hosts a byte costs a hundred times as much as inside of one. A ring over all ranks
 sends 2 (p-1)/p l over the network card of every host, whatever the hosts have in common; with two
 ranks a host that is 1.5 l where l would do.
 
-Idea: three phases, on slices (`nodes`). With L local_peers a host, h hosts, l = bytes of the
+Idea: three phases, on slices (`node_map`). With L local peers a host, h hosts, l = bytes of the
 tensor:
 
-    near reduce   lane i's member sums slice i of its local_peers' slots                 l / L of additions
-    far           its cross_node_peers on the other hosts exchange their sums                 2 (h-1)/h l a host
-    near gather   every mate copies the finished slices of the others              l of copies
+    local reduce   the member with slice i sums slice i of its local peers' slots   l / L of sums
+    network        its cross-node peers exchange their sums                2 (h-1)/h l a host
+    local gather   every local peer copies the finished slices of the others        l of copies
 
-and the tensor goes through them in chunks, so that one chunk is summed while the next is on the
-wire and a third is copied out. Chunk j takes its steps at these turns of one loop (D chunks may be
-on the wire):
+The tensor goes through them in chunks, so that one chunk is summed while the next is on the wire
+and a third is copied out. Chunk j takes its steps at these turns of one loop (D chunks may be on
+the wire):
 
-    turn       j        j + 1         j + 1 + D          [ j + 1 + 2 D ]     + 1
-    chunk j    staged   summed, sent  cross_node_peers' sums added  [ gathered ]        copied out
+    turn       j        j + 1          j + 1 + D            [ j + 1 + 2 D ]     + 1
+    chunk j    staged   summed, sent   sums of peers added  [ gathered ]        copied out
 
-With two hosts the cross_node_peers exchange whole slices; with more each sums 1/h of the slice and
-they gather (in brackets), so that the card of a host carries 2 (h-1)/h l in either case.
+With two hosts the cross-node peers exchange whole slices. With more hosts, each sums 1/h of the
+slice and they gather (in brackets), so that the card of a host carries 2 (h-1)/h l in either case.
 
-Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross_node_peers in
-the turn in which it has seen that they sent it, when they had read what lies D turns before; a mate
-that shows chunk j has copied out what lies 2 D + 3 turns before. A rank without a lane waits for
-nobody on its way, so it looks whether its slot has been read.
+Slots are written again K = 2 D + 3 turns later. A rank sums chunk j over its cross-node peers in
+the turn in which it has seen that they sent it, when they had read what lies D turns before; a
+local peer that publishes chunk j has copied out what lies 2 D + 3 turns before. A rank without a
+slice waits for nobody on its way, so it checks whether its slot has been read.
 
-Numbers may cross the network in another format (`wire`), which the sender's own sum goes through,
-too, so that all ranks end with the same bits. The order of additions is first inside of each host,
-then over the hosts: the same on all ranks and in every run, and that of ranks if every host has
-one.
+Numbers may cross the network in another format (`wire`). The sender's own sum is converted, too, so
+that all ranks end with the same bits. Sums are taken inside of each host first, then over the
+hosts: the same on all ranks and in every run, and in the order of ranks if every host has one.
 
 Source: Thakur, Rabenseifner, Gropp (2005), sec. 5 (SMP-aware); slices as in Traeff, Hunold,
 "Decomposing MPI Collectives for Exploiting Multi-lane Communication" (2020); pipelining of the
@@ -76,11 +75,11 @@ def hierarchical(
 
     Args:
         ch: Channel of the group.
-        x: Flat and contiguous; float32 with a wire format.
+        x: Flat, contiguous tensor; float32 with a wire format.
         op: Reduction; sum or avg with a wire format.
         scale: Factor for the result.
         nodes: Which members share memory.
-        form: How numbers cross the network; as they are when None.
+        form: Format in which numbers cross the network; None for their own.
         residuals: What a lossy format left out last time, for requests that are started again; kept
             up to date.
     """
@@ -107,15 +106,15 @@ def left_out(
     nodes: NodeMap,
     form: WireFormat,
 ) -> torch.Tensor:
-    """Residuals of a member as a flat tensor, in the places of the numbers and in the units of what was given.
+    """Return the residuals of a member as a flat tensor, in the places and units of its numbers.
 
     Args:
-        residuals: The member's.
-        numel: Of the tensor that is reduced.
-        op: Its reduction; an average is sent on divided.
-        rank: The member.
+        residuals: Residuals of the member.
+        numel: Number of elements of the tensor that is reduced.
+        op: Reduction; an average is sent on divided.
+        rank: Group rank of the member.
         nodes: Which members share memory.
-        form: The wire format.
+        form: Wire format.
     """
     found = torch.zeros(numel)
     chunks = _chunks(found)
@@ -132,22 +131,21 @@ def left_out(
 
 
 class _Places(NamedTuple):
-    """Where things lie in the slot of a chunk: on every member alike, whatever the number of its local_peers.
+    """Where things lie in the slot of a chunk, on every member alike.
 
         staged chunk | rows that are sent | row summed over the hosts | finished slice
 
     With one rank a host the first and the last are left out: they are in the tensor itself.
 
     Attributes:
-        most: Elements of a slice, one of which each lane has.
-        rows: Of a slice: one for each host when the hosts are more than two, else the whole slice
-            is one.
-        row: Elements of a row.
-        row_bytes: Of a row as it crosses the network.
+        most: Number of elements of a slice.
+        rows: Number of rows of a slice: one for each host if there are more than two, else one.
+        row: Number of elements of a row.
+        row_bytes: Number of bytes of a row as it crosses the network.
         sent: First byte of the rows that are sent; the staged chunk begins at 0.
-        summed: Likewise, of the summed row.
-        done: Likewise, of the finished slice.
-        slot_bytes: All of it.
+        summed: First byte of the summed row.
+        done: First byte of the finished slice.
+        slot_bytes: Number of bytes of the slot.
     """
 
     most: int
@@ -161,7 +159,7 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, chunk: torch.Tensor, nodes: NodeMap, form: WireFormat | None) -> _Places:
-        """For chunks like this one, the first and longest."""
+        """Return the places for chunks like the given one, the first and longest."""
         numel, size = chunk.numel(), chunk.element_size()
         num_hosts = len(nodes.hosts)
         alone = nodes.most == 1
@@ -179,17 +177,17 @@ class _Places(NamedTuple):
         return cls(most, rows, row, row_bytes, sent, summed, done, end)
 
     def slice(self, numel: int, lane: int) -> tuple[int, int]:
-        """First element and end of the slice of `lane` in a chunk of `numel` elements."""
+        """Return the first element and the end of a slice in a chunk of `numel` elements."""
         return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
 
     def bounds(self, numel: int) -> list[tuple[int, int]]:
-        """Likewise, of each row of a slice of `numel` elements."""
+        """Return the first element and the end of each row of a slice of `numel` elements."""
         step = self.row
         return [(min(numel, step * k), min(numel, step * (k + 1))) for k in range(self.rows)]
 
 
 class _Run:
-    """One all-reduce; the methods are the phases, each for the chunk that is due."""
+    """One all-reduce under way; its methods are the phases, each for the chunk that is due."""
 
     def __init__(
         self,
@@ -226,7 +224,7 @@ class _Run:
         self.lengths: list[int] = []  # of the rows that are about to be sent
 
     def stage(self, j: int) -> Steps:
-        """Show the local_peers chunk `j`."""
+        """Publish chunk `j` to the local peers."""
         if not 0 <= j < len(self.chunks):
             return
         if j >= self.num_slots:  # a rank without a lane waits for nobody else
@@ -237,7 +235,7 @@ class _Run:
         self.values["staged", j] = self.window.publish(self.other_local_peers)
 
     def sum_near(self, j: int) -> Steps:
-        """Sum this lane's slice of chunk `j` over the local_peers, and send it to the cross_node_peers."""
+        """Sum this rank's slice of chunk `j` over the local peers, and send the sum."""
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
@@ -255,7 +253,7 @@ class _Run:
         self.values["sent", j] = self._send(j, self.places.sent)
 
     def sum_far(self, j: int) -> Steps:
-        """Add the cross_node_peers' sums: of the whole slice, which is finished then, or of this rank's row of it."""
+        """Add the cross-node peers' sums of the whole slice, or of this rank's row of it."""
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
@@ -276,7 +274,7 @@ class _Run:
             self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def gather_far(self, j: int) -> Steps:
-        """Collect the rows of this lane's slice from the cross_node_peers that have summed them."""
+        """Collect the rows of this rank's slice from the cross-node peers that have summed them."""
         if not 0 <= j < len(self.chunks):
             return
         if self.lane >= 0:
@@ -289,7 +287,7 @@ class _Run:
         self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def copy_out(self, j: int) -> Steps:
-        """Take the finished slices of chunk `j` from the local_peers."""
+        """Copy the finished slices of chunk `j` from the local peers."""
         if not 0 <= j < len(self.chunks):
             return
         if len(self.local_peers) == 1:  # it is finished where it belongs
@@ -334,7 +332,7 @@ class _Run:
         return kept.encode(self.form, x, into)
 
     def _send(self, j: int, at: int) -> int:
-        """Send the rows just put: to each twin its own, or the only one to all."""
+        """Send the rows just put: its own to each cross-node peer, or the only one to all."""
         if not self.lengths:  # no lane
             return self.window.publish(())
         row_bytes = self.places.row_bytes
@@ -347,7 +345,7 @@ class _Run:
         return self.window.publish(self.other_cross_node_peers, self._at(j, at), nbytes, parts)
 
     def _add(self, j: int, at: int, out: torch.Tensor) -> None:
-        """Sum the cross_node_peers' rows, in their order, and finish the sum."""
+        """Sum the cross-node peers' rows, in their order, and finish the sum."""
         if self.form is not None:
             out.zero_()
             for twin in self.cross_node_peers:
@@ -364,7 +362,7 @@ class _Run:
             finish(out, self.op, self.ch.size, self.scale)
 
     def _get(self, twin: int, j: int, at: int, out: torch.Tensor) -> None:
-        """Take one row that is a sum already."""
+        """Copy one row that is a sum already."""
         if self.form is None:
             out.copy_(self._view(twin, j, at, out.numel()))
         else:
@@ -381,7 +379,7 @@ class _Run:
         return self.places.slice(self.chunks[j].numel(), lane)
 
     def _done(self, j: int) -> torch.Tensor:
-        """Where this lane's finished slice goes."""
+        """Return where this rank's finished slice goes."""
         low, high = self._slice(j, self.lane)
         if len(self.local_peers) == 1:
             return self.chunks[j][low:high]

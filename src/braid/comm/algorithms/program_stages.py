@@ -1,17 +1,16 @@
-"""A rank's part of a collective program, on tensors: messages out, messages in, additions, copies.
+"""A rank's part of a collective program, as slices of a tensor that are sent, received and copied.
 
 Problem: the algorithms of `schedule.collective` are lists of blocks; a transport moves memory.
-Between them lie the same questions for each
-algorithm: which blocks go into one message, which lie beside each other and travel as one slice, in
-which of its sender's turns a message goes.
+Between them lie the same questions for each algorithm: which blocks go into one message, which lie
+beside each other and travel as one slice, and in which of its sender's turns a message goes.
 
 Idea: answer them once, before anything moves. `stages` turns a program into slices of the flat
-buffer for one rank: per stage what is sent (read as the stage begins), what comes in, to be added
-or to replace, and what is copied. Carrying it out (`program_steps`) is then a loop without a
-decision in it.
+buffer for one rank. Each stage tells what is sent (read as the stage begins), what is received, to
+be added or to replace, and what is copied. Carrying it out (`programs`) is then a loop without
+decisions.
 
 Blocks are as equal as the number of elements permits. Sums are taken in the order in which messages
-come in the program, which is the same on every run but not rank order; 16-bit numbers are rounded
+come in the program: the same in every run, but not the order of ranks. 16-bit numbers are rounded
 at every addition.
 """
 
@@ -32,15 +31,15 @@ __all__ = ["Move", "Stage", "apply_move", "stages"]
 
 
 class Move(NamedTuple):
-    """A message, or a copy inside the buffer.
+    """A message, or a copy inside of the buffer.
 
     Attributes:
         peer: The other rank; -1 for a copy.
         parts: Slices of the buffer, in the order in which they travel.
-        adds: Whether it is added to what is there.
+        adds: Whether the data is added to what is there.
         sources: Slices that a copy reads.
         turn: Number of the stage in which its sender sends it.
-        place: Elements that its sender has sent before it.
+        place: Number of elements that its sender has sent before it.
     """
 
     peer: int
@@ -52,17 +51,17 @@ class Move(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return sum(part.stop - part.start for part in self.parts)
 
 
 class Stage(NamedTuple):
-    """What one rank posts together.
+    """What one rank does in one turn.
 
     Attributes:
         sends: Messages out.
         receives: Messages in.
-        copies: Copies inside the buffer; they read what was there before the stage.
+        copies: Copies inside of the buffer; they read what was there before the stage.
     """
 
     sends: tuple[Move, ...]
@@ -71,12 +70,13 @@ class Stage(NamedTuple):
 
 
 def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
-    """Stages of `rank` on a buffer of `numel` elements; messages without elements are left out.
+    """Return the stages of `rank` on a buffer; messages without elements are left out.
 
     Args:
-        program: Valid; of the collective vocabulary.
-        rank: Whose part.
-        numel: Elements of the buffer; of both buffers of all_to_all, one behind the other.
+        program: Valid program of the collective vocabulary.
+        rank: Rank whose part is returned.
+        numel: Number of elements of the buffer; of both buffers of all_to_all, one behind the
+            other.
 
     Raises:
         ConfigError: all_to_all on blocks that are not equal.
@@ -116,7 +116,7 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
 
 
 def apply_move(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None:
-    """Bring what came, or was copied, to its place in `x`."""
+    """Add or copy received or copied data to its place in `x`."""
     start = 0
     for part in move.parts:
         end = start + part.stop - part.start
@@ -129,7 +129,7 @@ def apply_move(x: torch.Tensor, move: Move, came: torch.Tensor, op: str) -> None
 
 
 def _slices(actions: Sequence[Action], bounds: Sequence[int]) -> tuple[slice, ...]:
-    """Slices of the blocks, joined where one begins as another ends."""
+    """Return the slices of blocks, joined where one begins as another ends."""
     found: list[slice] = []
     for action in actions:
         start, stop = bounds[action.unit], bounds[action.unit + 1]

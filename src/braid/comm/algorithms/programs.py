@@ -1,9 +1,9 @@
-"""Any collective program on a channel: the stages of `program_stages`, as steps that whoever waits can take.
+"""Carries out any collective program on a channel, as steps that whoever waits can take.
 
 What a rank sends lies in its window, one message behind the other, so that nothing is written
-twice; a turn is one step, which only those look at who receive something of it:
+twice. A turn is one step, which only its receivers look at:
 
-    turn    copy what is sent into the window  |  step  |  wait for the steps that bring something, add or copy it
+    turn    copy messages into the window | step | wait for the steps of senders, add or copy
 
 Tensors go through it in pieces, and a piece begins and ends with a synchronisation of all ranks.
 That is the price of generality: the engine's own algorithms keep several chunks on their way.
@@ -45,12 +45,12 @@ WHOLE = ("all_reduce", "broadcast", "reduce")  # no rank's part is its own: they
 
 
 class Part(NamedTuple):
-    """What one rank does in a program on a buffer of one length.
+    """One rank's part of a program on a buffer of one length.
 
     Attributes:
-        stages: In order.
-        num_turns: Of the rank that has most.
-        numel: Elements that the rank sends that sends most.
+        stages: Stages in order.
+        num_turns: Number of turns of the rank that has most.
+        numel: Number of elements sent by the rank that sends most.
     """
 
     stages: tuple[Stage, ...]
@@ -59,7 +59,7 @@ class Part(NamedTuple):
 
 
 class Programs:
-    """The parts of one rank in the programs that it has been asked for.
+    """Cache of one rank's parts of programs.
 
     Args:
         rank: Group rank.
@@ -73,7 +73,7 @@ class Programs:
         self._parts: dict[tuple[str, str, int, int], Part] = {}
 
     def part(self, name: str, operation: str, root: int, numel: int) -> Part:
-        """This rank's part of an algorithm of the catalogue."""
+        """Return this rank's part of an algorithm of the catalogue."""
         key = (name, operation, root, numel)
         found = self._parts.get(key)
         if found is None:
@@ -87,7 +87,7 @@ class Programs:
         return found
 
     def program(self, name: str, operation: str, root: int) -> Program:
-        """An algorithm of the catalogue for this many ranks."""
+        """Return an algorithm of the catalogue for this number of ranks."""
         key = (name, operation, root)
         written = self._programs.get(key)
         if written is None:
@@ -98,17 +98,17 @@ class Programs:
 
 
 def names_for(operation: str) -> tuple[str, ...]:
-    """Programs that carry out `operation` on any group."""
+    """Return the programs that carry out `operation` on any group."""
     if operation not in OPERATIONS:
         return ()
     return tuple(n for n, what in ALGORITHMS if what == operation and n in PROGRAMS)
 
 
 def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -> None:
-    """Refuse parts of different sizes, whose places in one buffer not all members know.
+    """Refuse parts of different sizes: not all members know their places in one buffer.
 
     Raises:
-        ConfigError: They differ, or may.
+        ConfigError: The parts differ, or may differ.
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (
@@ -134,9 +134,9 @@ def program_steps(
 
     Args:
         ch: Channel of the group.
-        programs: Of this rank.
-        name: Of the algorithm.
-        operation: What it does.
+        programs: Programs of this rank.
+        name: Name of the algorithm.
+        operation: Operation that it carries out.
         x: All blocks in the order of ranks; of all_to_all both buffers, one behind the other.
         op: Reduction.
         scale: Factor for a result that is reduced.
@@ -158,7 +158,7 @@ def program_steps(
 
 
 class _Piece(NamedTuple):
-    """A flat part of a buffer; where it has rows, of each row, with the place that it is copied back to."""
+    """A flat part of a buffer, or of each of its rows, with the place that it is copied back to."""
 
     data: torch.Tensor
     home: torch.Tensor | None = None
@@ -193,7 +193,7 @@ def _carry_out(ch: Channel, part: Part, x: torch.Tensor, op: str) -> Steps:
 
 
 def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> None:
-    """Write messages into the own window and take the step in which they go."""
+    """Write messages into this rank's window and take the step in which they go."""
     if not sends:
         window.publish(())
         return
@@ -210,7 +210,10 @@ def _send(window: Window, rank: int, sends: Sequence[Move], x: torch.Tensor) -> 
 
 
 def _row(window: Window, member: int, move: Move, dtype: torch.dtype) -> torch.Tensor:
-    """Where a message lies in the window of its sender; it may begin anywhere, a line only at a multiple of 64 bytes."""
+    """Return where a message lies in its sender's window.
+
+    It may begin anywhere; a line begins at a multiple of 64 bytes.
+    """
     start = move.place * dtype.itemsize
     before = start % LINE_BYTES // dtype.itemsize
     return window.view(member, start - before * dtype.itemsize, before + move.numel, dtype)[before:]

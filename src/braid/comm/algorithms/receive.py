@@ -1,14 +1,14 @@
-"""What has been sent to this rank, and who wants it: the receiver's side of messages.
+"""The receiver's side of messages: what has been sent to this rank, and which receive it is for.
 
 Problem: messages of one source come on one line, but receives are begun in any order, with any
 tags, from named sources and from whoever sends. A receive must not wait for a message that another
 receive is for.
 
-Idea: a receive is *posted* when it is begun. Whoever looks at a line, on behalf of whichever
-receive, takes in what has come there until that receive has its message: each goes straight into
-the memory of the first posted receive that it fits, or is set aside for one that will be posted. So
-a line moves on while anybody waits for anything on it, and messages of one source and tag reach
-their receives in order.
+Idea: a receive is *posted* when it is begun. A thread that looks at a line, on behalf of any
+receive, takes in what has come there until that receive has its message. Each message goes straight
+into the memory of the first posted receive that it fits, or is set aside for one that will be
+posted. So a line moves on while anybody waits for anything on it, and messages of one source and
+tag reach their receives in order.
 
 Source: the posted-receive and unexpected-message queues of every MPI (e.g. MPICH's ADI).
 """
@@ -36,8 +36,8 @@ class Receipt:
 
     Attributes:
         out: Flat bytes that the message is for.
-        tag: Which messages.
-        digest: Of the message's description.
+        tag: Tag of the message.
+        digest: Digest of the message's description.
         site: Digest of the call site.
         source: Group rank of the sender when it is known, else -1.
     """
@@ -56,11 +56,11 @@ class Receipt:
 
 
 class _Message:
-    """One that has begun to come.
+    """A message that has begun to come.
 
     Args:
-        tag: Its tag.
-        digest: Of its description.
+        tag: Tag of the message.
+        digest: Digest of its description.
         data: Where its bytes go.
     """
 
@@ -74,10 +74,10 @@ class _Message:
 
 
 class Mailbox:
-    """Everything that is sent to this rank in one group. Any thread may use it.
+    """All messages to this rank in one group. Any thread may use it.
 
     Args:
-        pages: The group's control lines.
+        pages: Control pages of the group.
     """
 
     def __init__(self, pages: ControlPages) -> None:
@@ -92,9 +92,9 @@ class Mailbox:
 
         Args:
             out: Flat bytes.
-            tag: Of the message.
+            tag: Tag of the message.
             source: Group rank; None for whoever sends first.
-            digest: Of the message's description.
+            digest: Digest of the message's description.
             site: Digest of the call site.
         """
         others = (r for r in range(self._pages.size) if r != self._pages.rank)
@@ -110,11 +110,11 @@ class Mailbox:
         return receipt
 
     def steps(self, receipt: Receipt) -> Steps:
-        """Wait until the message is where it belongs.
+        """Wait until the message is in the memory of the receive.
 
         Raises:
-            Disagreement: It is described differently.
-            MismatchError: It came early, and is described differently.
+            Disagreement: The message is described differently.
+            MismatchError: The message came early, and is described differently.
         """
         while True:
             with self._lock:
@@ -131,7 +131,7 @@ class Mailbox:
             receipt.out.copy_(message.data)
 
     def withdraw(self, receipt: Receipt) -> None:
-        """Forget a receive that has ended; what is missing of its message goes elsewhere."""
+        """Forget a receive that has ended; the rest of its message goes elsewhere."""
         with self._lock:
             message = receipt.message
             if message is not None:
@@ -142,7 +142,7 @@ class Mailbox:
             receipt.lines = ()
 
     def position(self, source: int | None) -> int:
-        """Number of the last step that was taken in from `source`, or from any."""
+        """Return the last step that was taken in from `source`, or from any source."""
         with self._lock:
             lines = self._lines.values()
             steps = (line.channel.value for line in lines if source in {None, line.source})
@@ -156,11 +156,11 @@ class Mailbox:
 
 
 class _Line:
-    """What one source sends to this rank.
+    """Messages that one source sends to this rank.
 
     Args:
         source: Group rank of the sender.
-        pages: The group's control lines.
+        pages: Control pages of the group.
     """
 
     def __init__(self, source: int, pages: ControlPages) -> None:
@@ -174,11 +174,11 @@ class _Line:
         self._error: Exception | None = None
 
     def next_wait(self) -> Wait:
-        """What to wait for until there is more."""
+        """Return the wait that is over when there is more."""
         return Wait(self.source, self.channel.index, self.channel.value + 1)
 
     def has_early(self, receipt: Receipt) -> bool:
-        """Give `receipt` the oldest message that it fits, if there is one."""
+        """Give `receipt` the oldest message that fits; return whether there is one."""
         for message in self._early:
             if message.tag == receipt.tag:
                 self._early.remove(message)
@@ -220,7 +220,7 @@ class _Line:
         self._coming = message if message.missing else None
 
     def _open(self, value: int) -> _Message:
-        """Take the first step of a message, for whoever wants it."""
+        """Take the first step of a message, for the receive that it fits."""
         ch, source = self.channel, self.source
         envelope = read_envelope(ch, source, value)
         digest = ch.entry(source, value).digest

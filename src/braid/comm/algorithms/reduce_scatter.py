@@ -1,13 +1,15 @@
-"""Reduce-scatter, reduce and scan: reductions of which each rank gets another part.
+"""Reductions of which each rank gets another part: reduce-scatter, reduce and scan.
 
-    reduce_scatter   rank r gets part r of the sum       staged ceil(l / chunk) a + 2 l b, in place 2 a + l b
-    reduce           the root gets the sum               small a + n l b on the root, large 2 a + 2 l b (each rank sums 1/n)
-    scan             rank r gets the sum of ranks 0..r   ceil(l / chunk) a + (r + 2) l b
+    reduce_scatter   rank r gets part r of the sum        staged ceil(l / chunk) a + 2 l b
+                                                          in place 2 a + l b
+    reduce           the root gets the sum                small a + n l b on the root
+                                                          large 2 a + 2 l b (each rank sums 1/n)
+    scan             rank r gets the sum of ranks 0..r    ceil(l / chunk) a + (r + 2) l b
 
 Sums are in the order of ranks, as in `all_reduce`.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005), sec. 4.3, 4.4; Blelloch, "Prefix Sums and Their Applications" (1990), for scan; in shared
+(2005), sec. 4.3, 4.4; Blelloch, "Prefix Sums and Their Applications" (1990), for scan. In shared
 memory every rank sums what it needs itself.
 """
 
@@ -38,16 +40,16 @@ def reduce_scatter(
     *,
     private: bool = False,
 ) -> Steps:
-    """`out` becomes the reduction of part `rank` of everybody's flat `x`.
+    """Reduce part `rank` of the flat `x` of all members into `out`.
 
     Args:
         ch: Channel of the group.
-        out: Flat.
+        out: Flat tensor.
         x: All parts, one after the other.
         offsets: Where each part begins and the last one ends; the same on all members.
         op: Reduction.
         scale: Factor for the result.
-        private: Let peers read private memory.
+        private: Whether peers may read private memory.
     """
     me = ch.rank
     chunk = chunk_of(CHUNK_BYTES // ch.size, x.dtype)
@@ -76,7 +78,7 @@ def reduce_scatter(
 def reduce(
     ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, root: int, *, private: bool = False
 ) -> Steps:
-    """`out` of `root`, which may be its `x`, becomes the reduction of everybody's `x`; the others pass any `out`."""
+    """Reduce the `x` of all members into `out` of `root`, which may be its `x`."""
     numel, dtype, n, me = x.numel(), x.dtype, ch.size, ch.rank
     if numel <= chunk_of(CHUNK_BYTES, dtype) // 2:
         ch.own.stage(x)
@@ -111,7 +113,7 @@ def reduce(
 def scan(
     ch: Channel, out: torch.Tensor, x: torch.Tensor, op: str, *, exclusive: bool = False
 ) -> Steps:
-    """`out` becomes the reduction of the `x` of ranks 0 to `rank`, or to `rank - 1` if `exclusive`."""
+    """Reduce the `x` of ranks 0 to `rank`, or to `rank - 1` if `exclusive`, into `out`."""
     last = ch.rank if exclusive else ch.rank + 1
     for part, target in zip(pieces(x, CHUNK_BYTES), pieces(out, CHUNK_BYTES), strict=True):
         ch.own.stage(part)
@@ -132,7 +134,7 @@ def _reduce_part(
     op: str,
     root: int,
 ) -> Steps:
-    """Each rank sums 1/n of what all have offered into its slot; the root collects the slots."""
+    """Sum 1/n of all exposed tensors into this rank's slot; the root collects the slots."""
     n, me = ch.size, ch.rank
     bounds = [x.numel() * r // n for r in range(n + 1)]
     own = ch.own.slot(bounds[me + 1] - bounds[me], x.dtype)
@@ -158,7 +160,7 @@ def _sum_slice(
     op: str,
     scale: float | None,
 ) -> None:
-    """`out` becomes the reduction of elements `low` and on of what everybody offered, block by block."""
+    """Reduce a slice of all exposed tensors into `out`, block by block."""
     n, me = ch.size, ch.rank
     step = chunk_of(CHUNK_BYTES // max(1, n - 1), x.dtype)
     scratch = ch.own.scratch(step * n, x.dtype).view(n, step)
@@ -171,7 +173,7 @@ def _sum_slice(
 
 
 def _combine_into(ch: Channel, rows: list[torch.Tensor], out: torch.Tensor, op: str) -> None:
-    """Like `combine`, where `out` may be any one of `rows`."""
+    """Combine `rows` into `out`, which may be any one of them."""
     me = ch.rank
     if me >= 2 and out.data_ptr() == rows[me].data_ptr():
         wide = ch.own.scratch(out.numel(), out.dtype)

@@ -1,23 +1,24 @@
-"""Broadcast, all-gather and reduce-scatter over several hosts: every byte crosses the network once for each host, not for each rank.
+"""Broadcast, all-gather and reduce-scatter over several hosts, by relays.
 
 Problem: of four ranks on two hosts, one that sends its part to all others sends it twice over the
 same cable, to two ranks that share memory.
 
-Idea: each rank has one *relay* on every other host, and shows what it has to its local_peers and to
-its relays only; a relay shows its own local_peers what came. Reducing goes the other way round: the
-relay of a rank sums for it over its own host. Tensors go through in chunks, D of which may be on
-the wire, as in `hierarchical`:
+Idea: each rank has one *relay* on every other host, and publishes its part to its local peers and
+relays only. A relay publishes to its own local peers what came, so every byte crosses the network
+once for each host, not for each rank. Reducing goes the other way round: the relay of a rank sums
+for it over its own host. Tensors go through in chunks, D of which may be on the wire, as in
+`hierarchical`:
 
-    broadcast        root -> its local_peers and relays -> their local_peers                      (h-1) l a host
-    all_gather       everybody -> local_peers and relays -> their local_peers                     L (h-1)/n l
-    reduce_scatter   local_peers -> the relay sums -> the owner adds the hosts' sums        (n-L)/n l
+    broadcast        root -> its local peers and relays -> their local peers    (h-1) l a host
+    all_gather       each rank -> local peers and relays -> their local peers   L (h-1)/n l
+    reduce_scatter   local peers -> the relay sums -> the owner adds the sums   (n-L)/n l
 
     n ranks, h hosts, L of them on this one; relays of the members of host a on host b, which has
     fewer:
         a   0  1  2
         b   3  4  3
 
-What lies in a slot is written again K turns later, and only when the readers have said that they
+What lies in a slot is written again K turns later, and only when the readers have told that they
 are done with it, in a step that they take anyway.
 
 Source: node-leader algorithms as in Karonis et al., "Exploiting hierarchy in parallel computer
@@ -49,9 +50,9 @@ class _Slots:
 
     Args:
         ch: Channel of the group.
-        like: A tensor of the dtype.
-        rows: Of a slot.
-        longest: Elements of the longest part.
+        like: Tensor of the dtype.
+        rows: Number of rows of a slot.
+        longest: Number of elements of the longest part.
     """
 
     def __init__(self, ch: Channel, like: torch.Tensor, rows: int, longest: int) -> None:
@@ -66,17 +67,17 @@ class _Slots:
         self.window = Window(ch, max(LINE_BYTES, slots * self._slot_bytes))
 
     def part(self, x: torch.Tensor, j: int) -> torch.Tensor:
-        """Chunk `j` of a flat tensor; the last ones may be short or empty."""
+        """Return chunk `j` of a flat tensor; the last ones may be short or empty."""
         return x[j * self.chunk : (j + 1) * self.chunk]
 
     def row(self, member: int, j: int, row: int, numel: int) -> torch.Tensor:
-        """A row of the slot of chunk `j` of a member."""
+        """Return a row of the slot of chunk `j` of a member."""
         return self.window.view(member, self._at(j, row), numel, self._dtype)
 
     def publish(
         self, to: Sequence[int], j: int, rows: dict[int, tuple[int, int]] | None = None
     ) -> int:
-        """Take a step that `to` looks at; `rows` says which row they read, and how many elements of it."""
+        """Take a step that `to` looks at; `rows` tells the row and how many elements are read."""
         if not rows:
             return self.window.publish(to)
         first = min(row for row, _ in rows.values())
@@ -93,7 +94,7 @@ class _Slots:
 
 
 def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
-    """Copy the flat tensor `x` of `root` into `x` of everybody."""
+    """Copy the flat tensor `x` of `root` into `x` of every member."""
     me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
     relays = nodes.relays(root)
     slots = _Slots(ch, x, 1, x.numel())
@@ -118,7 +119,7 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
 
 
 def all_gather(ch: Channel, outs: Sequence[torch.Tensor], x: torch.Tensor, nodes: NodeMap) -> Steps:
-    """`outs[r]` becomes the flat tensor `x` of rank r; sizes may differ, all members know all of them."""
+    """Copy the flat tensor `x` of each rank r into `outs[r]`; sizes may differ."""
     me, local_peers = ch.rank, _without(nodes.local_peers(ch.rank), ch.rank)
     relays, relayed = nodes.relays(me), nodes.relayed(me)
     longest = max(out.numel() for out in outs)
@@ -166,7 +167,7 @@ def reduce_scatter(
     *,
     nodes: NodeMap,
 ) -> Steps:
-    """`out` of rank r becomes the reduction of everybody's elements `offsets[r]` to `offsets[r + 1]` of `x`."""
+    """Reduce elements `offsets[r]` to `offsets[r + 1]` of all members' `x` into `out` of rank r."""
     me, n = ch.rank, ch.size
     own_host = nodes.local_peers(me)
     local_peers, relayed = _without(own_host, me), nodes.relayed(me)

@@ -1,16 +1,16 @@
 """Messages between two members, told apart by tags: the protocol, and the sender's side of it.
 
 A sender publishes its messages on its line to that receiver, one after the other; two may be under
-way. A step's slot begins with an envelope of one cache line:
+way. The slot of a step begins with an envelope of one cache line:
 
     word    0      1        2
-            tag    bytes    place of the data: 0 for "behind this envelope, the rest in the next steps", else where
-                            the receiver can read it itself (shared memory, or private by the
-                            kernel)
+            tag    bytes    address of the data: 0 for "behind this envelope, the rest in the
+                            next steps", else where the receiver can read it (shared memory,
+                            or private memory by a copy of the kernel)
 
 Small messages are eager: the sender goes on when they are in the slot. Large ones that the receiver
-reads in place are not: the sender goes on when the receiver has them. The receiver's side is in
-`mailbox`.
+reads in place are not: the sender goes on when the receiver has them. `receive` has the receiver's
+side.
 
 Source: MPI 4.0, sec. 3.5 (order of messages), and the eager and rendezvous protocols of every MPI.
 """
@@ -34,12 +34,12 @@ TAG_BIAS = 1 << 62  # tags may be negative, words may not
 
 
 class Envelope(NamedTuple):
-    """What the first step of a message says of it.
+    """What the first step of a message tells about it.
 
     Attributes:
-        tag: Tells it from other messages of this pair.
-        nbytes: Its size.
-        place: Where the receiver can read it, 0 if it is behind the envelope.
+        tag: Tag, which tells it from other messages of this pair.
+        nbytes: Size in bytes.
+        place: Address where the receiver can read it; 0 if it is behind the envelope.
     """
 
     tag: int
@@ -57,8 +57,8 @@ def send(
         acks: The receiver's line, on which it acknowledges.
         x: Flat bytes.
         to: Group rank of the receiver.
-        tag: Tells it from other messages of this pair.
-        private: Let the receiver read private memory.
+        tag: Tag, which tells it from other messages of this pair.
+        private: Whether the receiver may read private memory.
     """
     yield from acks.await_step(to, ch.value - 1)  # the slot of two steps ago has been read
     place = ch.own.locate(x, private=private) if x.numel() > EAGER_BYTES else 0
@@ -78,6 +78,6 @@ def send(
 
 
 def read_envelope(ch: Channel, source: int, value: int) -> Envelope:
-    """The envelope that `source` published in step `value` of its line."""
+    """Return the envelope that `source` published in step `value` of its line."""
     words = ch.words_of(source, value, 3)
     return Envelope(words[_TAG] - TAG_BIAS, words[_NBYTES], words[_PLACE])

@@ -1,9 +1,10 @@
-"""What every member sends to every other, when only sender and receiver know: one step that makes it known to all.
+"""One step that tells all members what every member sends to every other.
 
-A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each publishes
-two rows: what it will send to each member, and what it expects from each (-1: it does not know).
-Everybody reads everybody's rows, so everybody sees the same matrix: it agrees, or all raise the
-same error. Cost: one step of 16 n bytes.
+A ragged all-to-all, a gather and a scatter have sizes that no single member knows. Each member
+publishes two rows: what it will send to each member, and what it expects from each (-1: unknown).
+All members read all rows, so all see the same matrix. It agrees, or all raise the same error.
+
+Cost: one step of 16 n bytes.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def agree_on_sizes(
 
     Args:
         ch: Channel of the group.
-        sends: Elements that this rank sends to each member, itself included.
-        expects: Elements that it expects from each, -1 where it takes what comes.
+        sends: Number of elements that this rank sends to each member, itself included.
+        expects: Number of elements that it expects from each, -1 where it accepts any.
 
     Returns:
         `sends` of every member.
 
     Raises:
-        MismatchError: On every rank alike, with all pairs that disagree.
+        MismatchError: Some pairs disagree; raised on every rank alike, naming all of them.
     """
     n = ch.size
     ch.own.stage(torch.tensor([*sends, *expects], dtype=torch.int64, device="cpu"))
@@ -65,7 +66,7 @@ def agree_on_sizes(
 
 
 def offsets_of(widths: Sequence[int]) -> list[int]:
-    """Where each of consecutive parts begins, and where the last one ends.
+    """Return where each of consecutive parts begins, and where the last one ends.
 
     >>> offsets_of([3, 0, 2])
     [0, 3, 3, 5]

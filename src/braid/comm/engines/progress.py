@@ -31,7 +31,7 @@ __all__ = ["Progress"]
 
 SWITCH_INTERVAL_S = 1e-4
 CLOSE_GRACE_S = 5.0
-LOOK_S = 0.05  # how often a thread that waits for the progress thread looks whether another has started something
+LOOK_S = 0.05  # how often a thread that waits for the progress thread looks at what was started
 
 
 class Progress:
@@ -122,7 +122,7 @@ class Progress:
                 moved = True
                 if operation.advance():
                     self._strike(operation)
-                    self._transport.bells.ring_own()  # what stands behind it is somebody else's perhaps
+                    self._transport.bells.ring_own()  # another thread may wait for what stands behind
                 elif operation.ready():  # who looked while this thread was at it may be asleep now
                     self._transport.bells.ring_own()
         return moved
@@ -132,7 +132,7 @@ class Progress:
         if not operation.done and self._transport.forked:
             self.refuse_fork()
         if self._waiting - {threading.get_ident()}:
-            return  # a thread that waits takes all steps, and two in each other's way are slower than one
+            return  # a waiting thread takes all steps, and two threads hinder each other
         while not operation.done and self.advance_started():
             pass
 

@@ -1,4 +1,4 @@
-"""int8 with a scale per block: a quarter of the bytes, and an outlier spoils 256 numbers instead of all.
+"""int8 with a scale per block: a quarter of the bytes; an outlier spoils 256 numbers, not all.
 
 Problem: one scale for a whole tensor must cover its largest number, and where that is 100 times the
 typical one, the typical number is rounded to 1 or 0.
@@ -167,7 +167,7 @@ def _quantize(
     scale: torch.Tensor,
     generator: torch.Generator | None,
 ) -> None:
-    """Write the codes of `rows` [blocks, numbers] and their `scale` [blocks, 1]; stochastic if there is a generator."""
+    """Write the codes of `rows` and their `scale`; stochastic if there is a generator."""
     work = rows.abs()
     peak = work.amax(dim=1, keepdim=True)  # NaN if there is one
     scale.copy_(torch.where(peak.isfinite(), (peak / LARGEST).clamp_(max=MAX_SCALE), torch.inf))

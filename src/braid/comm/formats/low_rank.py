@@ -1,4 +1,4 @@
-"""A matrix as the product of two thin ones: (rows + columns) * rank numbers instead of rows * columns.
+"""A matrix as the product of two thin ones: (rows + columns) * rank numbers.
 
 Problem: formats that change single numbers stop at a bit a number, and their sums have to be taken
 apart and put together again at every hop. The gradient of a weight matrix is often close to a
@@ -12,7 +12,7 @@ full iteration. M is this rank's matrix:
     stage 1   P = M Q                   rows x rank      <- all-reduce (average) over the ranks
     stage 2   P = orthogonal(P)
               Q = M^T P                 columns x rank   <- all-reduce (average) over the ranks
-    finish    M' = P Q^T                the average of all M, projected onto P's columns; Q is the next warm start
+    finish    M' = P Q^T                the average of all M, projected onto P; Q is the next start
 
 It takes *two* all-reduces with work between them and is therefore no `WireFormat`: it has two
 stages and an end.
@@ -97,7 +97,7 @@ class LowRank:
         return matrix.detach() @ self._q
 
     def project(self, matrix: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-        """Stage 2: the factor to average over the ranks next; makes the columns of `p` orthonormal, in place.
+        """Stage 2: the factor to average next; makes the columns of `p` orthonormal, in place.
 
         Args:
             matrix: What was given to `compress`.

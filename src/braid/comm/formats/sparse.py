@@ -34,7 +34,7 @@ from braid.errors import CommError, ConfigError
 __all__ = ["TopK"]
 
 LEAST_SAMPLE, MOST_SAMPLE = 1 << 12, 1 << 16  # numbers
-REACHING = 64  # of the sample that shall reach the threshold: the count is off by 13 % then (one standard deviation)
+REACHING = 64  # of the sample that shall reach the threshold: the count is off by 13 % then
 GOLDEN = (1 + 5**0.5) / 2
 ENTRY_BYTES = 8  # an index and a value
 COUNT_BYTES = 4

@@ -1,4 +1,4 @@
-"""What a wire format is: a pair of pure functions between float32 numbers and bytes, and what both may expect.
+"""A wire format: a pair of pure functions between float32 numbers and bytes.
 
 Problem: numbers that cross a network are often wanted in fewer bytes than they are computed in, in
 ways that differ in everything (a cast, blocks with scales, indices with values) but whose callers
@@ -33,7 +33,7 @@ ALIGNMENT = 4  # bytes; torch views bytes as numbers only where those may begin
 
 
 class WireFormat(Protocol):
-    """How a flat float32 tensor looks on a wire; implementations have no state and may be shared."""
+    """The form of a flat float32 tensor on a wire; implementations are stateless."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class WireFormat(Protocol):
         """
 
     def add(self, buffer: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the numbers in `buffer` to `out`, as `decode` and an addition do; temporaries stay small."""
+        """Add the numbers in `buffer` to `out`; temporaries stay small."""
 
 
 def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -95,7 +95,7 @@ def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
-    """`buffer`, once it is known to be flat bytes that may be viewed as numbers, at least `nbytes` of them.
+    """Return `buffer` as flat bytes, checked to hold at least `nbytes` of them.
 
     Raises:
         ConfigError: It is not; `name` is the argument's.
