@@ -5,7 +5,7 @@ are lost in buffers; profilers write their file at the end.
 
 Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the
 *launcher* made and handed over by file descriptor. The pages outlive the writer, so the launcher
-reads the testimony of a dead rank and, after the run, builds the trace of all ranks from the same
+reads the last events of a dead rank and, after the run, builds the trace of all ranks from the same
 memory. Nothing is formatted and nothing is flushed while the program runs: beginning and ending a
 span costs about one microsecond.
 

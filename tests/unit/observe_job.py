@@ -120,9 +120,9 @@ def failed_report(
             ended_ns=2,
             exit_code=1,
             error=lost,
-            testimony="waiting in all_reduce(float32[1000], avg)#1, at step 0",
+            last_events="waiting in all_reduce(float32[1000], avg)#1, at step 0",
         ),
-        RankEnd(rank=1, pid=812, ended_ns=1, signal=9, testimony=doing),
+        RankEnd(rank=1, pid=812, ended_ns=1, signal=9, last_events=doing),
     ]
     return StopReport(
         verdict=judge(ends),

@@ -135,7 +135,7 @@ def test_errors_whose_further_lines_differ_are_two_errors():
 
 
 def test_programs_that_exit_with_the_same_words_are_the_cause_together():
-    ends = [exited(r, 2, at=r, last_words="train.py: error: no such option") for r in (0, 1)]
+    ends = [exited(r, 2, at=r, last_line="train.py: error: no such option") for r in (0, 1)]
     assert verdict(*ends) == ("exit", [0, 1], True)
 
 
@@ -276,7 +276,7 @@ def test_the_block_of_a_bad_run():
             rank=rank,
             ended_ns=2,
             exit_code=1,
-            testimony=WAITING,
+            last_events=WAITING,
             error=ParsedError(type="PeerLostError", message="rank 1 died"),
         )
         for rank in (0, 2, 3)
@@ -303,10 +303,10 @@ braid: run timed out at step 88 after 60 s (limit 60 s, exit 124)
 
 def test_the_block_of_a_time_out_says_who_was_doing_what():
     ends = [
-        killed(r, 15, asked_to_stop=True, testimony="waiting in barrier()#7, at step 88")
+        killed(r, 15, asked_to_stop=True, last_events="waiting in barrier()#7, at step 88")
         for r in (0, 2)
     ]
-    ends.append(killed(1, 9, asked_to_stop=True, testimony="in data, at step 88"))
+    ends.append(killed(1, 9, asked_to_stop=True, last_events="in data, at step 88"))
     report = StopReport(
         verdict=judge(ends, stopped_by="timeout"),
         exit_code=124,
@@ -320,7 +320,7 @@ def test_the_block_of_a_time_out_says_who_was_doing_what():
 
 def test_a_time_out_says_whose_stacks_could_not_be_had():
     ends = [killed(r, 15, asked_to_stop=True) for r in (0, 1)]
-    ends += [killed(2, 15, asked_to_stop=True, testimony="at train.py:5 in wait"), exited(3, 0)]
+    ends += [killed(2, 15, asked_to_stop=True, last_events="at train.py:5 in wait"), exited(3, 0)]
     report = StopReport(
         verdict=judge(ends, stopped_by="timeout"), exit_code=124, elapsed_s=60.0, limit_s=60.0
     )
@@ -335,8 +335,8 @@ def test_a_time_out_says_whose_stacks_could_not_be_had():
 
 def test_what_the_causing_rank_was_in_stands_apart_from_a_message():
     ends = [
-        replace(raised(0, "CheckpointError: no room left."), testimony="after step 20"),
-        killed(0, 9, testimony="in backward, at step 20"),
+        replace(raised(0, "CheckpointError: no room left."), last_events="after step 20"),
+        killed(0, 9, last_events="in backward, at step 20"),
     ]
     rows = [error_block(StopReport(verdict=judge([e]), exit_code=1, elapsed_s=1)) for e in ends]
     assert [row[1] for row in rows] == [
@@ -388,8 +388,8 @@ def test_an_abort_in_the_teardown_of_an_exception_is_that_exception():
 
 def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():
     ends = (
-        exited(0, 1, at=1, last_words="Connection reset by peer"),
-        exited(1, 2, at=2, last_words="train.py: error: no such option"),
+        exited(0, 1, at=1, last_line="Connection reset by peer"),
+        exited(1, 2, at=2, last_line="train.py: error: no such option"),
     )
     report = StopReport(verdict=judge(ends), exit_code=2, elapsed_s=1)
     assert render_block(error_block(report)) == (

@@ -14,7 +14,7 @@ from braid.diagnose import MemoryKill
 from braid.errors import ConfigError
 from braid.launch import JobSpec
 from braid.launch.process.job import check_command, choose_threads, command_line
-from braid.launch.process.oom import MemoryWatch, parse_counter, parse_limit
+from braid.launch.process.oom import OomMonitor, parse_counter, parse_limit
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_ranks": 0}, "number of ranks is 0"),
+        ({"num_ranks": 0}, "number of ranks must be 1 to 4096, got 0"),
         ({"command": ()}, "nothing to run"),
-        ({"port": 70_000}, "port is 70000"),
-        ({"threads": 0}, "threads is 0"),
-        ({"timeout_s": 0.0}, "timeout is 0 s"),
-        ({"grace_s": float("nan")}, "grace_s is nan"),
+        ({"port": 70_000}, "port must be 1 to 65535 or auto, got 70000"),
+        ({"threads": 0}, "threads must be at least 1, got 0"),
+        ({"timeout_s": 0.0}, "timeout must be more than 0 s, got 0 s"),
+        ({"grace_s": float("nan")}, "grace_s must be 0 or more, got nan"),
     ],
 )
 def test_a_job_that_cannot_work_is_refused(change, words):
@@ -41,7 +41,7 @@ def test_a_job_that_cannot_work_is_refused(change, words):
 
 
 def test_all_problems_of_a_job_are_told_together():
-    with pytest.raises(ConfigError, match=r"ranks is -1.*port is 0.*threads is 0"):
+    with pytest.raises(ConfigError, match=r"ranks .* got -1;.*port .* got 0;.*threads .* got 0"):
         JobSpec(command=("x",), num_ranks=-1, port=0, threads=0)
 
 
@@ -51,20 +51,20 @@ def test_a_good_script_passes(script):
 
 def test_a_syntax_error_is_found_with_its_line(script):
     script.write_text("x = 1\ny = = 2\n")
-    with pytest.raises(ConfigError, match=r"no valid Python: invalid syntax +train.py:2\ny = = 2"):
+    with pytest.raises(ConfigError, match=r"not valid Python: invalid syntax +train.py:2\ny = = 2"):
         check_command(JobSpec(command=(str(script),)))
 
 
 def test_a_script_with_a_null_byte_is_no_python(script):
     script.write_bytes(b"x = 1\0")
-    with pytest.raises(ConfigError, match="no valid Python"):
+    with pytest.raises(ConfigError, match="not valid Python"):
         check_command(JobSpec(command=(str(script),)))
 
 
 def test_a_missing_script_and_a_directory_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the script .*: No such file"):
         check_command(JobSpec(command=(str(tmp_path / "nix.py"),)))
-    with pytest.raises(ConfigError, match="found the directory"):
+    with pytest.raises(ConfigError, match="is a directory, not a Python script"):
         check_command(JobSpec(command=(str(tmp_path),)))
 
 
@@ -72,13 +72,13 @@ def test_programs_must_exist_and_be_executable(script):
     check_command(JobSpec(command=("sh", "-c", "true"), kind="program"))
     with pytest.raises(ConfigError, match=r"train.py is not executable: chmod \+x it"):
         check_command(JobSpec(command=(str(script),), kind="program"))
-    with pytest.raises(ConfigError, match="none named no-such-program"):
+    with pytest.raises(ConfigError, match="no program no-such-program on PATH"):
         check_command(JobSpec(command=("no-such-program",), kind="program"))
 
 
 def test_modules_are_looked_for_without_importing_them():
     check_command(JobSpec(command=("json.tool",), kind="module"))
-    with pytest.raises(ConfigError, match="none named 'no_such_module'"):
+    with pytest.raises(ConfigError, match="no Python module 'no_such_module'"):
         check_command(JobSpec(command=("no_such_module.train",), kind="module"))
 
 
@@ -97,11 +97,11 @@ def test_the_command_line_of_each_kind():
     ]
 
 
-def test_threads_are_as_told_else_the_users_else_cores_by_ranks():
-    told = choose_threads(JobSpec(command=("x",), threads=3, environ={"OMP_NUM_THREADS": "7"}))
+def test_threads_are_as_given_else_the_users_else_cores_by_ranks():
+    given = choose_threads(JobSpec(command=("x",), threads=3, environ={"OMP_NUM_THREADS": "7"}))
     own = choose_threads(JobSpec(command=("x",), environ={"OMP_NUM_THREADS": "7"}))
     count, reason = choose_threads(JobSpec(command=("x",), num_ranks=4000, environ={}))
-    assert (told, own, count) == (("3", "as told"), ("7", "from the environment"), "1")
+    assert (given, own, count) == (("3", "as given"), ("7", "from the environment"), "1")
     assert reason.endswith(" / 4000")
 
 
@@ -132,8 +132,8 @@ def test_separating_twice_is_separating_once(words):
     ("arguments", "problem"),
     [
         (["run"], "nothing to run: give a script"),
-        (["run", "-n", "0", "t.py"], "the number of ranks is 0, expected 1 to 4096"),
-        (["run", "nix.py"], "nix.py cannot be read: No such file or directory"),
+        (["run", "-n", "0", "t.py"], "number of ranks must be 1 to 4096, got 0"),
+        (["run", "nix.py"], "cannot read the script nix.py: No such file or directory"),
         (["run", "--port", "x", "t.py"], "expected --port auto or a number, found 'x'"),
         (["run", "-m", "--no-python", "t"], "-m and --no-python exclude each other"),
     ],
@@ -199,7 +199,7 @@ def make_v2(root: Path, kills: int) -> None:
 )
 def test_a_rising_counter_is_a_kill_and_is_reported_once_per_process(tmp_path, make, membership):
     make(tmp_path, 1)
-    watch = MemoryWatch(membership, tmp_path)
+    watch = OomMonitor(membership, tmp_path)
     before = watch.new_kill()
     make(tmp_path, 3)
     kill = MemoryKill(64_000_000, 63_000_000)
@@ -207,4 +207,4 @@ def test_a_rising_counter_is_a_kill_and_is_reported_once_per_process(tmp_path, m
 
 
 def test_a_system_without_groups_sees_no_kill(tmp_path):
-    assert MemoryWatch("", tmp_path).new_kill() is None
+    assert OomMonitor("", tmp_path).new_kill() is None

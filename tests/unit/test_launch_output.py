@@ -98,8 +98,8 @@ def test_no_byte_is_lost(chunks):
 
 def test_a_budget_allows_a_burst_and_then_so_many_a_second():
     budget = LineBudget(per_s=2, burst=3)
-    first = [budget.take(S) for _ in range(5)]
-    later = [budget.take(2 * S) for _ in range(4)]
+    first = [budget.allow(S) for _ in range(5)]
+    later = [budget.allow(2 * S) for _ in range(4)]
     assert (first, later) == ([True] * 3 + [False] * 2, [True, True, False, False])
 
 

@@ -10,8 +10,8 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousLimits,
     HostRendezvousPhase,
     HostRendezvousState,
-    Look,
-    MakeReady,
+    PrepareHost,
+    Probe,
 )
 from braid.launch.cluster.reachability import (
     LAUNCHER,
@@ -108,7 +108,7 @@ def state(num_nodes=2, names=None, **limits):
     return HostRendezvousState(
         {0: "a", 1: "b"} if names is None else names,
         num_nodes,
-        here=HostAddresses("m", (LAN[0],)),
+        own_addresses=HostAddresses("m", (LAN[0],)),
         version="1",
         limits=HostRendezvousLimits(30 * S, **limits),
         now_ns=0,
@@ -122,38 +122,38 @@ def ready(version="1"):
 def gathered():
     """A state in which all have said where they are, and what it told them then."""
     rendezvous = state()
-    told = [i for node in (0, 1) for i in rendezvous.ready(node, ready(), 0)]
-    told += rendezvous.here(0, HostAddresses("m0", (LAN[1],)), 0)
-    told += rendezvous.here(1, HostAddresses("m1", (LAN[2],)), 0)
+    told = [i for node in (0, 1) for i in rendezvous.on_hello(node, ready(), 0)]
+    told += rendezvous.on_addresses(0, HostAddresses("m0", (LAN[1],)), 0)
+    told += rendezvous.on_addresses(1, HostAddresses("m1", (LAN[2],)), 0)
     return rendezvous, told
 
 
-def test_hosts_are_greeted_then_look_then_make_ready():
+def test_hosts_are_greeted_then_look_then_prepare():
     rendezvous, told = gathered()
     assert told == [
         Greet(0),
         Greet(1),
-        *(Look(node, tuple(e for e in LAN if e.node != node)) for node in (-1, 0, 1)),
+        *(Probe(node, tuple(e for e in LAN if e.node != node)) for node in (-1, 0, 1)),
     ]
     reached = all_reach(LAN)
     told = []
     for node in NAMES:
-        told += rendezvous.tried(node, tuple(a for a in reached if a.source == node), S)
-    assert told == [MakeReady(0, "10.0.0.2"), MakeReady(1, "10.0.0.3")]
+        told += rendezvous.on_probe_result(node, tuple(a for a in reached if a.source == node), S)
+    assert told == [PrepareHost(0, "10.0.0.2"), PrepareHost(1, "10.0.0.3")]
     for node in (0, 1):
-        rendezvous.prepared(node, Prepared())
+        rendezvous.on_prepared(node, Prepared())
     assert rendezvous.phase is HostRendezvousPhase.READY
 
 
 def test_all_problems_are_said_at_once_and_by_name():
     rendezvous = state(3, {0: "a", 1: "b", 2: "c"})
-    rendezvous.lost(0, "has no agent, `ssh a` ended with exit code 255", 0)
-    rendezvous.ready(2, ready(), 0)
+    rendezvous.on_lost(0, "has no agent, `ssh a` ended with exit code 255", 0)
+    rendezvous.on_hello(2, ready(), 0)
     assert (
         rendezvous.phase is HostRendezvousPhase.GATHERING
     )  # the third may have something to say as well
-    rendezvous.ready(1, ready("2"), 0)
-    rendezvous.here(2, HostAddresses("m2", (LAN[2],)), 0)
+    rendezvous.on_hello(1, ready("2"), 0)
+    rendezvous.on_addresses(2, HostAddresses("m2", (LAN[2],)), 0)
     assert rendezvous.problem == (
         "the job cannot start on all of its hosts:\n"
         "host a has no agent, `ssh a` ended with exit code 255\n"
@@ -164,9 +164,9 @@ def test_all_problems_are_said_at_once_and_by_name():
 
 def test_who_does_not_come_is_named():
     rendezvous = state(3, {})
-    rendezvous.ready(0, ready(), 0)
-    rendezvous.here(0, HostAddresses("m", (LAN[1],)), 0)
-    rendezvous.ready(2, ready(), 0)
+    rendezvous.on_hello(0, ready(), 0)
+    rendezvous.on_addresses(0, HostAddresses("m", (LAN[1],)), 0)
+    rendezvous.on_hello(2, ready(), 0)
     rendezvous.tick(30 * S - 1)
     assert (rendezvous.phase, rendezvous.missing) == (HostRendezvousPhase.GATHERING, [1])
     rendezvous.tick(30 * S)
@@ -181,38 +181,38 @@ def test_an_agent_that_does_not_say_what_it_reached_has_reached_nobody():
     rendezvous, _ = gathered()
     reached = all_reach(LAN)
     for node in (LAUNCHER, 0):
-        rendezvous.tried(node, tuple(a for a in reached if a.source == node), S)
+        rendezvous.on_probe_result(node, tuple(a for a in reached if a.source == node), S)
     rendezvous.tick(9 * S)
     assert "launcher cannot be reached from b; a cannot be reached from b" in rendezvous.problem
 
 
 def test_a_host_without_the_chosen_interface_is_named_with_what_it_has():
-    rendezvous = HostRendezvousState({0: "a"}, 1, here=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limits=HostRendezvousLimits(S), now_ns=0)  # fmt: skip
-    rendezvous.ready(0, ready(), 0)
-    rendezvous.here(0, HostAddresses("m0", (DOCKER[1],)), 0)
+    rendezvous = HostRendezvousState({0: "a"}, 1, own_addresses=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limits=HostRendezvousLimits(S), now_ns=0)  # fmt: skip
+    rendezvous.on_hello(0, ready(), 0)
+    rendezvous.on_addresses(0, HostAddresses("m0", (DOCKER[1],)), 0)
     assert "host a has no address on eth0, found docker0 172.17.0.1" in rendezvous.problem
 
 
 def test_what_a_host_cannot_run_is_said_for_all_hosts():
     rendezvous, _ = gathered()
     for node in NAMES:
-        rendezvous.tried(node, tuple(a for a in all_reach(LAN) if a.source == node), S)
-    rendezvous.prepared(1, Prepared(problem="cannot run this: no script"))
-    rendezvous.prepared(0, Prepared())
+        rendezvous.on_probe_result(node, tuple(a for a in all_reach(LAN) if a.source == node), S)
+    rendezvous.on_prepared(1, Prepared(problem="cannot run this: no script"))
+    rendezvous.on_prepared(0, Prepared())
     assert "host b cannot run this: no script\nnothing is wrong with a" in rendezvous.problem
 
 
 def test_names_of_one_machine_are_found():
     rendezvous = state(3, {0: "a", 1: "b", 2: "a.example"})
     for node, machine in enumerate(["m0", "m1", "m0"]):
-        rendezvous.ready(node, ready(), 0)
-        rendezvous.here(node, HostAddresses(machine, (LAN[1],)), 0)
+        rendezvous.on_hello(node, ready(), 0)
+        rendezvous.on_addresses(node, HostAddresses(machine, (LAN[1],)), 0)
     assert rendezvous.shared_machines == [["a", "a.example"]]
 
 
 def test_a_node_that_left_may_come_again():
     rendezvous = state(names={})
-    rendezvous.ready(1, ready(), 0)
-    rendezvous.here(1, HostAddresses("m1", (LAN[2],)), 0)
+    rendezvous.on_hello(1, ready(), 0)
+    rendezvous.on_addresses(1, HostAddresses("m1", (LAN[2],)), 0)
     rendezvous.forget(1)
-    assert (rendezvous.missing, rendezvous.ready(1, ready(), 0)) == ([0, 1], [Greet(1)])
+    assert (rendezvous.missing, rendezvous.on_hello(1, ready(), 0)) == ([0, 1], [Greet(1)])

@@ -105,8 +105,8 @@ def test_the_exit_code_is_that_of_the_causing_rank(capfd):
         (["-np", "2", "--config-file", "no", "x.py"], "a configuration file, found that no cannot be read: No such"),
         (["-np", "2", "--config-file", "bad", "x.py"], "expected YAML in bad, found: "),
         (["-np", "2", "--hostfile", "no", "x.py"], "a file that names hosts, found that no cannot be read: No such"),
-        (["-np", "2", "x.py"], "expected a Python script, found that x.py cannot be read"),
-        (["-np", "2", "./x"], "expected a program to run, found none named ./x"),
+        (["-np", "2", "x.py"], "cannot read the script x.py"),
+        (["-np", "2", "./x"], "no program ./x on PATH"),
     ],
 )  # fmt: skip
 def test_what_cannot_start_ends_with_2(arguments, problem, capfd):

@@ -108,8 +108,8 @@ def test_a_stopped_rank_is_named_then_given_up(run, console):
     assert (end.rank, end.declared_dead, end.signal) == (1, True, 9)
     doing = "in backward, bucket 1 of 2, at step 3"
     assert re.search(rf"stopped by SIGSTOP for [\d.]+ s, killed by braid {doing}", str(outcome))
-    (warning,) = [text for text in console.notices if "given up after" in text]
-    assert f"was stopped by SIGSTOP {doing}; it is given up after 0.2 s" in warning
+    (warning,) = [text for text in console.notices if "is killed after" in text]
+    assert f"was stopped by SIGSTOP {doing}; it is killed after 0.2 s" in warning
 
 
 def test_a_stopped_rank_that_goes_on_finishes(tmp_path):
@@ -137,7 +137,7 @@ def test_a_time_out_says_who_was_doing_what(run):
 def test_a_time_out_shows_stacks_of_ranks_without_events(run, tmp_path):
     outcome = run("hang_without_events", n=1, timeout_s=0.7)
     (end,) = outcome.affected
-    assert re.sub(r"\d+", "N", end.testimony) == "at launch_jobs.py:N in wait"
+    assert re.sub(r"\d+", "N", end.last_events) == "at launch_jobs.py:N in wait"
     assert "most recent call first" in (tmp_path / "run/stacks/rank0.txt").read_text()
 
 
@@ -206,7 +206,7 @@ def test_only_the_main_thread_may_launch(run):
     errors = []
 
     def launch() -> None:
-        with pytest.raises(ConfigError, match=r"call Supervisor.run\(\) from the main thread"):
+        with pytest.raises(ConfigError, match=r"Call Supervisor.run\(\) from the main thread"):
             run("environment")
         errors.append("refused")
 
@@ -249,7 +249,7 @@ def test_a_spawned_function_prints_no_warning(tmp_path, console, monkeypatch):
 
 
 def test_spawn_refuses_what_a_rank_cannot_find(tmp_path):
-    with pytest.raises(ConfigError, match="at the top level of a module"):
+    with pytest.raises(ConfigError, match="to the top level of a module"):
         spawn(lambda: None, 2)
     with pytest.raises(ConfigError, match="that JSON knows"):
         spawn(os.path.join, 2, [object()])

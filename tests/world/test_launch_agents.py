@@ -15,7 +15,7 @@ from braid.clock import MonotonicClock, VirtualClock
 from braid.errors import ConfigError
 from braid.launch.cluster.agent_handle import END_LIMIT_S
 from braid.launch.cluster.agent_registry import AgentRegistry
-from braid.launch.cluster.join import follow, open_lobby
+from braid.launch.cluster.join import join_first_node, open_join_listener
 from braid.launch.cluster.options import Nodes
 from braid.launch.cluster.remote_shell import LocalPlacement, RshPlacement
 from braid.launch.process.job import JobSpec
@@ -104,7 +104,7 @@ def test_a_node_0_that_cannot_open_a_lobby_leaves_no_file_for_the_next_run(tmp_p
     with (
         FileMeeting(path, 2, 0) as meeting,
         pytest.raises(ConfigError, match="address on eth77"),
-        open_lobby(nodes, MonotonicClock(), meeting),
+        open_join_listener(nodes, MonotonicClock(), meeting),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -120,4 +120,4 @@ def test_a_node_0_that_only_its_own_host_can_reach_is_named_at_once(tmp_path):
     point = MeetingPoint(2, 1, path="/shared/job7")
     nodes = Nodes(meeting=point, insecure_network=True)
     with pytest.raises(ConfigError, match=r"from node 1, found tcp://127.0.0.1:9: see that"):
-        follow(JobSpec(command=("a.py",)), nodes, MonotonicClock(), unheard, Found())
+        join_first_node(JobSpec(command=("a.py",)), nodes, MonotonicClock(), unheard, Found())

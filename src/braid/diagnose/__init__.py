@@ -11,9 +11,9 @@ from braid.diagnose.block import (
 )
 from braid.diagnose.hang import HangReport, find_hang
 from braid.diagnose.hang_view import Process, RankView, SpanView
+from braid.diagnose.last_events import last_events, last_operation_end, last_step
 from braid.diagnose.reach_table import reach_table, why_unreachable
 from braid.diagnose.run_record import RunHost, RunRecord
-from braid.diagnose.testimony import last_operation_end, last_step, testimony
 from braid.diagnose.tracebacks import ParsedError, Stack, parse_error, parse_stack, short_site
 from braid.diagnose.verdict import (
     Ending,
@@ -46,6 +46,7 @@ __all__ = [
     "error_block",
     "find_hang",
     "judge",
+    "last_events",
     "last_operation_end",
     "last_step",
     "parse_error",
@@ -55,6 +56,5 @@ __all__ = [
     "render_block",
     "short_site",
     "signal_name",
-    "testimony",
     "why_unreachable",
 ]

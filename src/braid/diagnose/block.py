@@ -140,9 +140,9 @@ def _cause(verdict: Verdict) -> list[str]:
     line = f"{who}: {what}"
     if where:
         line += f"{WHERE_GAP}{where}"
-    elif first.testimony:  # goes on with `killed by signal 9`, stands apart from a message
-        line += f"{WHERE_GAP if first.error is not None else ' '}{first.testimony}"
-    lines = [line, *(first.error.details if first.error is not None else [first.last_words])]
+    elif first.last_events:  # goes on with `killed by signal 9`, stands apart from a message
+        line += f"{WHERE_GAP if first.error is not None else ' '}{first.last_events}"
+    lines = [line, *(first.error.details if first.error is not None else [first.last_line])]
     lines = [text for text in lines if text]
     if not verdict.certain:
         lines.append("uncertain: every rank failed because of another one; this is the likeliest")
@@ -167,8 +167,8 @@ def _affected(verdict: Verdict) -> list[str]:
 
 def _doing(end: RankEnd) -> str:
     """What the rank was inside of; where its error arose when it recorded nothing."""
-    if end.testimony or end.error is None or not end.error.where:
-        return end.testimony
+    if end.last_events or end.error is None or not end.error.where:
+        return end.last_events
     return f"at {end.error.where}"
 
 

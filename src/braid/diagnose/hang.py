@@ -275,11 +275,11 @@ def _missing_row(case: Case) -> str:
     if last is None:
         return text
     return (
-        f"{text}\nlast seen {of_seconds(case.now_ns - last.end_ns)} ago, {_last_words(view, last)}"
+        f"{text}\nlast seen {of_seconds(case.now_ns - last.end_ns)} ago, {_last_known(view, last)}"
     )
 
 
-def _last_words(view: RankView, last: SpanView) -> str:
+def _last_known(view: RankView, last: SpanView) -> str:
     """`as it ended all_reduce#9  train.py:41 in step, in step 45`."""
     text = f"as it {'began' if last.open else 'ended'} {last.label}"
     if last.site:

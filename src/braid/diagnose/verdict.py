@@ -94,8 +94,8 @@ class RankEnd:
         declared_dead: The launcher gave it up because it was stopped for too long.
         memory_kill: Set when the kernel killed it for memory.
         error: What it said, through its control connection or on stderr.
-        last_words: The last line that it wrote to stderr, for programs that print no traceback.
-        testimony: What it was inside of, see `braid.diagnose.testimony`.
+        last_line: The last line that it wrote to stderr, for programs that print no traceback.
+        last_events: What it was inside of, see `braid.diagnose.last_events`.
     """
 
     rank: int
@@ -110,8 +110,8 @@ class RankEnd:
     declared_dead: bool = False
     memory_kill: MemoryKill | None = None
     error: ParsedError | None = None
-    last_words: str = ""
-    testimony: str = ""
+    last_line: str = ""
+    last_events: str = ""
 
     @property
     def ending(self) -> Ending:
@@ -131,7 +131,7 @@ class RankEnd:
         if self.signal is not None and self.signal not in {signals.SIGABRT, signals.SIGPIPE}:
             return False
         if self.error is None:
-            told = SYMPTOM_TEXT.search(self.last_words) is not None
+            told = SYMPTOM_TEXT.search(self.last_line) is not None
             return self.signal == signals.SIGPIPE or told
         if self.error.type == "MismatchError":
             return False
@@ -245,7 +245,7 @@ def _said(end: RankEnd) -> tuple[str, tuple[str, ...]]:
     """What a rank says of its failure, without the place."""
     if end.error is not None:
         return str(end.error), end.error.details
-    return end.last_words and f"{describe(end)}: {end.last_words}", ()
+    return end.last_line and f"{describe(end)}: {end.last_line}", ()
 
 
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:

@@ -1,4 +1,4 @@
-"""launch: start the ranks of a run, watch them, end them together, say which rank is the cause; see README.md."""
+"""Starts the ranks of a run, supervises them, ends them together and names the rank that failed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ import psutil
 from braid._version import __version__
 from braid.clock import Clock, MonotonicClock
 from braid.errors import ConfigError
-from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, Channel, van_config
+from braid.launch.cluster.agent_channel import MESSAGES_PER_TURN, AgentChannel, van_config
 from braid.launch.cluster.agent_messages import (
     AGENT_ROLE,
     AGENT_SCHEMA,
@@ -140,16 +140,16 @@ class _Agent:
         self._probe_listener: ProbeListener | None = None
         self._prober: Prober | None = None
         self._ranks: AgentRanks | None = None
-        self._warden: subprocess.Popen[bytes] | None = None
+        self._orphan_reaper: subprocess.Popen[bytes] | None = None
         with ExitStack() as stack:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._van = stack.enter_context(
                 PipeVan(AGENT_ROLE, AGENT_SCHEMA, config=van_config(SILENCE_S), clock=self._clock)
             )
             self._van.attach(LAUNCHER_NODE, stream)
-            self._channel = Channel(self._van, LAUNCHER_NODE)
+            self._channel = AgentChannel(self._van, LAUNCHER_NODE)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
-            self._selector.register(self._van, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._van, selectors.EVENT_READ, self._on_readable)
             self._stack = stack.pop_all()
 
     def run(self) -> Bye:
@@ -171,7 +171,7 @@ class _Agent:
         while self._bye is None:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
-            self._attend()
+            self._poll()
         if self._refused:
             raise ConfigError(self._refused)
         return self._bye
@@ -201,7 +201,7 @@ class _Agent:
             due.append(self._ranks.deadline_ns)
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9) if due else None
 
-    def _attend(self) -> None:
+    def _poll(self) -> None:
         if self._probe_listener is not None:
             self._probe_listener.poll()
         if self._prober is not None:
@@ -213,7 +213,7 @@ class _Agent:
             self._ranks.poll()
 
     def _on_signals(self) -> None:
-        for signum in self._inbox.take():
+        for signum in self._inbox.drain():
             if signum != SIGCHLD:
                 self._num_signals += 1
                 self._channel.send(Signalled(signum))
@@ -226,17 +226,17 @@ class _Agent:
         if self._bye is None:
             self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         """Take what the launcher said."""
         for _ in range(MESSAGES_PER_TURN):
             delivery = self._van.try_recv() if self._bye is None else None
             if delivery is None:
                 return
-            self._take(delivery.message, delivery.buffers)
+            self._on_message(delivery.message, delivery.buffers)
 
-    def _take(self, message: Message, buffers: Sequence[memoryview]) -> None:
+    def _on_message(self, message: Message, buffers: Sequence[memoryview]) -> None:
         if isinstance(message, Greeting):
-            self._greeted(message, buffers)
+            self._on_greeting(message, buffers)
         elif isinstance(message, Refused):
             self._refused, self._bye = message.reason, Bye(2)
         elif isinstance(message, Bye):
@@ -250,9 +250,9 @@ class _Agent:
             self._end_ranks()
             self._channel.send(Finished())
         else:
-            self._obey(message)
+            self._execute(message)
 
-    def _obey(self, message: Message) -> None:
+    def _execute(self, message: Message) -> None:
         """What needs the job's secret, or ranks."""
         if self._secret is None:
             self._give_up(f"the launcher said {type(message).__name__} before its greeting")
@@ -270,13 +270,13 @@ class _Agent:
             self._channel.send(self._prepare(message, self._secret))
         elif self._ranks is not None:
             if isinstance(message, Start):
-                self._ranks.start(message.told)
+                self._ranks.start(message.environment)
             elif isinstance(message, Send):
                 self._ranks.signal(message)
             elif isinstance(message, StackRequest):
-                self._ranks.ask(message.handlers)
+                self._ranks.request_stack(message.handlers)
 
-    def _greeted(self, greeting: Greeting, buffers: Sequence[memoryview]) -> None:
+    def _on_greeting(self, greeting: Greeting, buffers: Sequence[memoryview]) -> None:
         self._run_id, self._node = greeting.run_id, greeting.node
         if buffers:
             self._secret = Secret(bytes(buffers[0]))
@@ -290,7 +290,7 @@ class _Agent:
         self._probe_listener = ProbeListener(
             self._node, interfaces(), self._run_id, self._secret, self._clock
         )
-        self._probe_listener.watch(self._selector)
+        self._probe_listener.register(self._selector)
         self._channel.send(HostAddresses(machine(), tuple(self._probe_listener.endpoints), problem))
 
     def _prepare(self, wanted: Prepare, secret: Secret) -> Prepared:
@@ -312,7 +312,7 @@ class _Agent:
                 port = self._stack.enter_context(kept).port
         except ConfigError as exc:
             return Prepared(problem=f"cannot run this: {exc}")
-        self._warden = self._stack.enter_context(_warden(self._run_id))
+        self._orphan_reaper = self._stack.enter_context(_orphan_reaper(self._run_id))
         self._ranks = AgentRanks(
             job, secret, self._channel, self._selector, self._clock, look_s=wanted.look_s
         )
@@ -324,7 +324,9 @@ class _Agent:
             return
         ranks.kill()
         mark = {"BRAID_RUN_ID": self._run_id}
-        spared = self._known if self._warden is None else self._known | {self._warden.pid}
+        spared = (
+            self._known if self._orphan_reaper is None else self._known | {self._orphan_reaper.pid}
+        )
         end_descendants(ranks.pids, mark, all_new=True, known=spared)
         ranks.close()
 
@@ -335,9 +337,9 @@ def _sockets(interface: str) -> dict[str, str]:
 
 
 @contextmanager
-def _warden(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
+def _orphan_reaper(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
     """Have somebody end what is left of the run when this process is killed."""
-    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `inherited`
+    marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `rank_environ`
     reaper = subprocess.Popen(
         [sys.executable, "-I", "-S", REAPER, *marks],
         stdin=subprocess.PIPE,

@@ -8,7 +8,7 @@ from braid.errors import PeerLostError
 from braid.launch.cluster.agent_messages import FromAgent, ToAgent, priority_of
 from braid.message import PipeVan, VanConfig
 
-__all__ = ["MESSAGES_PER_TURN", "Channel", "van_config"]
+__all__ = ["MESSAGES_PER_TURN", "AgentChannel", "van_config"]
 
 MESSAGES_PER_TURN = 64  # before signals and ranks have their turn
 BEAT_S = 5.0
@@ -28,7 +28,7 @@ def van_config(lost_after_s: float) -> VanConfig:
     )
 
 
-class Channel:
+class AgentChannel:
     """One peer of a van.
 
     Args:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from braid._version import __version__
 from braid.clock import Clock
 from braid.diagnose import signal_name
-from braid.launch.cluster.agent_channel import Channel
+from braid.launch.cluster.agent_channel import AgentChannel
 from braid.launch.cluster.agent_messages import AgentHello, Bye, HostAddresses, Ping, Pong, ToAgent
 from braid.launch.cluster.agent_stream import FirstLine
 from braid.launch.cluster.remote_shell import Placed
@@ -67,10 +67,10 @@ class AgentHandle:
         self.on_lost = on_lost
         self.alive = True
         self.offset_ns = 0
-        self.said: AgentHello | None = None
+        self.hello: AgentHello | None = None
         self._van = van
         self._peer = peer
-        self._channel = Channel(van, peer)
+        self._channel = AgentChannel(van, peer)
         self._clock = clock
         self._trips_ns: list[int] = []  # of pings, there and back
         self._placed = placed
@@ -87,7 +87,7 @@ class AgentHandle:
         """Whether nothing here carries it."""
         return self._placed is None
 
-    def watch(self, selector: selectors.BaseSelector) -> None:
+    def register(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on."""
         self.unregister()
         self._selector = selector
@@ -126,10 +126,10 @@ class AgentHandle:
             silent = f"has not answered for {SILENCE_S:g} s"
             self._lose(silent if message.silent else self._why())
         elif isinstance(message, Pong):
-            self._tell_time(message)
+            self._compare_clocks(message)
         else:
             if isinstance(message, AgentHello):
-                self.said = message
+                self.hello = message
             elif isinstance(message, HostAddresses):
                 self.send(Ping(self._clock.now_ns()))
             self.on_message(self, message, delivery.buffers)
@@ -166,7 +166,7 @@ class AgentHandle:
             self._van.attach(self._peer, stream)
             self._is_attached = True
 
-    def _tell_time(self, pong: Pong) -> None:
+    def _compare_clocks(self, pong: Pong) -> None:
         """Compare the clocks: the agent read its own half-way, and most nearly so when that took least."""
         now_ns = self._clock.now_ns()
         trip_ns = now_ns - pong.t_ns
@@ -186,7 +186,7 @@ class AgentHandle:
         """What ended the stream, in words that stand behind the host's name."""
         placed = self._placed
         if placed is None:
-            who = f" (pid {self.said.pid})" if self.said is not None else ""
+            who = f" (pid {self.hello.pid})" if self.hello is not None else ""
             return f"is gone: its launcher{who} has closed the connection"
         status = placed.status_within(STATUS_LIMIT_S)
         self._read_errors()
@@ -200,8 +200,8 @@ class AgentHandle:
             (self._errors + self._first_line.noise).decode(errors="replace").strip().splitlines()
         )
         last = f": {words[-1].strip()}" if words else ""
-        if self.said is not None:
-            return f"is gone: its agent (pid {self.said.pid}) {how}{last}"
+        if self.hello is not None:
+            return f"is gone: its agent (pid {self.hello.pid}) {how}{last}"
         hint = ""
         if "No module named" in last:
             hint = "; install braid there, or name an interpreter that has it with --remote-python"

@@ -166,7 +166,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 class Start(msgspec.Struct, tag=True, frozen=True):
     """Start a rank; the agent adds the descriptors."""
 
-    told: JobEnvironment
+    environment: JobEnvironment
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -218,7 +218,7 @@ class ProcessChanged(msgspec.Struct, tag=True, frozen=True):
     """A rank stopped, went on or ended, at `t_ns` of the agent's clock; see `processes.Change`."""
 
     rank: int
-    what: str
+    kind: str
     status: int
     t_ns: int
     memory_kill: MemoryKill | None = None

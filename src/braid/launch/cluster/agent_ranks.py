@@ -14,7 +14,7 @@ from signal import SIGKILL, SIGUSR1
 from typing import NamedTuple
 
 from braid.clock import Clock
-from braid.launch.cluster.agent_channel import Channel
+from braid.launch.cluster.agent_channel import AgentChannel
 from braid.launch.cluster.agent_messages import (
     FinalRecord,
     NotStarted,
@@ -28,8 +28,8 @@ from braid.launch.cluster.agent_messages import (
 from braid.launch.process.black_box import BlackBox
 from braid.launch.process.child import Child
 from braid.launch.process.hang_state import STACKS_NS, OpenWait
-from braid.launch.process.job import JobSpec, choose_threads, command_line, inherited
-from braid.launch.process.oom import MemoryWatch
+from braid.launch.process.job import JobSpec, choose_threads, command_line, rank_environ
+from braid.launch.process.oom import OomMonitor
 from braid.launch.process.processes import Change, changes_of
 from braid.launch.process.rank_snapshot import RankObserver
 from braid.rendezvous import JobEnvironment
@@ -37,7 +37,7 @@ from braid.wire import Secret
 
 __all__ = ["AgentRanks"]
 
-MOST_QUEUED_BYTES = 8 << 20  # then ranks that print wait until the launcher has read
+MAX_QUEUED_BYTES = 8 << 20  # then ranks that print wait until the launcher has read
 FULL_LOOK_NS = 10_000_000  # a network of 100 MB/s carries the eighth that remains meanwhile
 
 
@@ -68,7 +68,7 @@ class AgentRanks:
         self,
         job: JobSpec,
         secret: Secret,
-        channel: Channel,
+        channel: AgentChannel,
         selector: selectors.BaseSelector,
         clock: Clock,
         *,
@@ -82,13 +82,13 @@ class AgentRanks:
         self._channel = channel
         self._selector = selector
         self._clock = clock
-        self._memory = MemoryWatch.of_this_process()
+        self._memory = OomMonitor.of_this_process()
         self._ranks: dict[int, _Kept] = {}
         self._signalled: set[int] = set()
         self._every_ns = round(look_s * 1e9)
         self._look_ns = clock.now_ns()
         self._seen_ns: int | None = None
-        self._told: tuple[OpenWait, ...] = ()
+        self._sent_waits: tuple[OpenWait, ...] = ()
         self._is_full = False
 
     @property
@@ -106,21 +106,21 @@ class AgentRanks:
             due.append(self._clock.now_ns() + FULL_LOOK_NS)
         return min(due, default=None)
 
-    def start(self, told: JobEnvironment) -> None:
+    def start(self, environment: JobEnvironment) -> None:
         """Start a rank, or say why it cannot be."""
-        rank = told.rank
+        rank = environment.rank
         try:
             with ExitStack() as undo:
                 box = undo.enter_context(BlackBox(rank))
-                told = replace(
-                    told,
+                environment = replace(
+                    environment,
                     secret_fd=self._secret_fd,
                     events_fd=box.events_fd,
                     stacks_fd=box.stacks_fd,
                 )
                 child = Child(
                     self._argv,
-                    environ=inherited(self._job.environ, told, self._num_threads),
+                    environ=rank_environ(self._job.environ, environment, self._num_threads),
                     pass_fds=[self._secret_fd, box.events_fd, box.stacks_fd],
                     selector=self._selector,
                     on_output=lambda stream, chunk: self._channel.send(Output(rank, stream), chunk),
@@ -140,10 +140,10 @@ class AgentRanks:
                 self._signalled.add(message.rank)
             kept.child.signal(message.signum)
 
-    def ask(self, handlers: tuple[int, ...]) -> None:
+    def request_stack(self, handlers: tuple[int, ...]) -> None:
         """StackRequest ranks for their stacks; the answer goes to the launcher after a moment."""
         for rank, kept in self._ranks.items():
-            kept.look.ask(alive=kept.child.alive, answers=rank in handlers)
+            kept.look.request_stack(alive=kept.child.alive, answers=rank in handlers)
         self._seen_ns = self._clock.now_ns() + STACKS_NS // 2
 
     def reap(self) -> None:
@@ -155,7 +155,7 @@ class AgentRanks:
     def poll(self) -> None:
         """Do what is due."""
         now_ns = self._clock.now_ns()
-        least = MOST_QUEUED_BYTES // 8 if self._is_full else MOST_QUEUED_BYTES
+        least = MAX_QUEUED_BYTES // 8 if self._is_full else MAX_QUEUED_BYTES
         self._is_full = self._channel.queued_bytes > least
         for kept in self._ranks.values():
             kept.child.pause(paused=self._is_full)
@@ -163,8 +163,8 @@ class AgentRanks:
             self._look_ns = now_ns + self._every_ns
             alive = [kept for kept in self._ranks.values() if kept.child.alive]
             waits = tuple(wait for kept in alive for wait in kept.look.waits())
-            if waits != self._told:
-                self._told = waits
+            if waits != self._sent_waits:
+                self._sent_waits = waits
                 self._channel.send(OpenWaits(waits))
         if self._seen_ns is not None and now_ns >= self._seen_ns:
             self._seen_ns = None
@@ -195,14 +195,14 @@ class AgentRanks:
     def _changed(self, rank: int, kept: _Kept, change: Change) -> None:
         t_ns = self._clock.now_ns()
         memory_kill = None
-        if change.what in {"exited", "killed"}:
+        if change.kind in {"exited", "killed"}:
             kept.child.reaped(change)
             kept.child.drain()
             if change[:2] == ("killed", SIGKILL) and rank not in self._signalled:
                 memory_kill = self._memory.new_kill()
-        if change.what != "continued":
+        if change.kind != "continued":
             pieces = kept.box.pieces()
             data = [bytes(piece) for _, piece in pieces]
             offsets = tuple(at for at, _ in pieces)
             self._channel.send(FinalRecord(rank, offsets), *data, kept.box.stacks().encode())
-        self._channel.send(ProcessChanged(rank, change.what, change.status, t_ns, memory_kill))
+        self._channel.send(ProcessChanged(rank, change.kind, change.status, t_ns, memory_kill))

@@ -60,13 +60,13 @@ class AgentRegistry:
         self._van.attach(peer, connection)
         return self._add(peer, node, f"node {node}", None, on_message, on_lost)
 
-    def watch(self, selector: selectors.BaseSelector) -> None:
+    def register(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on, whose keys' data is what to call."""
         self.unregister()
         self._selector = selector
-        selector.register(self._van, selectors.EVENT_READ, self._hear)
+        selector.register(self._van, selectors.EVENT_READ, self._on_readable)
         for agent in self._agents.values():
-            agent.watch(selector)
+            agent.register(selector)
 
     def unregister(self) -> None:
         """Be watched no more."""
@@ -110,10 +110,10 @@ class AgentRegistry:
             on_lost=on_lost,
         )
         if self._selector is not None:
-            agent.watch(self._selector)
+            agent.register(self._selector)
         return agent
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         """Take what has arrived."""
         for _ in range(MESSAGES_PER_TURN):
             delivery = self._van.try_recv()

@@ -32,7 +32,7 @@ from braid.launch.cluster.host_rendezvous_state import (
     HostRendezvousPhase,
     HostRendezvousState,
     Instruction,
-    Look,
+    Probe,
 )
 from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import Hosts, Nodes, forwarded, node_secret
@@ -84,7 +84,7 @@ class HostRendezvous:
         self._prepared: dict[int, Prepared] = {}
         self._places: tuple[Place, ...] = ()
         self._join_listener: JoinListener | None = None
-        self._told_ns = clock.now_ns() + PATIENCE_NS
+        self._next_notice_ns = clock.now_ns() + PATIENCE_NS
         self._wait_ns = PATIENCE_NS
         self._stack = ExitStack()
         by_hand = isinstance(where, Nodes)
@@ -105,11 +105,11 @@ class HostRendezvous:
                 LAUNCHER, interfaces(), self._run_id, self._secret, clock
             )
             stack.callback(self._probe_listener.close)
-            self._probe_listener.watch(self._selector)
+            self._probe_listener.register(self._selector)
             self._state = HostRendezvousState(
                 names,
                 num_nodes,
-                here=HostAddresses(machine(), tuple(self._probe_listener.endpoints)),
+                own_addresses=HostAddresses(machine(), tuple(self._probe_listener.endpoints)),
                 version=__version__,
                 wanted=where.interfaces,
                 limits=HostRendezvousLimits(round(limit_s * 1e9)),
@@ -118,7 +118,7 @@ class HostRendezvous:
             self._registry = AgentRegistry(clock)
             stack.callback(self._registry.close)
             stack.callback(self._end_probing)
-            self._registry.watch(self._selector)
+            self._registry.register(self._selector)
             self._stack = stack.pop_all()
         self._by_hand = by_hand
 
@@ -137,13 +137,13 @@ class HostRendezvous:
         """
         self._join_listener = join_listener
         if join_listener is not None:
-            join_listener.watch(self._selector, self._registry, self._judge, self._notice)
+            join_listener.register(self._selector, self._registry, self._judge, self._notice)
         try:
             self._start_agents()
             while self._state.phase not in {HostRendezvousPhase.READY, HostRendezvousPhase.FAILED}:
                 for key, _ in self._selector.select(self._pause_s()):
                     key.data()
-                self._attend()
+                self._poll()
         finally:
             if join_listener is not None:
                 join_listener.unregister()
@@ -204,11 +204,11 @@ class HostRendezvous:
 
     def _judge(self, agent: AgentHandle) -> str:
         """Why a launcher that has come may not take part; empty when it may, and then it is one of the agents."""
-        said, node = agent.said, agent.node
+        said, node = agent.hello, agent.node
         assert said is not None
         assert isinstance(self._where, Nodes)
         num_nodes = self._where.meeting.num_nodes
-        taken = self._state.is_taken(node) if node in self._agents else None
+        taken = self._state.hello_of(node) if node in self._agents else None
         if said.num_nodes != num_nodes:
             return f"expected --nnodes {num_nodes}, found --nnodes {said.num_nodes} on node {node}"
         if not 0 < node < num_nodes:
@@ -241,7 +241,7 @@ class HostRendezvous:
     def _pause_s(self) -> float:
         due = [self._state.deadline_ns]
         if self._by_hand:
-            due.append(self._told_ns)
+            due.append(self._next_notice_ns)
         if self._probe_listener.deadline_ns is not None:
             due.append(self._probe_listener.deadline_ns)
         if self._prober is not None:
@@ -250,7 +250,7 @@ class HostRendezvous:
             due.append(self._join_listener.deadline_ns)
         return max(0.0, (min(due) - self._clock.now_ns()) / 1e9)
 
-    def _attend(self) -> None:
+    def _poll(self) -> None:
         self._probe_listener.poll()
         if self._join_listener is not None:
             self._join_listener.poll()
@@ -259,22 +259,22 @@ class HostRendezvous:
             if attempts is not None:
                 self._prober = None
                 now_ns = self._clock.now_ns()
-                self._obey(self._state.tried(LAUNCHER, tuple(attempts), now_ns))
+                self._execute(self._state.on_probe_result(LAUNCHER, tuple(attempts), now_ns))
         now_ns = self._clock.now_ns()
-        if self._by_hand and now_ns >= self._told_ns and self._state.missing:
+        if self._by_hand and now_ns >= self._next_notice_ns and self._state.missing:
             self._wait_ns *= 3
-            self._told_ns = now_ns + self._wait_ns
+            self._next_notice_ns = now_ns + self._wait_ns
             missing = ", ".join(map(str, self._state.missing))
             place = (
                 ", ".join(self._join_listener.addresses) if self._join_listener is not None else ""
             )
             self._notice(f"waiting at {place} for --node-rank {missing}")
-        elif now_ns >= self._told_ns:
-            self._told_ns = now_ns + self._wait_ns
-        self._obey(self._state.tick(now_ns))
+        elif now_ns >= self._next_notice_ns:
+            self._next_notice_ns = now_ns + self._wait_ns
+        self._execute(self._state.tick(now_ns))
 
     def _on_signals(self) -> None:
-        for signum in self._inbox.take():
+        for signum in self._inbox.drain():
             if signum == SIGINT:
                 raise KeyboardInterrupt
             if signum != SIGCHLD:
@@ -288,7 +288,7 @@ class HostRendezvous:
             self._state.forget(agent.node)
             del self._agents[agent.node]
             return
-        self._obey(self._state.lost(agent.node, why, self._clock.now_ns()))
+        self._execute(self._state.on_lost(agent.node, why, self._clock.now_ns()))
 
     def _on_message(
         self,
@@ -298,23 +298,23 @@ class HostRendezvous:
     ) -> None:
         now_ns = self._clock.now_ns()
         if isinstance(message, AgentHello):
-            self._obey(self._state.ready(agent.node, message, now_ns, agent.name))
+            self._execute(self._state.on_hello(agent.node, message, now_ns, agent.name))
         elif isinstance(message, HostAddresses):
-            self._obey(self._state.here(agent.node, message, now_ns))
+            self._execute(self._state.on_addresses(agent.node, message, now_ns))
         elif isinstance(message, ProbeResult):
-            self._obey(self._state.tried(agent.node, message.attempts, now_ns))
+            self._execute(self._state.on_probe_result(agent.node, message.attempts, now_ns))
         elif isinstance(message, Prepared):
             self._prepared[agent.node] = message
-            self._obey(self._state.prepared(agent.node, message))
+            self._execute(self._state.on_prepared(agent.node, message))
 
-    def _obey(self, instructions: list[Instruction]) -> None:
+    def _execute(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Greet):
                 self._greet(self._agents[instruction.node])
-            elif isinstance(instruction, Look):
-                self._look(instruction)
+            elif isinstance(instruction, Probe):
+                self._probe(instruction)
             else:
-                self._make_ready(instruction.node, instruction.address)
+                self._prepare(instruction.node, instruction.address)
 
     def _greet(self, agent: AgentHandle) -> None:
         came = self._by_hand and agent.node != 0
@@ -322,13 +322,13 @@ class HostRendezvous:
         key = () if came else (_key(self._secret),)
         agent.send(Greeting(self._run_id, agent.node, cwd), *key)
 
-    def _look(self, look: Look) -> None:
-        if look.node != LAUNCHER:
-            self._agents[look.node].send(ProbeRequest(look.targets, PROBE_LIMIT_S))
+    def _probe(self, probe: Probe) -> None:
+        if probe.node != LAUNCHER:
+            self._agents[probe.node].send(ProbeRequest(probe.targets, PROBE_LIMIT_S))
             return
         self._prober = Prober(
             LAUNCHER,
-            look.targets,
+            probe.targets,
             self._run_id,
             self._secret,
             limit_s=PROBE_LIMIT_S,
@@ -336,7 +336,7 @@ class HostRendezvous:
             selector=self._selector,
         )
 
-    def _make_ready(self, node: int, address: str) -> None:
+    def _prepare(self, node: int, address: str) -> None:
         if isinstance(self._where, Nodes):
             self._places = assign([Host(str(n), self._slots(n)) for n in sorted(self._agents)])
             environ = dict(self._job.environ) if node == 0 else {}
@@ -357,7 +357,7 @@ class HostRendezvous:
         )
 
     def _slots(self, node: int) -> int:
-        said = self._agents[node].said
+        said = self._agents[node].hello
         assert isinstance(self._where, Nodes)
         return said.slots if said is not None and said.slots else self._where.slots
 

@@ -6,8 +6,8 @@ missing is said once, for all hosts, by name.
 
     phase       event                          instructions                          next
     GATHERING   an agent is ready              Greet it                              GATHERING
-    GATHERING   all have said where they are   Look: all try to reach each other     LOOKING
-    LOOKING     all have tried                 MakeReady, with an address each       PREPARING
+    GATHERING   all have said where they are   Probe: all try to reach each other     PROBING
+    PROBING     all have tried                 PrepareHost, with an address each       PREPARING
     PREPARING   all are prepared               -                                     READY
     any         nothing more can come          -                                     FAILED
     any         deadline                       -                                     FAILED
@@ -37,8 +37,8 @@ __all__ = [
     "HostRendezvousLimits",
     "HostRendezvousPhase",
     "HostRendezvousState",
-    "Look",
-    "MakeReady",
+    "PrepareHost",
+    "Probe",
 ]
 
 
@@ -46,7 +46,7 @@ class HostRendezvousPhase(Enum):
     """How far it has come."""
 
     GATHERING = "gathering"
-    LOOKING = "looking"
+    PROBING = "probing"
     PREPARING = "preparing"
     READY = "ready"
     FAILED = "failed"
@@ -56,7 +56,7 @@ class HostRendezvousLimits(NamedTuple):
     """Durations, in nanoseconds."""
 
     gather_ns: int
-    look_ns: int = 8_000_000_000
+    probe_ns: int = 8_000_000_000
     prepare_ns: int = 30_000_000_000
 
 
@@ -66,21 +66,21 @@ class Greet(NamedTuple):
     node: int
 
 
-class Look(NamedTuple):
+class Probe(NamedTuple):
     """Have `node` try to reach `targets`; the launcher is a node as well."""
 
     node: int
     targets: tuple[Endpoint, ...]
 
 
-class MakeReady(NamedTuple):
+class PrepareHost(NamedTuple):
     """Have `node` prepare to listen on `address`."""
 
     node: int
     address: str
 
 
-Instruction: TypeAlias = Greet | Look | MakeReady
+Instruction: TypeAlias = Greet | Probe | PrepareHost
 
 
 class HostRendezvousState:
@@ -106,7 +106,7 @@ class HostRendezvousState:
         names: Mapping[int, str],
         num_nodes: int,
         *,
-        here: HostAddresses,
+        own_addresses: HostAddresses,
         version: str,
         wanted: Collection[str] = (),
         limits: HostRendezvousLimits,
@@ -122,7 +122,7 @@ class HostRendezvousState:
         self.deadline_ns = now_ns + limits.gather_ns
         self._gather_s = limits.gather_ns / 1e9
         self._ready: dict[int, AgentHello] = {}
-        self._here: dict[int, HostAddresses] = {LAUNCHER: here}
+        self._here: dict[int, HostAddresses] = {LAUNCHER: own_addresses}
         self._attempts: dict[int, tuple[Attempt, ...]] = {}
         self._prepared: dict[int, Prepared] = {}
         self._problems: dict[int, str] = {}
@@ -150,17 +150,19 @@ class HostRendezvousState:
             by_machine.setdefault(self._here[node].machine, []).append(self.name(node))
         return [names for names in by_machine.values() if len(names) > 1]
 
-    def is_taken(self, node: int) -> AgentHello | None:
+    def hello_of(self, node: int) -> AgentHello | None:
         """Who is `node` already; None when nobody is."""
         return self._ready.get(node)
 
-    def ready(self, node: int, said: AgentHello, now_ns: int, name: str = "") -> list[Instruction]:
+    def on_hello(
+        self, node: int, said: AgentHello, now_ns: int, name: str = ""
+    ) -> list[Instruction]:
         """An agent has come; `name` is what to call its host from now on."""
         self._ready[node] = said
         self._names[node] = name or self._names.get(node, said.hostname)
         if said.version != self._version:
             problem = f"has braid {said.version}, expected {self._version}: install the same braid"
-            return self.lost(node, problem, now_ns)
+            return self.on_lost(node, problem, now_ns)
         return [Greet(node)]
 
     def forget(self, node: int) -> None:
@@ -168,19 +170,21 @@ class HostRendezvousState:
         for known in (self._ready, self._here, self._problems):
             known.pop(node, None)
 
-    def here(self, node: int, said: HostAddresses, now_ns: int) -> list[Instruction]:
+    def on_addresses(self, node: int, said: HostAddresses, now_ns: int) -> list[Instruction]:
         """An agent says where it is."""
         self._here[node] = said
         if said.problem:
             self._problems.setdefault(node, said.problem)
         return self._gathered(now_ns)
 
-    def tried(self, node: int, attempts: tuple[Attempt, ...], now_ns: int) -> list[Instruction]:
+    def on_probe_result(
+        self, node: int, attempts: tuple[Attempt, ...], now_ns: int
+    ) -> list[Instruction]:
         """A host has tried to reach the others."""
         self._attempts[node] = attempts
-        return self._looked(now_ns)
+        return self._probed(now_ns)
 
-    def prepared(self, node: int, said: Prepared) -> list[Instruction]:
+    def on_prepared(self, node: int, said: Prepared) -> list[Instruction]:
         """A host is ready for ranks, or says why not."""
         self._prepared[node] = said
         if said.problem:
@@ -192,7 +196,7 @@ class HostRendezvousState:
                 self.phase = HostRendezvousPhase.READY
         return []
 
-    def lost(self, node: int, reason: str, now_ns: int) -> list[Instruction]:
+    def on_lost(self, node: int, reason: str, now_ns: int) -> list[Instruction]:
         """A host cannot take part."""
         self._problems.setdefault(node, reason)
         if self.phase is HostRendezvousPhase.GATHERING:
@@ -207,10 +211,10 @@ class HostRendezvousState:
             HostRendezvousPhase.FAILED,
         }:
             return []
-        if self.phase is HostRendezvousPhase.LOOKING:  # who has not answered has reached nobody
+        if self.phase is HostRendezvousPhase.PROBING:  # who has not answered has reached nobody
             for node in set(self._here) - set(self._attempts):
                 self._attempts[node] = ()
-            return self._looked(now_ns)
+            return self._probed(now_ns)
         answered = self._here if self.phase is HostRendezvousPhase.GATHERING else self._prepared
         for node in self._nodes:
             if node not in answered:
@@ -236,12 +240,12 @@ class HostRendezvousState:
         if self._problems:
             self._fail()
             return []
-        self.phase, self.deadline_ns = HostRendezvousPhase.LOOKING, now_ns + self._limits.look_ns
+        self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + self._limits.probe_ns
         return [
-            Look(node, tuple(e for e in self._endpoints if e.node != node)) for node in self._here
+            Probe(node, tuple(e for e in self._endpoints if e.node != node)) for node in self._here
         ]
 
-    def _looked(self, now_ns: int) -> list[Instruction]:
+    def _probed(self, now_ns: int) -> list[Instruction]:
         if len(self._attempts) < len(self._here):
             return []
         attempts = [attempt for node in self._attempts for attempt in self._attempts[node]]
@@ -254,7 +258,7 @@ class HostRendezvousState:
             HostRendezvousPhase.PREPARING,
             now_ns + self._limits.prepare_ns,
         )
-        return [MakeReady(node, self.reach.addresses[node]) for node in self._nodes]
+        return [PrepareHost(node, self.reach.addresses[node]) for node in self._nodes]
 
     def _fail(self) -> None:
         self.phase = HostRendezvousPhase.FAILED

@@ -10,7 +10,7 @@ from braid.clock import Clock
 from braid.errors import ConfigError, RendezvousError
 from braid.launch.cluster.agent import JoinRequest, serve
 from braid.launch.cluster.agent_messages import AGENT_ROLE, Bye
-from braid.launch.cluster.join_listener import LOBBY_RUN, JoinListener
+from braid.launch.cluster.join_listener import JOIN_RUN_ID, JoinListener
 from braid.launch.cluster.options import Nodes, node_secret
 from braid.launch.cluster.reachability import LAUNCHER, Endpoint, eligible
 from braid.launch.process.interfaces import interfaces, machine
@@ -18,10 +18,10 @@ from braid.launch.process.job import JobSpec
 from braid.rendezvous.file_meeting import FileMeeting
 from braid.wire import Address, Identity, Secret, SocketConnection, connect
 
-__all__ = ["INSECURE", "follow", "open_lobby"]
+__all__ = ["INSECURE_WARNING", "join_first_node", "open_join_listener"]
 
 FIRST_LIMIT_S = 5.0  # then the user is told that node 0 cannot be reached yet
-INSECURE = (
+INSECURE_WARNING = (
     "--insecure-network: whoever reaches the ports of this job can take part in it and run "
     "programs as you. "
     "Use it on a network of your own only"
@@ -29,7 +29,7 @@ INSECURE = (
 
 
 @contextmanager
-def open_lobby(
+def open_join_listener(
     nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None
 ) -> Iterator[JoinListener]:
     """Listen for the other nodes.
@@ -56,7 +56,7 @@ def open_lobby(
         yield join_listener
 
 
-def follow(
+def join_first_node(
     job: JobSpec,
     nodes: Nodes,
     clock: Clock,
@@ -108,7 +108,7 @@ def _dial(
     notice: Callable[[str], None],
 ) -> SocketConnection:
     """Connect to node 0 at the first address that leads there."""
-    who = Identity(LOBBY_RUN, AGENT_ROLE, node)
+    who = Identity(JOIN_RUN_ID, AGENT_ROLE, node)
     first_s = min(FIRST_LIMIT_S, limit_s / 2)
     problems: dict[str, str] = {}
     found = ""

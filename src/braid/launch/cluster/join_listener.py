@@ -13,10 +13,10 @@ from braid.launch.cluster.agent_registry import AgentRegistry
 from braid.message import Message
 from braid.wire import Identity, Listener, Secret
 
-__all__ = ["LOBBY_RUN", "JoinListener"]
+__all__ = ["JOIN_RUN_ID", "JoinListener"]
 
-LOBBY_RUN = "braid-nodes"  # the run's own name is told to those who are let in
-MOST_TOLD = 20  # somebody may be scanning ports
+JOIN_RUN_ID = "braid-nodes"  # the run's own name is told to those who are let in
+MAX_NOTICES = 20  # somebody may be scanning ports
 Judge = Callable[[AgentHandle], str]
 
 
@@ -33,10 +33,10 @@ class JoinListener:
     """
 
     def __init__(self, addresses: Sequence[str], secret: Secret, clock: Clock) -> None:
-        identity = Identity(LOBBY_RUN, AGENT_ROLE, -1)
+        identity = Identity(JOIN_RUN_ID, AGENT_ROLE, -1)
         self._pending: list[AgentHandle] = []
-        self._told: dict[str, tuple[str, ...]] = {}
-        self._num_told = 0
+        self._reported: dict[str, tuple[str, ...]] = {}
+        self._num_notices = 0
         self._selector: selectors.BaseSelector | None = None
         self._registry: AgentRegistry | None = None
         self._judge: Judge | None = None
@@ -61,7 +61,7 @@ class JoinListener:
         due = [listener.next_deadline_ns() for listener in self._listeners]
         return min((ns for ns in due if ns is not None), default=None)
 
-    def watch(
+    def register(
         self,
         selector: selectors.BaseSelector,
         registry: AgentRegistry,
@@ -95,9 +95,9 @@ class JoinListener:
         for listener in self._listeners:
             for connection in listener.accept_ready():
                 assert self._registry is not None
-                guest = self._registry.admit(connection, self._said, self._gone)
-                self._pending.append(guest)
-            self._tell(listener)
+                agent = self._registry.admit(connection, self._on_message, self._on_lost)
+                self._pending.append(agent)
+            self._report_refusals(listener)
 
     def close(self) -> None:
         """Turn everybody away. Idempotent."""
@@ -105,17 +105,17 @@ class JoinListener:
         for listener in self._listeners:
             listener.close()
 
-    def _tell(self, listener: Listener) -> None:
+    def _report_refusals(self, listener: Listener) -> None:
         """SendToRank of strangers, as far as there are not too many."""
         refusals = listener.refusals
-        if self._notice is None or self._told.get(listener.address, ()) == refusals:
+        if self._notice is None or self._reported.get(listener.address, ()) == refusals:
             return
-        self._told[listener.address] = refusals
-        self._num_told += 1
-        if self._num_told <= MOST_TOLD:
+        self._reported[listener.address] = refusals
+        self._num_notices += 1
+        if self._num_notices <= MAX_NOTICES:
             self._notice(f"turned away {refusals[-1]}")
 
-    def _said(
+    def _on_message(
         self,
         agent: AgentHandle,
         message: Message,
@@ -133,6 +133,6 @@ class JoinListener:
                 f"turned away {agent.name} ({message.hostname}, pid {message.pid}): {reason}"
             )
 
-    def _gone(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - it was nobody yet
+    def _on_lost(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - it was nobody yet
         if agent in self._pending:
             self._pending.remove(agent)

@@ -59,7 +59,7 @@ class ProbeListener:
             self._listeners.append(listener)
             self.endpoints.append(Endpoint(node, name, ip, prefix, port))
 
-    def watch(self, selector: selectors.BaseSelector) -> None:
+    def register(self, selector: selectors.BaseSelector) -> None:
         """Be watched by `selector` from now on, whose keys' data is what to call."""
         self._selector = selector
         for listener in self._listeners:
@@ -207,7 +207,7 @@ class _Try:
             return
         self._selector.modify(sock, selectors.EVENT_READ, self._readable)
         try:
-            self._obey(handshake.start())
+            self._execute(handshake.start())
         except OSError as exc:  # a listener that is busy may have closed it already
             self._not_now(exc)
 
@@ -219,13 +219,13 @@ class _Try:
             data = sock.recv(handshake.needs)
             if not data:
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-            self._obey(handshake.feed(data))
+            self._execute(handshake.feed(data))
         except BlockingIOError:
             return
         except OSError as exc:
             self._not_now(exc)
 
-    def _obey(self, instructions: Iterable[object]) -> None:
+    def _execute(self, instructions: Iterable[object]) -> None:
         for instruction in instructions:
             if isinstance(instruction, SendBytes):
                 assert self._socket is not None

@@ -71,42 +71,42 @@ class RemoteBackend:
     """Starts ranks through agents; the agents are its to close.
 
     Args:
-        mustered: What is known of the hosts.
+        hosts_ready: What is known of the hosts.
         clock: Time source.
     """
 
     spans_hosts = True
 
-    def __init__(self, mustered: HostsReady, clock: Clock) -> None:
-        self.run_id = mustered.run_id
-        self.secret = mustered.secret
-        self.threads = mustered.threads
-        self._mustered = mustered
-        self._agents = mustered.agents
+    def __init__(self, hosts_ready: HostsReady, clock: Clock) -> None:
+        self.run_id = hosts_ready.run_id
+        self.secret = hosts_ready.secret
+        self.threads = hosts_ready.threads
+        self._hosts_ready = hosts_ready
+        self._agents = hosts_ready.agents
         self._clock = clock
         self._ranks: dict[int, RemoteRank] = {}
         self._by_node: dict[int, list[RemoteRank]] = {node: [] for node in self._agents}
-        self._settled: set[int] = set()
-        self._on_change: OnChange = _unheard
-        self._on_signal: OnSignal = _unheard
+        self._finished: set[int] = set()
+        self._on_change: OnChange = _ignore
+        self._on_signal: OnSignal = _ignore
         for agent in self._agents.values():
             agent.on_message, agent.on_lost = self._on_message, self._on_lost
 
     @property
     def store_address(self) -> str:
         """The launcher's address in the network that all hosts share, unless another was named."""
-        return str(Address(host=self._mustered.listen or self._mustered.addresses[LAUNCHER]))
+        return str(Address(host=self._hosts_ready.listen or self._hosts_ready.addresses[LAUNCHER]))
 
     def address_for_rank(self, listening: str) -> str:
         """How ranks reach the store, which may listen on more addresses than lead there."""
         port = Address.parse(listening).port
-        return str(Address(host=self._mustered.addresses[LAUNCHER], port=port))
+        return str(Address(host=self._hosts_ready.addresses[LAUNCHER], port=port))
 
     @property
     def hosts(self) -> tuple[RunHost, ...]:
         """Where ranks are, in their order."""
-        sizes = {p.node: p.local_world_size for p in self._mustered.places}
-        addresses = self._mustered.addresses
+        sizes = {p.node: p.local_world_size for p in self._hosts_ready.places}
+        addresses = self._hosts_ready.addresses
         return tuple(
             RunHost(name=self._agents[node].name, address=addresses[node], num_ranks=size)
             for node, size in sizes.items()
@@ -115,12 +115,12 @@ class RemoteBackend:
     @property
     def deadline_ns(self) -> int | None:
         """When `poll` is due."""
-        join_listener = self._mustered.join_listener
+        join_listener = self._hosts_ready.join_listener
         if self._asking():
             return 0
         return join_listener.deadline_ns if join_listener is not None else None
 
-    def join(
+    def attach(
         self,
         selector: selectors.BaseSelector,
         *,
@@ -130,38 +130,38 @@ class RemoteBackend:
     ) -> None:
         """Say what happens to ranks from now on."""
         self._on_change, self._on_signal = on_change, on_signal
-        board, join_listener = self._mustered.registry, self._mustered.join_listener
-        board.watch(selector)
+        registry, join_listener = self._hosts_ready.registry, self._hosts_ready.join_listener
+        registry.register(selector)
         if join_listener is not None:
-            join_listener.watch(selector, board, self._refuse_late, notice)
+            join_listener.register(selector, registry, self._refuse_late, notice)
 
-    def leave(self) -> None:
+    def detach(self) -> None:
         """Say nothing any more."""
-        self._on_change, self._on_signal = _unheard, _unheard
-        self._mustered.registry.unregister()
-        if self._mustered.join_listener is not None:
-            self._mustered.join_listener.unregister()
+        self._on_change, self._on_signal = _ignore, _ignore
+        self._hosts_ready.registry.unregister()
+        if self._hosts_ready.join_listener is not None:
+            self._hosts_ready.join_listener.unregister()
 
-    def place(self, rank: int) -> RankPlacement:
+    def placement(self, rank: int) -> RankPlacement:
         """Where a rank stands."""
-        place = self._mustered.places[rank]
-        addresses = self._mustered.addresses
+        place = self._hosts_ready.places[rank]
+        addresses = self._hosts_ready.addresses
         return RankPlacement(
             local_rank=place.local_rank,
             local_world_size=place.local_world_size,
             node_rank=place.node,
-            num_nodes=len({p.node for p in self._mustered.places}),
-            master_addr=addresses[self._mustered.places[0].node],
-            master_port=self._mustered.master_port,
+            num_nodes=len({p.node for p in self._hosts_ready.places}),
+            master_addr=addresses[self._hosts_ready.places[0].node],
+            master_port=self._hosts_ready.master_port,
             listen=addresses[place.node],
         )
 
     def start(self, spec: RankSpec) -> Rank:
         """Have a rank started."""
-        agent = self._agents[self._mustered.places[spec.told.rank].node]
-        rank = self._ranks[spec.told.rank] = RemoteRank(spec, agent)
+        agent = self._agents[self._hosts_ready.places[spec.environment.rank].node]
+        rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
-        agent.send(Start(spec.told))
+        agent.send(Start(spec.environment))
         return rank
 
     def reap(self) -> None:
@@ -171,12 +171,12 @@ class RemoteBackend:
         """Do what is due."""
         for node in self._asking():
             asked = [r for r in self._by_node[node] if r.wants_stacks]
-            handlers = tuple(r.rank for r in asked if r.has_said_hello and r.alive)
+            handlers = tuple(r.rank for r in asked if r.has_joined and r.alive)
             self._agents[node].send(StackRequest(handlers))
             for rank in asked:
                 rank.wants_stacks = False
-        if self._mustered.join_listener is not None:
-            self._mustered.join_listener.poll()
+        if self._hosts_ready.join_listener is not None:
+            self._hosts_ready.join_listener.poll()
 
     def memory_kill(self) -> MemoryKill | None:
         """Agents look for themselves, on their hosts."""
@@ -188,7 +188,7 @@ class RemoteBackend:
         for agent in self._agents.values():
             agent.send(Finish())
         while self._clock.now_ns() < deadline_ns:
-            if all(not a.alive or a.node in self._settled for a in self._agents.values()):
+            if all(not a.alive or a.node in self._finished for a in self._agents.values()):
                 return
             yield deadline_ns
 
@@ -201,34 +201,33 @@ class RemoteBackend:
         self, agent: AgentHandle, message: Message, buffers: Sequence[memoryview]
     ) -> None:
         if isinstance(message, Finished):
-            self._settled.add(agent.node)
+            self._finished.add(agent.node)
         elif isinstance(message, Signalled):
             self._on_signal(message.signum, agent.name)
         elif isinstance(message, OpenWaits):
             for rank in self._by_node[agent.node]:
-                rank.waiting([wait for wait in message.waits if wait.rank == rank.rank])
+                rank.on_open_waits([wait for wait in message.waits if wait.rank == rank.rank])
         elif isinstance(message, RankSnapshot):
             for view in message.views:
                 if view.rank in self._ranks:
-                    self._ranks[view.rank].seen(view)
+                    self._ranks[view.rank].on_snapshot(view)
         elif isinstance(message, Started | NotStarted | Output | FinalRecord | ProcessChanged):
-            said_of = self._ranks.get(message.rank)
-            here = self._by_node[agent.node]
-            if said_of is not None and said_of in here and said_of.alive:
-                change = said_of.take(message, buffers)
+            sender = self._ranks.get(message.rank)
+            if sender is not None and sender in self._by_node[agent.node] and sender.alive:
+                change = sender.on_agent_message(message, buffers)
                 if change is not None:
-                    self._on_change(said_of, change)
+                    self._on_change(sender, change)
 
     def _on_lost(self, agent: AgentHandle, why: str) -> None:
         for rank in self._by_node[agent.node]:
             if rank.alive:
-                self._on_change(rank, rank.lost(f"host {agent.name} {why}"))
+                self._on_change(rank, rank.on_host_lost(f"host {agent.name} {why}"))
 
     def _asking(self) -> list[int]:
         return [n for n, ranks in self._by_node.items() if any(r.wants_stacks for r in ranks)]
 
     def _refuse_late(self, agent: AgentHandle) -> str:
-        said = agent.said
+        said = agent.hello
         node = said.node_rank if said is not None else None
         names = ", ".join(agent.name for agent in self._agents.values())
         return (
@@ -237,5 +236,5 @@ class RemoteBackend:
         )
 
 
-def _unheard(*args: object) -> None:
+def _ignore(*args: object) -> None:
     """Before a run joins and after it leaves, nobody listens."""

@@ -39,7 +39,7 @@ class RemoteRank(Rank):
 
     def __init__(self, spec: RankSpec, agent: AgentHandle) -> None:
         super().__init__(
-            spec.told.rank,
+            spec.environment.rank,
             box=spec.box,
             output=spec.output,
             selector=spec.selector,
@@ -60,7 +60,7 @@ class RemoteRank(Rank):
         """Process id on its host; 0 while unknown."""
         return self._pid
 
-    def take(self, message: OfRank, buffers: Sequence[memoryview]) -> Change | None:
+    def on_agent_message(self, message: OfRank, buffers: Sequence[memoryview]) -> Change | None:
         """What its agent says of it; a change of its process, on the launcher's clock, is returned."""
         if isinstance(message, Started):
             self._pid = message.pid
@@ -75,18 +75,18 @@ class RemoteRank(Rank):
             return Change("exited", CANNOT_START)
         else:
             t_ns = min(message.t_ns + self._agent.offset_ns, self._clock.now_ns())
-            return Change(message.what, message.status, t_ns, message.memory_kill)
+            return Change(message.kind, message.status, t_ns, message.memory_kill)
         return None
 
-    def waiting(self, waits: list[OpenWait]) -> None:
+    def on_open_waits(self, waits: list[OpenWait]) -> None:
         """It is inside of these, on its own clock."""
         self._waits = waits
 
-    def seen(self, view: RankView) -> None:
+    def on_snapshot(self, view: RankView) -> None:
         """Its agent has looked at it."""
         self._view = view
 
-    def lost(self, why: str) -> Change:
+    def on_host_lost(self, why: str) -> Change:
         """Its host is gone, and it with it."""
         self._lost = why
         return Change("lost", 0, self._clock.now_ns())
@@ -101,7 +101,7 @@ class RemoteRank(Rank):
 
     def error(self) -> ParsedError | None:
         """What it said of its failure; that its host is gone, when it said nothing."""
-        if self._lost and self.said is None:
+        if self._lost and self.failure is None:
             return ParsedError(type="HostLost", message=self._lost)
         return super().error()
 
@@ -114,7 +114,7 @@ class RemoteRank(Rank):
         """Collectives that it was inside of, a second ago at most."""
         return [self._here(wait) for wait in self._waits]
 
-    def ask(self) -> None:
+    def request_stack(self) -> None:
         """Have it asked for its stack, with all others of its host."""
         self._view = None
         self.wants_stacks = True

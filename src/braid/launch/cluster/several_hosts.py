@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from braid.clock import Clock, MonotonicClock
 from braid.launch.cluster.host_rendezvous import HostRendezvous
-from braid.launch.cluster.join import INSECURE, follow, open_lobby
+from braid.launch.cluster.join import INSECURE_WARNING, join_first_node, open_join_listener
 from braid.launch.cluster.join_listener import JoinListener
 from braid.launch.cluster.options import Hosts, Nodes
 from braid.launch.process.console import QuietConsole
@@ -67,7 +67,7 @@ class HostsSupervisor:
                 is left running.
         """
         if nodes.insecure_network:
-            self._console.notice(INSECURE)
+            self._console.notice(INSECURE_WARNING)
         with ExitStack() as stack:
             meeting, point = None, nodes.meeting
             if point.path:
@@ -75,10 +75,10 @@ class HostsSupervisor:
                     FileMeeting(point.path, point.num_nodes, point.node_rank)
                 )
             if (meeting or point).node_rank != 0:
-                bye = follow(job, nodes, self._clock, self._console.notice, meeting)
+                bye = join_first_node(job, nodes, self._clock, self._console.notice, meeting)
                 return bye.exit_code, bye.text
             inbox = stack.enter_context(SignalInbox())
-            join_listener = stack.enter_context(open_lobby(nodes, self._clock, meeting))
+            join_listener = stack.enter_context(open_join_listener(nodes, self._clock, meeting))
             rendezvous = stack.enter_context(self._rendezvous(job, nodes, inbox))
             outcome = self._carry_out(job, inbox, rendezvous, join_listener)
         return outcome.exit_code, "" if outcome.ok else str(outcome)

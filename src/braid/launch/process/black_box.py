@@ -1,8 +1,8 @@
-"""Memory that outlives a rank: its event ring and its stack dumps, made by the launcher and handed over by descriptor.
+"""Memory for the events and stack dumps of a rank, which the launcher can read after its death.
 
-A file would need a name, a place with room, and somebody to remove it; a memory file has none of
-these, and the kernel frees it with its last user. What is worth keeping is written to the log
-directory after the run.
+The launcher creates anonymous memory files and passes their descriptors to the rank. Such a file
+needs no name and no disk space, and the kernel frees it with its last user. The contents are
+written to the log directory after the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from braid.diagnose import last_operation_end, last_step, parse_stack, testimony
+from braid.diagnose import last_events, last_operation_end, last_step, parse_stack
 from braid.errors import CommError
 from braid.events import DEFAULT_CAPACITY, HEADER_BYTES, RECORD, Event, EventRing
 from braid.launch.process.open_spans import OpenSpans
@@ -22,15 +22,15 @@ __all__ = ["BlackBox"]
 
 
 class BlackBox:
-    """What one rank leaves behind.
+    """Event ring and stack dumps of one rank, in memory that outlives the rank.
 
     Args:
-        rank: Its rank.
+        rank: Rank that writes to the box.
         capacity: Number of records of the event ring.
 
     Attributes:
-        events_fd: Descriptor of the ring's memory, to be inherited.
-        stacks_fd: Descriptor that the rank dumps its stacks to, to be inherited.
+        events_fd: Descriptor of the ring's memory, inherited by the rank.
+        stacks_fd: Descriptor to which the rank dumps its stacks, inherited by the rank.
     """
 
     def __init__(self, rank: int, capacity: int = DEFAULT_CAPACITY) -> None:
@@ -50,70 +50,74 @@ class BlackBox:
 
     @property
     def step(self) -> int | None:
-        """The last step that the rank began."""
+        """Number of the last training step that the rank began; None if there was none."""
         return last_step(self.ring)
 
     @property
     def stacks_size(self) -> int:
-        """Bytes of stacks that the rank has dumped so far."""
+        """Number of bytes of stacks that the rank has dumped so far."""
         return os.fstat(self.stacks_fd).st_size
 
     def stacks(self, begin: int = 0) -> str:
-        """What the rank dumped, from byte `begin` on."""
+        """Return the stacks that the rank has dumped, from byte `begin` on."""
         return os.pread(self.stacks_fd, self.stacks_size, begin).decode(errors="replace")
 
     def open_spans(self) -> list[Event]:
-        """What the rank is inside of, by begin; quick enough to be asked for every second."""
+        """Return the open spans of the rank in the order of their begin; cheap enough to poll."""
         return self._open_spans.look()
 
-    def testimony(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
-        """What the rank was inside of, from its spans, else from its stacks; may be empty.
+    def last_events(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
+        """Describe what the rank was doing, from its spans or else its stacks; may be empty.
 
         Args:
-            at_ns: Moment of the fault that ended the run; now when None.
-            gave_up: The rank ended because another had: what counts is the collective in which it
-                noticed.
+            at_ns: Time of the fault that ended the run; now when None.
+            gave_up: Whether the rank ended because of another rank. The description is then of the
+                collective in which the rank noticed the failure.
         """
         if gave_up:
             at_ns = last_operation_end(self.ring) or at_ns
-        told = testimony(self.ring, at_ns)
-        if told:
-            return told
+        text = last_events(self.ring, at_ns)
+        if text:
+            return text
         stacks = parse_stack(self.stacks())
         where = next((stack.where for stack in stacks if stack.current), "")
         return f"at {where}" if where else ""
 
     def pieces(self) -> list[tuple[int, bytes]]:
-        """All of the ring that is used, as places and bytes, for a box on another host."""
+        """Return the used parts of the ring as (offset, bytes), to copy the box to another host."""
         names = HEADER_BYTES + self.ring.capacity * RECORD.size
         used = HEADER_BYTES + min(self.ring.written, self.ring.capacity) * RECORD.size
         named = names + 8 + int.from_bytes(self._map[names : names + 8], "little")
         return [(0, self._map[:used]), (names, self._map[names:named])]
 
     def load(self, pieces: Iterable[tuple[int, bytes]], stacks: bytes) -> None:
-        """Become a copy of another box of the same capacity; the clock's offset stays.
+        """Replace the contents by those of another box; the clock offset is kept.
+
+        Args:
+            pieces: Result of `pieces` of a box of the same capacity.
+            stacks: Stack dumps of the other box.
 
         Raises:
-            CommError: The pieces do not fit.
+            CommError: The pieces do not fit into this box.
         """
         offset_ns, capacity = self.ring.clock_offset_ns, self.ring.capacity
         for at, data in pieces:
             if not 0 <= at <= at + len(data) <= len(self._map):
                 msg = (
-                    f"expected pieces of a ring of {len(self._map)} bytes, found {len(data)} at "
-                    f"{at}"
+                    f"piece of {len(data)} bytes at offset {at} does not fit into an event ring "
+                    f"of {len(self._map)} bytes"
                 )
                 raise CommError(msg)
             self._map[at : at + len(data)] = bytes(data)
         if self.ring.header[1] != capacity:
-            msg = f"expected a ring of {capacity} records, found {self.ring.header[1]}"
+            msg = f"expected an event ring of {capacity} records, got {self.ring.header[1]}"
             raise CommError(msg)
         self.ring.clock_offset_ns = offset_ns
         os.ftruncate(self.stacks_fd, 0)
         os.pwrite(self.stacks_fd, stacks, 0)
 
     def write_to(self, log_dir: Path) -> None:
-        """Keep what there is: `events/rank{r}.ring` and `stacks/rank{r}.txt`.
+        """Write the contents, if any, to `events/rank{r}.ring` and `stacks/rank{r}.txt`.
 
         Raises:
             OSError: The directory cannot be written.
@@ -127,7 +131,7 @@ class BlackBox:
             (log_dir / "stacks" / f"rank{self.rank}.txt").write_text(stacks)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Release the memory. Idempotent."""
         if self._map.closed:
             return
         self.ring.release()
@@ -142,7 +146,7 @@ class BlackBox:
         self.close()
 
     def _write_ring(self, path: Path) -> None:
-        """Write the ring with a hole where no record is: most runs fill a fraction of it."""
+        """Write the ring as a sparse file: most runs use a fraction of its records."""
         used = HEADER_BYTES + min(self.ring.written, self.ring.capacity) * RECORD.size
         names = HEADER_BYTES + self.ring.capacity * RECORD.size
         with path.open("wb") as file:
@@ -152,7 +156,7 @@ class BlackBox:
 
 
 def _anonymous_file(name: str) -> int:
-    """A descriptor of memory without a name; of an unlinked temporary file where there is no such memory."""
+    """Return a descriptor of anonymous memory, or of an unlinked temporary file without memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""A process of a rank and its two pipes, as whoever started it sees them: the launcher, or an agent on another host."""
+"""Starts the process of a rank and reads its output, for the launcher or an agent."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ DRAIN_READS = 64  # 4 MiB: more than a pipe holds, less than a grandchild that n
 
 
 class Child:
-    """A started process; it dies with the thread that started it.
+    """A child process and the pipes of its output; the child dies with the thread that started it.
 
     Args:
         argv: Program and arguments.
-        environ: Its environment.
-        pass_fds: Descriptors it inherits.
-        selector: Where its pipes are watched; the data of a key is what to call.
-        on_output: Called with the stream (1 or 2) and what was written to it.
+        environ: Environment of the process.
+        pass_fds: Descriptors that the process inherits.
+        selector: Selector that polls the pipes; the data of a key is the function to call.
+        on_output: Called with the stream (1 or 2) and the bytes that were written to it.
+
+    Attributes:
+        alive: Whether the process has not been reaped.
 
     Raises:
         OSError: The system cannot start another process.
@@ -74,29 +77,29 @@ class Child:
         return self._popen.pid
 
     def signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the process a signal, unless it has been reaped."""
         if self.alive:
             send_signal(self.pid, signum)
 
     def wait(self) -> None:
-        """Wait until it has ended, and reap it."""
+        """Wait until the process has ended, and reap it."""
         self._popen.wait()
         self.alive = False
 
     def reaped(self, change: Change) -> None:
-        """Note how it ended, when somebody else has reaped it."""
-        self._popen.returncode = change.status if change.what == "exited" else -change.status
+        """Record the end of the process after `changes_of` has reaped it."""
+        self._popen.returncode = change.status if change.kind == "exited" else -change.status
         self.alive = False
 
     def drain(self) -> None:
-        """Take all that its pipes hold now."""
+        """Read all output that is in the pipes now."""
         for fd in list(self._pipes):
             for _ in range(DRAIN_READS):
                 if not self._read(fd):
                     break
 
     def pause(self, *, paused: bool) -> None:
-        """Leave what it writes in its pipes for now, or take it again."""
+        """Stop reading the output, so that the process blocks on full pipes, or resume reading."""
         if paused == self._paused:
             return
         self._paused = paused
@@ -107,13 +110,13 @@ class Child:
                 self._selector.register(fd, selectors.EVENT_READ, partial(self._read, fd))
 
     def close(self) -> None:
-        """Take what is left and close the pipes; the process must have been reaped. Idempotent."""
+        """Read the remaining output and close the pipes; the process must be reaped. Idempotent."""
         self.drain()
         for fd in list(self._pipes):
             self._close_pipe(fd)
 
     def _read(self, fd: int) -> bool:
-        """Take what one of its pipes holds; False when there is nothing, or never will be."""
+        """Read one chunk from a pipe; return whether there was any."""
         if fd not in self._pipes:
             return False
         try:

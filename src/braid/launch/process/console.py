@@ -1,7 +1,8 @@
-"""The user's terminal, written to by a thread of its own so that a terminal that is not read stops nobody.
+"""Consoles for rank output: the user's terminal, and a list in memory.
 
-`[rank 1]` stands before each line when there are several ranks, coloured on a terminal and plain
-elsewhere; `NO_COLOR` and `TERM=dumb` are honoured (by rich, which is asked for the style only).
+A thread of its own writes to the terminal, so that a terminal that nobody reads blocks no rank.
+Lines of several ranks are prefixed with `[rank 1]`, in colour on a terminal. `NO_COLOR` and
+`TERM=dumb` are honoured (through rich).
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rich.style import Style
 
 __all__ = ["QuietConsole", "TerminalConsole"]
 
-MAX_WAITING = 20_000  # lines; some 2 MB of a terminal that is not read
+MAX_WAITING = 20_000  # lines, some 2 MB, queued while nobody reads the terminal
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
 class QuietConsole:
-    """Keeps what would be shown; for libraries and tests."""
+    """Console that keeps lines and notices in memory; for libraries and tests."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, int, bytes]] = []
@@ -37,12 +38,12 @@ class QuietConsole:
 
 
 class TerminalConsole:
-    """Shows lines on two text streams.
+    """Console that shows lines on two text streams.
 
     Args:
-        out: For what ranks write to stdout.
-        err: For what they write to stderr, and for notices.
-        prefixed: Whether `[rank r]` stands before each line.
+        out: Stream for the stdout of ranks.
+        err: Stream for the stderr of ranks and for notices.
+        prefixed: Whether lines are prefixed with `[rank r]`.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, prefixed: bool) -> None:
@@ -58,10 +59,10 @@ class TerminalConsole:
         self._thread.start()
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
-        """Show a line of a rank; dropped, and counted, while nobody reads the terminal.
+        """Show a line of a rank; the line is dropped and counted if nobody reads the terminal.
 
-        A rank alone keeps its own line ends, so that progress bars move; several ranks get a line
-        each.
+        A single rank keeps its own line ends, so that progress bars move. Lines of several ranks
+        all end with a newline.
         """
         shown = "\n" if self._prefixed else end.decode()
         self._put(stream, self._prefix(rank, stream) + text.decode(errors="replace") + shown)
@@ -71,7 +72,7 @@ class TerminalConsole:
         self._put(2, f"braid: {text}\n")
 
     def close(self) -> None:
-        """Show what waits and end the thread; waits for the terminal's reader, as any program does. Idempotent."""
+        """Show the queued lines and end the thread; waits for the terminal. Idempotent."""
         if not self._thread.is_alive():
             return
         if self._lost:

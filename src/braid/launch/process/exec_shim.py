@@ -1,13 +1,13 @@
-"""The first moment of a rank: tie its life to the launcher's, then become the program.
+"""Ties the life of a rank to that of its launcher, then executes the rank's program.
 
-Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`; imports nothing of braid, so it
-costs one bare start of the interpreter (some 15 ms). Doing this in `preexec_fn` would run Python
-between fork and exec of a process that has threads, which may deadlock.
+Run as `python -I -S exec_shim.py LAUNCHER_PID PROGRAM ARG...`. The shim imports nothing of braid,
+so it costs one bare start of the interpreter (some 15 ms). A `preexec_fn` would run Python between
+fork and exec of a process that has threads, which may deadlock.
 
     setpgid                    Ctrl-C reaches the launcher alone, which forwards it once
-    PR_SET_PDEATHSIG SIGKILL   no orphan when the launcher is killed; the kernel ties it to the *thread* that spawned
-                               this process, so the launcher spawns from its main thread; execv
-                               keeps it
+    PR_SET_PDEATHSIG SIGKILL   no orphan remains when the launcher is killed; the kernel sends it
+                               when the *thread* that spawned this process ends, so the launcher
+                               spawns from its main thread; execv keeps it
     getppid                    the launcher may have died before the line above
 
 Source: prctl(2), PR_SET_PDEATHSIG.
@@ -25,7 +25,7 @@ CANNOT_RUN = 127  # the shell's exit code for a program that cannot be started
 
 
 def main(argv: list[str]) -> int:
-    """Become `argv[1:]`, as a child of process `argv[0]`; returns only when that fails."""
+    """Execute `argv[1:]` as a child of process `argv[0]`; return the exit code if that fails."""
     launcher, program = int(argv[0]), argv[1:]
     os.setpgid(0, 0)
     if sys.platform == "linux":

@@ -1,11 +1,11 @@
-"""A free port that stays free until rank 0 listens on it.
+"""Reserves a port for rank 0 of a job.
 
 Problem: a launcher that asks for a free port, closes the socket and passes the number on races with
-every other process of the host; two jobs started together then meet on one port.
+every other process of the host. Two jobs that start together may then use one port.
 
-Idea: keep the socket bound, without listening, for the whole run. With SO_REUSEADDR on both sides
-Linux lets rank 0's TCPStore listen on the same port, while the system gives it to nobody who asks
-for a free one.
+Idea: keep the socket bound, without listening, for the whole run. With SO_REUSEADDR on both sides,
+Linux lets rank 0's TCPStore listen on the port, but does not assign it to processes that ask for a
+free port.
 
 Source: socket(7), SO_REUSEADDR; the rule is in `inet_csk_get_port`
 (net/ipv4/inet_connection_sock.c).
@@ -24,15 +24,17 @@ __all__ = ["PortReservation"]
 
 
 class PortReservation:
-    """Holds a port.
+    """Keeps a port reserved; a context manager.
 
     Args:
-        port: The port, or None for any free one.
-        address: Of this host; loopback unless other hosts shall reach it.
+        port: Number of the port; None for any free port.
+        address: Address of this host; other hosts cannot reach the default.
+
+    Attributes:
+        port: Number of the reserved port.
 
     Raises:
-        ConfigError: The port is in use; the message names the process that uses it, when it can be
-            known.
+        ConfigError: The port is in use; the message names the process that uses it, if known.
     """
 
     def __init__(self, port: int | None, address: str = "127.0.0.1") -> None:
@@ -43,18 +45,18 @@ class PortReservation:
             self._socket.bind((address, port or 0))
         except OSError as exc:
             self._socket.close()
-            found = exc.strerror
+            why = exc.strerror
             if exc.errno == errno.EADDRINUSE and port is not None:
-                found = f"it in use{_user_of(port)}"
+                why = f"in use{_user_of(port)}"
             msg = (
-                f"expected port {port} to be free for MASTER_PORT, found {found}: "
-                "end that process, or leave the choice to braid with `--port auto`"
+                f"port {port} is not free for MASTER_PORT: {why}; end that process, or let braid "
+                "choose with `--port auto`"
             )
             raise ConfigError(msg) from exc
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port up. Idempotent."""
+        """Release the port. Idempotent."""
         self._socket.close()
 
     def __enter__(self) -> PortReservation:

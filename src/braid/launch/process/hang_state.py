@@ -1,23 +1,26 @@
-"""When to look for a hang, when to ask ranks for their stacks, and when to speak again: a state machine.
+"""State machine that decides when to look for hangs, request stacks and print reports.
 
-Problem: a report that comes once is overlooked, one that comes every second hides everything else,
-and one that comes while all ranks compute is worse than none. Idea: reports of one place come at
-growing distances, those of another place at once; asking ranks for their stacks costs them
-something, so it is done only when a wait is long enough.
+Problem: a single report is overlooked, a report every second hides everything else, and a report
+while all ranks compute is worse than none.
 
-    phase       event                                               instructions      next
-    WATCHING    it is time                                          Look              same
-    WATCHING    Looked: a wait is older than the limit, and its     AskStacks         ASKED until +0.25 s
-                place is due
-    ASKED       it is time, and all have answered                   Report            WATCHING
-    ASKED       it is time, and some have not                       -                 ASKED until +0.12 s, eight times at most
-    WATCHING    Reported: somebody is stuck                         -                 that place: not before 2, 6, 18, ... limits
-    WATCHING    Reported: nobody is                                 -                 that place: not before 1 limit
-    WATCHING    Looked: the waits of the last report are over       Resume            same
-    any         all ranks have ended well, who were waiting         Resume            same
+Idea: repeat the reports of one call site at growing intervals, and report another site at once.
+Request stacks only when a wait is long enough, because they cost the ranks time.
 
-The first collective of a channel is given three limits: ranks that start together do not arrive
-together.
+    phase  event                                           instruction  next
+    IDLE   time to look                                    Look         same
+    IDLE   looked: a wait exceeds the limit, its site      AskStacks    ASKED until +0.25 s
+           is due
+    ASKED  time is up, all ranks have answered             Report       IDLE
+    ASKED  time is up, some ranks have not                 -            ASKED until +0.12 s, at
+                                                                        most eight times
+    IDLE   reported: some ranks are stuck                  -            site not before 2, 6, 18,
+                                                                        ... limits
+    IDLE   reported: no rank is stuck                      -            site not before 1 limit
+    IDLE   looked: the reported waits are over             Resume       same
+    any    all ranks ended well after a report of waits    Resume       same
+
+The first collective of a channel is given three limits, because ranks that start together do not
+arrive together.
 """
 
 from __future__ import annotations
@@ -29,9 +32,9 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["AskStacks", "HangState", "Instruction", "Look", "OpenWait", "Report", "Resume"]
 
 LOOK_NS = 1_000_000_000
-LOOKS_PER_LIMIT = 2  # a wait is seen at most half a limit late
-STACKS_NS = 250_000_000  # faulthandler needs microseconds, and a rank may be waiting for a core
-LATE_NS = 1_000_000_000  # what an answer from another host may take longer
+LOOKS_PER_LIMIT = 2  # a wait is noticed at most half a limit late
+STACKS_NS = 250_000_000  # faulthandler needs microseconds, but a rank may be waiting for a core
+LATE_NS = 1_000_000_000  # additional time for an answer from another host
 START_LIMITS = 3
 GROWTH = 3
 
@@ -40,10 +43,10 @@ class OpenWait(NamedTuple):
     """A collective that a rank has begun and not ended.
 
     Attributes:
-        rank: The rank.
-        place: Digest of its call site, or of its name.
-        seq: Its number on its channel, from 1.
-        t_ns: Begin.
+        rank: Rank that waits.
+        place: Digest of the call site, or of the collective's name.
+        seq: Number of the collective on its channel, from 1.
+        t_ns: Begin of the collective.
     """
 
     rank: int
@@ -53,22 +56,22 @@ class OpenWait(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Look what ranks are inside of, and answer with `looked`."""
+    """Collect the open collectives of all ranks and pass them to `looked`."""
 
 
 class AskStacks(NamedTuple):
-    """StackRequest all ranks for their stacks, and note what their processes have used so far."""
+    """Request stacks from all ranks and sample the resource use of their processes."""
 
 
 class Report(NamedTuple):
-    """Make a report, and answer with `reported`."""
+    """Make a report and pass its ranks to `reported`."""
 
 
 class Resume(NamedTuple):
-    """SendToRank that what was reported is over.
+    """Notify the user that reported waits are over.
 
     Attributes:
-        waits: What is over, as far as it was reported.
+        waits: The reported waits that have ended.
     """
 
     waits: tuple[OpenWait, ...]
@@ -78,42 +81,47 @@ Instruction: TypeAlias = Look | AskStacks | Report | Resume
 
 
 class _Phase(Enum):
-    WATCHING = "watching"
+    IDLE = "idle"
     ASKED = "asked"
 
 
 class _Place(NamedTuple):
-    """Not before when, and how many limits later the next time."""
+    """When a call site may be reported again, and the interval after that, in limits."""
 
     due_ns: int
     limits: int
 
 
 class HangState:
-    """Decides when.
+    """Decides when to look for hangs and when to report them.
 
     Args:
-        limit_ns: How long a rank may wait before it is reported; 0 for never.
-        now_ns: Now.
+        limit_ns: Longest wait of a rank that is not reported; 0 turns reports off.
+        now_ns: Current time.
     """
 
     def __init__(self, limit_ns: int, now_ns: int) -> None:
         self._limit_ns = limit_ns
         self._look_ns = min(LOOK_NS, limit_ns // LOOKS_PER_LIMIT)
         self._next_ns = now_ns + self._look_ns
-        self._phase = _Phase.WATCHING
+        self._phase = _Phase.IDLE
         self._places: dict[int, _Place] = {}
         self._asked: tuple[OpenWait, ...] = ()
-        self._latest_ns = 0  # of the report
-        self._told: frozenset[OpenWait] = frozenset()
+        self._latest_ns = 0  # deadline of the pending report
+        self._reported: frozenset[OpenWait] = frozenset()
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `tick` is due; None when reports are off."""
+        """Time at which `tick` is due; None when reports are off."""
         return self._next_ns if self._limit_ns else None
 
     def tick(self, now_ns: int, *, answered: bool = True) -> list[Instruction]:
-        """Time has passed; `answered` tells whether all ranks that were asked for their stacks have."""
+        """Advance to time `now_ns`.
+
+        Args:
+            now_ns: Current time.
+            answered: Whether all ranks have answered the last request for stacks.
+        """
         if not self._limit_ns or now_ns < self._next_ns:
             return []
         if self._phase is _Phase.ASKED and not answered and now_ns < self._latest_ns:
@@ -121,14 +129,14 @@ class HangState:
             return []
         self._next_ns = now_ns + self._look_ns
         if self._phase is _Phase.ASKED:
-            self._phase = _Phase.WATCHING
+            self._phase = _Phase.IDLE
             return [Report()]
         return [Look()]
 
     def looked(self, waits: Iterable[OpenWait], now_ns: int) -> list[Instruction]:
-        """What all ranks are inside of now."""
+        """Process the collectives that are open on all ranks now."""
         present = frozenset(waits)
-        out = self._over() if not self._told & present else []
+        out = self._over() if not self._reported & present else []
         old = tuple(wait for wait in present if now_ns - wait.t_ns >= self._patience_ns(wait))
         self._forget({wait.place for wait in present}, now_ns)
         if any(now_ns >= self._due_ns(wait) for wait in old):
@@ -139,14 +147,19 @@ class HangState:
         return out
 
     def all_ended_well(self) -> list[Instruction]:
-        """Nobody waits any more, and nobody will look again."""
+        """End the reported waits because all ranks have ended well."""
         return self._over()
 
     def reported(self, ranks: Iterable[int], now_ns: int) -> None:
-        """What came of `Report`: the ranks that are stuck, none when it was a false alarm."""
+        """Process the outcome of `Report`.
+
+        Args:
+            ranks: Ranks that are stuck; empty for a false alarm.
+            now_ns: Current time.
+        """
         stuck = frozenset(ranks)
         if stuck:
-            self._told = frozenset(wait for wait in self._asked if wait.rank in stuck)
+            self._reported = frozenset(wait for wait in self._asked if wait.rank in stuck)
         for place in {wait.place for wait in self._asked}:
             before = self._places.get(place)
             limits = before.limits if before is not None else 1
@@ -155,8 +168,8 @@ class HangState:
             self._places[place] = _Place(now_ns + distance * self._limit_ns, later)
 
     def _over(self) -> list[Instruction]:
-        told, self._told = self._told, frozenset()
-        return [Resume(tuple(sorted(told)))] if told else []
+        waits, self._reported = self._reported, frozenset()
+        return [Resume(tuple(sorted(waits)))] if waits else []
 
     def _patience_ns(self, wait: OpenWait) -> int:
         return self._limit_ns * (START_LIMITS if wait.seq <= 1 else 1)
@@ -166,7 +179,7 @@ class HangState:
         return place.due_ns if place is not None else 0
 
     def _forget(self, present: set[int], now_ns: int) -> None:
-        """A place where nobody has been waiting for as long as the last distance starts anew."""
+        """Forget call sites at which no rank has waited for as long as their last interval."""
         self._places = {
             place: facts
             for place, facts in self._places.items()

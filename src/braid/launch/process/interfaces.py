@@ -1,4 +1,4 @@
-"""The network interfaces of this host, and how to tell whether two processes share them.
+"""Lists the network addresses of this host and identifies its network namespace.
 
 Source: getifaddrs(3) through psutil; network_namespaces(7).
 """
@@ -19,12 +19,12 @@ NAMESPACE = Path("/proc/self/ns/net")
 
 
 class Interface(NamedTuple):
-    """An address of this host.
+    """An address of a network interface of this host.
 
     Attributes:
         name: Name of the interface.
-        ip: Address.
-        prefix: Bits of the address that are those of its network.
+        ip: IP address.
+        prefix: Number of leading bits that identify the network.
     """
 
     name: str
@@ -33,21 +33,24 @@ class Interface(NamedTuple):
 
 
 def interfaces() -> list[Interface]:
-    """All addresses of interfaces that are up; IPv4 before IPv6, which link-local ones are left out of."""
+    """Return all addresses of interfaces that are up: IPv4 first, link-local ones left out."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    found = []
+    usable = []
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if name not in up or address.family not in {socket.AF_INET, socket.AF_INET6}:
                 continue
             ip = ipaddress.ip_address(address.address.partition("%")[0])
             if not ip.is_link_local:
-                found.append(Interface(name, str(ip), _prefix(address.netmask, ip.max_prefixlen)))
-    return sorted(found, key=lambda interface: ":" in interface.ip)
+                usable.append(Interface(name, str(ip), _prefix(address.netmask, ip.max_prefixlen)))
+    return sorted(usable, key=lambda interface: ":" in interface.ip)
 
 
 def machine() -> str:
-    """Equal for two processes that have the same interfaces: the same kernel and network namespace."""
+    """Return an identifier of this kernel and network namespace.
+
+    Two processes with equal identifiers have the same network interfaces.
+    """
     try:
         return f"{BOOT_ID.read_text().strip()}/{NAMESPACE.readlink()}"
     except OSError:  # no /proc
@@ -55,7 +58,7 @@ def machine() -> str:
 
 
 def _prefix(netmask: str | None, whole: int) -> int:
-    """Bits of a mask such as 255.255.255.0 or ffff:ffff::; the whole address when there is none."""
+    """Return the number of bits of a mask such as 255.255.255.0; `whole` without a valid mask."""
     if not netmask:
         return whole
     try:

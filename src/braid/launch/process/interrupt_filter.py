@@ -1,12 +1,12 @@
-"""Leaves the tracebacks of a Ctrl-C out of what is shown: N ranks that were told to stop have nothing to explain.
+"""Hides the tracebacks that ranks print after Ctrl-C.
 
-Problem: Python answers SIGINT with a traceback, of forty lines when it comes during imports, and N
-ranks print N of them over the one block that says what happened. Ignoring the signal in the ranks
-would take it from programs that save on it.
+Problem: Python answers SIGINT with a traceback, of forty lines during imports. N ranks print N of
+them over the one block that says what happened. Ranks cannot simply ignore the signal, because some
+programs save a checkpoint on SIGINT.
 
-Idea: hold back what looks like a traceback until the line that names its error; a
-`KeyboardInterrupt` is dropped, anything else is shown as it was. Logs do not come this way and keep
-everything.
+Idea: hold back the lines of a traceback until the line that names the error. A `KeyboardInterrupt`
+is dropped; any other traceback is shown unchanged. Log files are written before this filter and
+keep everything.
 """
 
 from __future__ import annotations
@@ -23,24 +23,29 @@ GOES_ON = re.compile(
     rb"(?:\[rank\d+\]: ?)?(?:\s|$|During handling of the above |The above exception was )"
 )
 INTERRUPT = re.compile(rb"(?:\[rank\d+\]: ?)?KeyboardInterrupt(?::|$)")
-MAX_HELD = 1000  # lines; a traceback has fewer, and whatever is longer should be seen
+MAX_HELD = 1000  # lines; a traceback has fewer, and longer output should be shown
 
 
 class Line(NamedTuple):
-    """A piece of output; `end` is what ended it: a newline, a carriage return, or nothing."""
+    """A line of output.
+
+    Attributes:
+        text: The line without its end.
+        end: Terminator of the line: a newline, a carriage return, or empty.
+    """
 
     text: bytes
     end: bytes
 
 
 class InterruptFilter:
-    """Takes the lines of a stderr and gives back those to show."""
+    """Filters the lines of one stderr stream."""
 
     def __init__(self) -> None:
         self._held: list[Line] = []
 
     def feed(self, line: Line) -> list[Line]:
-        """What may be shown now that `line` has come."""
+        """Add `line` and return the lines that can be shown now."""
         begins = BEGINS.match(line.text) is not None
         if not begins and not self._held:
             return [line]
@@ -52,6 +57,6 @@ class InterruptFilter:
         return []
 
     def flush(self) -> list[Line]:
-        """What is held: a traceback that has not come to its end."""
+        """Return the held lines of an incomplete traceback."""
         held, self._held = self._held, []
         return held

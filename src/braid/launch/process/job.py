@@ -1,8 +1,7 @@
-"""What to run and what came of it.
+"""Specification of a job, checks before its start, and its outcome.
 
-`JobSpec` holds everything that can be said before the start, and `check_command` finds what can be
-found wrong before anything is started: a missing script and a syntax error are one message on one
-line, not one per rank and a log file.
+`check_command` detects a missing script or a syntax error before any process is started. The user
+then reads one message instead of one traceback per rank.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ __all__ = [
     "check_command",
     "choose_threads",
     "command_line",
-    "inherited",
+    "rank_environ",
 ]
 
-MAX_RANKS = 4096  # of one host; more is a slip of the finger
-OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # what only a run around this one was told
+MAX_RANKS = 4096  # on one host; a larger number is a typing error
+OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """One run.
+    """Specification of one run.
 
     Attributes:
-        command: The script, module or program, followed by its own arguments.
+        command: Script, module or program, followed by its own arguments.
         num_ranks: Number of processes.
-        kind: What `command[0]` is: a Python `script`, a Python `module`, or any `program`.
-        log_dir: Where logs, events and the record of the run go; `./runs/<date>_<hex>` when None.
-        port: `MASTER_PORT` for torch.distributed; a free one when None.
-        timeout_s: Longest duration of the run; None for no limit.
+        kind: Kind of `command[0]`: a Python `script`, a Python `module`, or any `program`.
+        log_dir: Directory for logs, events and the record of the run; `./runs/<date>_<hex>` when
+            None.
+        port: `MASTER_PORT` for torch.distributed; a free port when None.
+        timeout_s: Time limit of the run in seconds; None for no limit.
         threads: OMP_NUM_THREADS of each rank; when None, the user's own or physical cores / ranks.
-        stopped_limit_s: How long a rank may be stopped (SIGSTOP) before it is given up.
-        hang_report_s: How long ranks may wait for one that does not come before it is reported; 0
-        for never.
-        grace_s: After a failure, how long the other ranks may end by themselves.
-        interrupt_limit_s: After Ctrl-C or SIGTERM, how long all ranks may save and end.
-        resume: Checkpoint that ranks shall resume from; `auto` for the last complete one.
-        where: Options that say on which hosts and how many ranks; `-n` alone when empty.
-        resume_command: What the user types to go on from a checkpoint; `braid run` with this job
-        when empty.
+        stopped_limit_s: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
+        hang_report_s: Seconds that ranks may wait for a missing rank before a report; 0 for never.
+        grace_s: Seconds that the remaining ranks have to end by themselves after a failure.
+        interrupt_limit_s: Seconds that ranks have to save and end after Ctrl-C or SIGTERM.
+        resume: Checkpoint to resume from; `auto` for the last complete one.
+        where: Command-line options for hosts and numbers of ranks; `-n` alone when empty.
+        resume_command: Command that resumes from a checkpoint; `braid run` with this job when
+            empty.
         environ: Environment that ranks inherit.
     """
 
@@ -81,16 +80,16 @@ class JobSpec:
         if not self.command or not self.command[0]:
             problems.append("nothing to run: give a script, `-m module`, or `--no-python program`")
         if not 1 <= self.num_ranks <= MAX_RANKS:
-            problems.append(f"the number of ranks is {self.num_ranks}, expected 1 to {MAX_RANKS}")
+            problems.append(f"number of ranks must be 1 to {MAX_RANKS}, got {self.num_ranks}")
         if self.port is not None and not 1 <= self.port <= 65535:
-            problems.append(f"port is {self.port}, expected 1 to 65535 or auto")
+            problems.append(f"port must be 1 to 65535 or auto, got {self.port}")
         if self.threads is not None and self.threads < 1:
-            problems.append(f"threads is {self.threads}, expected at least 1")
+            problems.append(f"threads must be at least 1, got {self.threads}")
         if self.timeout_s is not None and self.timeout_s <= 0:
-            problems.append(f"timeout is {self.timeout_s:g} s, expected more than 0")
+            problems.append(f"timeout must be more than 0 s, got {self.timeout_s:g} s")
         limits = ("stopped_limit_s", "hang_report_s", "grace_s", "interrupt_limit_s")
         problems += [
-            f"{name} is {getattr(self, name):g}, expected 0 or more"
+            f"{name} must be 0 or more, got {getattr(self, name):g}"
             for name in limits
             if not getattr(self, name) >= 0
         ]
@@ -100,11 +99,11 @@ class JobSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(StopReport):
-    """How a run ended; printed, it is the error block."""
+    """Outcome of a run; its text is the error block."""
 
     @property
     def cause(self) -> tuple[RankEnd, ...]:
-        """The ranks that the run failed because of."""
+        """Ranks that made the run fail."""
         return self.verdict.cause
 
     @property
@@ -117,7 +116,7 @@ class Outcome(StopReport):
 
 
 def command_line(job: JobSpec) -> list[str]:
-    """Program and arguments of every rank."""
+    """Return the program and arguments of every rank."""
     if job.kind == "program":
         return [
             which(job.command[0], path=job.environ.get("PATH")) or job.command[0],
@@ -127,11 +126,11 @@ def command_line(job: JobSpec) -> list[str]:
 
 
 def check_command(job: JobSpec) -> None:
-    """Refuse what cannot run.
+    """Check that the command of a job can run.
 
     Raises:
-        ConfigError: The script is missing, a directory, unreadable or no Python; the module is not
-            found; the program is missing or not executable.
+        ConfigError: The script is missing, a directory, unreadable or not valid Python; the module
+            does not exist; the program is missing or not executable.
     """
     name = job.command[0]
     if job.kind == "script":
@@ -139,17 +138,17 @@ def check_command(job: JobSpec) -> None:
     elif job.kind == "module":
         _check_module(name, job.environ)
     elif which(name, path=job.environ.get("PATH")) is None:
-        found = f"none named {name}: give its path, or see PATH"
         if Path(name).is_file():
-            found = f"that {name} is not executable: chmod +x it"
-        msg = f"expected a program to run, found {found}"
+            msg = f"program {name} is not executable: chmod +x it"
+        else:
+            msg = f"no program {name} on PATH: give its path, or extend PATH"
         raise ConfigError(msg)
 
 
 def choose_threads(job: JobSpec) -> tuple[str, str]:
-    """OMP_NUM_THREADS of each rank, and the reason."""
+    """Return OMP_NUM_THREADS of each rank, and the reason for the choice."""
     if job.threads is not None:
-        return str(job.threads), "as told"
+        return str(job.threads), "as given"
     own = job.environ.get("OMP_NUM_THREADS")
     if own:
         return own, "from the environment"
@@ -158,17 +157,19 @@ def choose_threads(job: JobSpec) -> tuple[str, str]:
     return str(max(1, cores // job.num_ranks)), f"cores / ranks = {cores} / {job.num_ranks}"
 
 
-def inherited(environ: Mapping[str, str], told: JobEnvironment, threads: str) -> dict[str, str]:
-    """The environment of a rank.
+def rank_environ(
+    environ: Mapping[str, str], environment: JobEnvironment, threads: str
+) -> dict[str, str]:
+    """Return the environment variables of a rank.
 
     Args:
-        environ: That of whoever starts it.
-        told: What it is told.
-        threads: Its OMP_NUM_THREADS.
+        environ: Environment variables of the launcher or agent.
+        environment: Settings that the launcher passes to the rank.
+        threads: OMP_NUM_THREADS of the rank.
     """
     return {
         **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
-        **told.to_environ(),
+        **environment.to_environ(),
         "OMP_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "BRAID_LAUNCHER_PID": str(os.getpid()),
@@ -179,10 +180,10 @@ def _check_script(script: Path) -> None:
     try:
         source = script.read_bytes()
     except IsADirectoryError as exc:
-        msg = f"expected a Python script, found the directory {script}: name a file in it"
+        msg = f"{script} is a directory, not a Python script: name a file in it"
         raise ConfigError(msg) from exc
     except OSError as exc:
-        msg = f"expected a Python script, found that {script} cannot be read: {exc.strerror}"
+        msg = f"cannot read the script {script}: {exc.strerror}"
         raise ConfigError(msg) from exc
     if source[:2] == b"PK":  # a zip archive with __main__.py, which Python runs as well
         return
@@ -193,15 +194,15 @@ def _check_script(script: Path) -> None:
     except (SyntaxError, ValueError) as exc:
         where = f"{script.name}:{getattr(exc, 'lineno', None) or 1}"
         text = (getattr(exc, "text", None) or "").strip()
-        msg = f"{script} is no valid Python: {getattr(exc, 'msg', exc)}      {where}"
+        msg = f"{script} is not valid Python: {getattr(exc, 'msg', exc)}      {where}"
         raise ConfigError(f"{msg}\n{text}" if text else msg) from exc
 
 
 def _check_module(name: str, environ: Mapping[str, str]) -> None:
-    """Look for the top package only: looking deeper would import it into the launcher."""
+    """Check that the top package exists; a deeper search would import it into the launcher."""
     top = name.partition(".")[0]
     paths = [str(Path.cwd()), *environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     if top in sys.builtin_module_names or PathFinder.find_spec(top, paths) is not None:
         return
-    msg = f"expected a Python module, found none named {top!r}: is it installed in {sys.prefix}?"
+    msg = f"no Python module {top!r}: is it installed in {sys.prefix}?"
     raise ConfigError(msg)

@@ -1,8 +1,10 @@
-"""Whether the kernel killed a process for memory, told from the counters of its control group.
+"""Detects out-of-memory kills from the counters of a control group.
 
-Problem: the kernel's memory killer sends SIGKILL, and a rank that dies of signal 9 looks like one
-that a colleague killed. The kernel log needs root. Idea: both generations of cgroups count such
-kills; a SIGKILL that nobody of ours sent, while the counter rose, is one.
+Problem: the kernel's memory killer sends SIGKILL, so its victim looks like a rank that a user has
+killed. Reading the kernel log needs root.
+
+Idea: both generations of cgroups count such kills. A SIGKILL that braid has not sent is an
+out-of-memory kill if the counter has risen.
 
 Source: Documentation/admin-guide/cgroup-v1/memory.rst (memory.oom_control, `oom_kill`) and
 cgroup-v2.rst (memory.events).
@@ -15,9 +17,9 @@ from typing import NamedTuple
 
 from braid.diagnose import MemoryKill
 
-__all__ = ["MemoryWatch", "cgroup_paths", "parse_counter", "parse_limit"]
+__all__ = ["OomMonitor", "cgroup_paths", "parse_counter", "parse_limit"]
 
-UNLIMITED_BYTES = 1 << 60  # cgroup v1 says "no limit" by a number near 2**63
+UNLIMITED_BYTES = 1 << 60  # cgroup v1 expresses "no limit" by a number near 2**63
 MOUNT = Path("/sys/fs/cgroup")
 
 
@@ -31,35 +33,35 @@ V1 = _Files("memory.oom_control", "memory.limit_in_bytes", "memory.max_usage_in_
 V2 = _Files("memory.events", "memory.max", "memory.peak")
 
 
-class MemoryWatch:
-    """Notices kills in the control group of this process, which its ranks inherit.
+class OomMonitor:
+    """Counts out-of-memory kills in the control group of this process, which its ranks inherit.
 
     Args:
         membership: Text of `/proc/self/cgroup`.
-        mount: Where control groups are mounted.
+        mount: Directory where control groups are mounted.
     """
 
     def __init__(self, membership: str, mount: Path = MOUNT) -> None:
-        found = [
+        groups = [
             (path, files)
             for path, files in cgroup_paths(membership, mount)
             if (path / files.counter).exists()
         ]
-        self._path: Path = found[0][0] if found else Path()
-        self._files: _Files | None = found[0][1] if found else None
-        self._seen = self._kills()
+        self._path: Path = groups[0][0] if groups else Path()
+        self._files: _Files | None = groups[0][1] if groups else None
+        self._num_reported = self._kills()
 
     @classmethod
-    def of_this_process(cls) -> MemoryWatch:
-        """Watch the group that this process is in; a system without groups has no kills to see."""
+    def of_this_process(cls) -> OomMonitor:
+        """Return a monitor of this process's group; it reports nothing without control groups."""
         return cls(_read(Path("/proc/self/cgroup")))
 
     def new_kill(self) -> MemoryKill | None:
-        """What the kernel says about a kill since the last call; None when there was none."""
+        """Return the facts about one kill since the last call; None when there was none."""
         kills = self._kills()
-        if kills <= self._seen or self._files is None:
+        if kills <= self._num_reported or self._files is None:
             return None
-        self._seen += 1  # one process per kill: two ranks that die together are both explained
+        self._num_reported += 1  # one per call, so that two ranks that die together are explained
         return MemoryKill(
             parse_limit(_read(self._path / self._files.limit)),
             parse_limit(_read(self._path / self._files.peak)),
@@ -70,7 +72,7 @@ class MemoryWatch:
 
 
 def parse_counter(text: str) -> int:
-    """Number of kills, from `memory.oom_control` (v1) or `memory.events` (v2)."""
+    """Return the number of kills from `memory.oom_control` (v1) or `memory.events` (v2)."""
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdecimal():
@@ -79,17 +81,17 @@ def parse_counter(text: str) -> int:
 
 
 def parse_limit(text: str) -> int:
-    """A number of bytes; 0 for `max`, for no limit, and for anything else."""
+    """Return a limit in bytes; 0 for `max`, for no limit, and for invalid text."""
     value = text.strip()
     number = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else 0
     return number if number < UNLIMITED_BYTES else 0
 
 
 def cgroup_paths(membership: str, mount: Path) -> list[tuple[Path, _Files]]:
-    """Where the files of this process's memory group may be, likeliest first.
+    """Return possible directories of the process's memory group, likeliest first.
 
-    Inside a container the path of `/proc/self/cgroup` may be the host's; its own group is then the
-    mount itself.
+    In a container the path in `/proc/self/cgroup` may be that of the host. The mount itself is then
+    the container's own group.
     """
     paths: list[tuple[Path, _Files]] = []
     for line in membership.splitlines():

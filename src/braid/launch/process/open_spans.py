@@ -1,10 +1,11 @@
-r"""Which spans of a ring have begun and not ended, found without reading the ring.
+r"""Finds the open spans of an event ring without unpacking the ring.
 
-Problem: the launcher wants to know every second, and a ring has 32,768 records, which Python takes
-30 ms to unpack.
-Idea: an open span is a record whose second word is all ones, and `mmap.find` sees eight such bytes
-in a mebibyte in half a millisecond. Only what was written since the last look is searched; of older
-records, those that were open.
+Problem: the launcher looks for open spans every second, but unpacking the 32,768 records of a ring
+takes Python 30 ms.
+
+Idea: the second eight bytes of an open span's record are all ones. `mmap.find` searches a mebibyte
+for eight bytes in half a millisecond. Only records written since the last look are searched, and
+older ones that were open then.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from braid.events import HEADER_BYTES, OPEN, RECORD, Event, EventRing
 __all__ = ["OpenSpans"]
 
 MARK = OPEN.to_bytes(8, "little")
-MARK_AT = 8  # of a record
-MARGIN = 64  # threads of a rank may publish their records in another order than they took them
+MARK_AT = 8  # offset in a record
+MARGIN = 64  # threads of a rank may publish their records in another order than they began them
 
 
 class OpenSpans:
-    """Follows the open spans of one ring.
+    """Tracks the open spans of one event ring.
 
     Args:
-        memory: The ring's memory; not owned.
-        ring: The ring in it.
+        memory: Memory of the ring; not owned.
+        ring: Event ring in `memory`.
 
-    Cost: 0.8 ms for a ring that has come round since the last look, some microseconds otherwise.
+    Cost: 0.8 ms if the whole ring was rewritten since the last look, else some microseconds.
     """
 
     def __init__(self, memory: mmap.mmap, ring: EventRing) -> None:
@@ -38,7 +39,7 @@ class OpenSpans:
         self._read_to = 0
 
     def look(self) -> list[Event]:
-        """Spans that are open now, by begin."""
+        """Return the spans that are open now, in the order of their begin."""
         written, capacity = self._ring.written, self._ring.capacity
         oldest = max(0, written - capacity)
         begin = max(oldest, self._read_to - MARGIN)
@@ -55,7 +56,7 @@ class OpenSpans:
         )
 
     def _marked(self, begin: int, end: int) -> Iterator[int]:
-        """Records in [begin, end) that look open."""
+        """Yield the indices of records in [begin, end) that look open."""
         capacity = self._ring.capacity
         while begin < end:
             base = begin - begin % capacity  # index of the record at place 0 in this round

@@ -1,14 +1,15 @@
-"""Ends what a killed agent leaves behind: a process beside it that does nothing but wait for its end.
+"""Program that ends the processes which a killed agent leaves behind.
 
-Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin;
-imports nothing of braid, so it costs one bare start of the interpreter.
+Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin. The
+program imports nothing of braid, so it costs one bare start of the interpreter.
 
-Problem: when an agent is killed, the kernel kills its ranks with it, but not what the ranks have
-started (loaders of data, shells), and the launcher is on another host. Idea: the kernel closes the
-pipe of a dead agent as well; then every process with the agent's marks in its environment is
-killed. After an agent that has ended its ranks itself there is none.
+Problem: when an agent is killed, the kernel kills its ranks too, but not the processes that the
+ranks have started (data loaders, shells), and the launcher is on another host.
 
-Source: proc_pid_environ(5). Where there is no /proc, nothing is found.
+Idea: the kernel also closes the pipe of a dead agent. The reaper then kills every process with the
+agent's marks in its environment. An agent that has ended its ranks itself leaves no such process.
+
+Source: proc_pid_environ(5). Without /proc the reaper finds no process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ PROC = "/proc"
 
 
 def sweep(marks: set[bytes]) -> int:
-    """Kill all processes that carry `marks` in their environment, but this one; returns how many there were."""
-    found = 0
+    """Kill all other processes whose environment contains `marks`; return their number."""
+    num_killed = 0
     for name in os.listdir(PROC) if os.path.isdir(PROC) else ():  # noqa: PTH112, PTH208 - pathlib is not imported here
         with suppress(OSError):
             if not name.isdigit() or int(name) == os.getpid():
@@ -32,15 +33,15 @@ def sweep(marks: set[bytes]) -> int:
                 carried = marks <= set(file.read().split(b"\0"))
             if carried:
                 os.kill(int(name), signal.SIGKILL)
-                found += 1
-    return found
+                num_killed += 1
+    return num_killed
 
 
 def main(marks: list[str]) -> None:
-    """Wait for the end of stdin, then sweep until nothing is found."""
+    """Wait for the end of stdin, then sweep until no process is left."""
     os.read(0, 1)
     while marks and sweep({os.fsencode(mark) for mark in marks}):
-        pass  # a process may fork between the look and the kill
+        pass  # a process may fork between the listing and the kill
 
 
 if __name__ == "__main__":

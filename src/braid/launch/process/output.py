@@ -1,12 +1,12 @@
-r"""What ranks print: complete in their log files, readable on the console.
+r"""Writes the output of ranks to complete log files and to a readable console.
 
-Problem: N processes that share a terminal cut each other's lines, a rank in a loop of warnings
-hides all the others, progress bars write `\r` a hundred times a second, and a terminal that is not
-read blocks the training.
+Problem: N processes that share a terminal cut each other's lines. A rank that repeats a warning
+hides all other ranks, and progress bars write `\r` a hundred times a second. A terminal that nobody
+reads blocks the training.
 
-Idea: each rank writes to two pipes that the launcher drains at once. The log gets every byte, line
-by line. The console gets whole lines with the rank before them, at most so many a second, of
-progress bars one state every half second, and what is left out is counted.
+Idea: each rank writes to two pipes, which the launcher drains at once. The log gets every byte. The
+console gets whole lines prefixed with the rank, at a limited rate, and one state of a progress bar
+every half second. Omitted lines are counted.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ __all__ = ["Console", "LineBudget", "LineSplitter", "RankOutput"]
 LINE_END = re.compile(
     rb"\r?\n|\r(?=[^\n])"
 )  # a carriage return at the very end may belong to a newline
-MAX_PARTIAL_BYTES = 64 << 10  # a "line" longer than this is passed on in pieces
+MAX_PARTIAL_BYTES = 64 << 10  # a longer line is passed on in pieces
 PROGRESS_NS = 500_000_000
 LINES_PER_S = 200
 BURST_LINES = 1000
-TAIL_BYTES = 64 << 10  # of stderr; the longest traceback that is worth reading
+TAIL_BYTES = 64 << 10  # of stderr: more than the longest traceback that is worth reading
 
 
 class Console(Protocol):
-    """Where the user looks."""
+    """Destination of rank output and launcher messages."""
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
-        """Show a line that `rank` wrote to stdout (1) or stderr (2), and `end` where that is possible."""
+        """Show a line that a rank has written.
+
+        Args:
+            rank: Rank that wrote the line.
+            stream: 1 for stdout, 2 for stderr.
+            text: The line without its end.
+            end: Terminator of the line; used where the console can show partial lines.
+        """
         ...
 
     def notice(self, text: str) -> None:
@@ -42,16 +49,16 @@ class Console(Protocol):
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines, whatever pieces it arrives in.
+    """Splits a stream of bytes, which arrives in arbitrary pieces, into lines.
 
-    A carriage return ends a state of a progress bar, unless a newline follows.
+    A carriage return also ends a line (a state of a progress bar), unless a newline follows.
     """
 
     def __init__(self) -> None:
         self._partial = b""
 
     def feed(self, chunk: bytes) -> list[Line]:
-        """The lines that `chunk` completes."""
+        """Add `chunk` and return the lines that are now complete."""
         data = self._partial + chunk
         lines: list[Line] = []
         start = 0
@@ -64,13 +71,18 @@ class LineSplitter:
         return lines
 
     def flush(self) -> list[Line]:
-        """What is left, as a line without end."""
+        """Return the rest of the stream as a line without terminator."""
         rest, self._partial = self._partial, b""
         return [Line(rest, b"")] if rest else []
 
 
 class LineBudget:
-    """A token bucket: `burst` lines at once, then `per_s` a second."""
+    """Limits the rate of lines with a token bucket.
+
+    Args:
+        per_s: Number of lines per second in the long run.
+        burst: Number of lines that may be shown at once.
+    """
 
     def __init__(self, per_s: int = LINES_PER_S, burst: int = BURST_LINES) -> None:
         self._per_s = per_s
@@ -78,7 +90,7 @@ class LineBudget:
         self._tokens = float(burst)
         self._then_ns = 0
 
-    def take(self, now_ns: int) -> bool:
+    def allow(self, now_ns: int) -> bool:
         """Whether one more line may be shown now."""
         elapsed_s = (now_ns - self._then_ns) / 1e9 if self._then_ns else 0.0
         self._tokens = min(self._burst, self._tokens + elapsed_s * self._per_s)
@@ -90,13 +102,16 @@ class LineBudget:
 
 
 class RankOutput:
-    """The output of one rank: to its log, to the console, and its tail for the verdict.
+    """Writes the output of one rank to its log and the console, and keeps the tail of its stderr.
 
     Args:
-        rank: Its rank.
-        log_path: The log file; made new.
-        console: Where lines are shown.
-        budget: Limits what is shown of lines and progress bars; None shows everything.
+        rank: Rank that writes the output.
+        log_path: Path of the log file; an existing file is truncated.
+        console: Console that shows the lines.
+        budget: Rate limit of the console; None shows everything.
+
+    Attributes:
+        log_problem: Why the log is incomplete; empty if it is complete.
     """
 
     def __init__(
@@ -104,7 +119,7 @@ class RankOutput:
     ) -> None:
         self.rank = rank
         self.log_path = log_path
-        self.log_problem = ""  # why the log is not complete
+        self.log_problem = ""
         self._log: BinaryIO = log_path.open("wb", buffering=0)
         self._console = console
         self._budget = budget
@@ -120,28 +135,28 @@ class RankOutput:
         return self._stderr_tail.decode(errors="replace")
 
     def feed(self, stream: int, chunk: bytes, now_ns: int) -> None:
-        """Take what the rank wrote to stdout (1) or stderr (2)."""
+        """Process the bytes `chunk` that the rank wrote to stdout (1) or stderr (2)."""
         if stream == 2:
             self._stderr_tail = (self._stderr_tail + chunk)[-TAIL_BYTES:]
-        self._take(stream, self._splitters[stream].feed(chunk), now_ns)
+        self._accept(stream, self._splitters[stream].feed(chunk), now_ns)
 
     def hide_interrupts(self) -> None:
-        """Show no traceback of a `KeyboardInterrupt` from now on: it was the launcher that interrupted. Idempotent."""
+        """Hide tracebacks of `KeyboardInterrupt` from now on. Idempotent."""
         if self._interrupt is None:
             self._interrupt = InterruptFilter()
 
     def close(self, now_ns: int) -> None:
-        """Show and log what is left, and close the log. Idempotent."""
+        """Show and log the remaining output, and close the log. Idempotent."""
         if self._log.closed:
             return
         for stream, splitter in self._splitters.items():
-            self._take(stream, splitter.flush(), now_ns)
+            self._accept(stream, splitter.flush(), now_ns)
         if self._interrupt is not None:
             self._show(2, self._interrupt.flush(), now_ns)
-        self._tell_dropped()
+        self._show_dropped()
         self._log.close()
 
-    def _take(self, stream: int, lines: list[Line], now_ns: int) -> None:
+    def _accept(self, stream: int, lines: list[Line], now_ns: int) -> None:
         if not lines:
             return
         self._write(b"".join(text + end for text, end in lines))
@@ -155,13 +170,13 @@ class RankOutput:
                 if now_ns - self._progress_ns[stream] < PROGRESS_NS or not text:
                     continue
                 self._progress_ns[stream] = now_ns
-            if self._budget is None or self._budget.take(now_ns):
-                self._tell_dropped()
+            if self._budget is None or self._budget.allow(now_ns):
+                self._show_dropped()
                 self._console.line(self.rank, stream, text, end)
             else:
                 self._dropped += 1
 
-    def _tell_dropped(self) -> None:
+    def _show_dropped(self) -> None:
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
             plural = "s" if dropped > 1 else ""
@@ -174,6 +189,6 @@ class RankOutput:
         try:
             while data:
                 data = data[self._log.write(data) :]
-        except OSError as exc:  # a full disk must not end the training
+        except OSError as exc:  # a full disk does not end the training
             self.log_problem = f"{self.log_path} ends early: {exc.strerror}"
             self._console.notice(self.log_problem)

@@ -1,4 +1,4 @@
-"""What the kernel says of a process: its state, the time it has used, what of it is swapped out.
+"""Reads the state, CPU time and swapped memory of a process from the kernel.
 
 Source: proc_pid_stat(5), proc_pid_status(5).
 """
@@ -17,15 +17,15 @@ PROC = Path("/proc")
 
 
 class Sample(NamedTuple):
-    """A look at a process.
+    """State of a process at one moment.
 
     Attributes:
-        state: R S D T t Z; empty when there is nothing to look at.
-        cpu_ticks: User and system time so far, of all its threads.
-        major_faults: Pages that had to be read so far.
-        swapped_bytes: Memory in swap.
-        resident_bytes: Memory that is not.
-        caught: Signals that it has handlers for, as a bit mask.
+        state: Letter of the process state (R, S, D, T, t or Z); empty if the process is gone.
+        cpu_ticks: User and system time of all threads so far, in clock ticks.
+        major_faults: Number of pages that had to be read from disk so far.
+        swapped_bytes: Number of bytes in swap.
+        resident_bytes: Number of bytes in memory.
+        caught: Bit mask of the signals that the process handles.
     """
 
     state: str = ""
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 
 def sample(pid: int) -> Sample:
-    """Look at a process; empty where there is no /proc, or no such process."""
+    """Return the state of process `pid`, or an empty sample without /proc or such a process."""
     try:
         stat = (PROC / str(pid) / "stat").read_text(errors="replace")
         status = (PROC / str(pid) / "status").read_text(errors="replace")
@@ -47,15 +47,15 @@ def sample(pid: int) -> Sample:
 
 
 def parse_sample(stat: str, status: str) -> Sample:
-    """From the texts of `stat` and `status`; what cannot be read is 0."""
-    words = stat.rpartition(")")[2].split()  # the name before may hold anything
-    numbers = [int(word) if word.lstrip("-").isdecimal() else 0 for word in words]
+    """Parse the texts of `/proc/PID/stat` and `/proc/PID/status`; unreadable numbers become 0."""
+    columns = stat.rpartition(")")[2].split()  # the name in parentheses may hold anything
+    numbers = [int(text) if text.lstrip("-").isdecimal() else 0 for text in columns]
     if len(numbers) < 13:
         return Sample()
     fields = dict(line.partition(":")[::2] for line in status.splitlines())
     caught = fields.get("SigCgt", "").strip()
     return Sample(
-        state=words[0],
+        state=columns[0],
         cpu_ticks=numbers[11] + numbers[12],
         major_faults=numbers[9],
         swapped_bytes=_kilobytes(fields.get("VmSwap", "")),
@@ -64,13 +64,13 @@ def parse_sample(stat: str, status: str) -> Sample:
     )
 
 
-def catches(seen: Sample, signum: int) -> bool:
-    """Whether the process has a handler for a signal, which would end it otherwise."""
-    return bool(seen.caught >> (signum - 1) & 1)
+def catches(observed: Sample, signum: int) -> bool:
+    """Whether the sampled process has a handler for signal `signum`."""
+    return bool(observed.caught >> (signum - 1) & 1)
 
 
 def process_between(before: Sample, after: Sample, elapsed_ns: int) -> Process:
-    """What two looks say together."""
+    """Return what two samples of a process, `elapsed_ns` apart, say about its activity."""
     if not after.state:
         return Process()
     elapsed_s = max(elapsed_ns, 1) / 1e9
@@ -86,6 +86,6 @@ def process_between(before: Sample, after: Sample, elapsed_ns: int) -> Process:
 
 
 def _kilobytes(text: str) -> int:
-    """`   2224 kB` in bytes."""
+    """Convert a text such as `   2224 kB` to bytes."""
     number = text.strip().partition(" ")[0]
     return int(number) << 10 if number.isascii() and number.isdecimal() else 0

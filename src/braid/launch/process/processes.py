@@ -1,9 +1,11 @@
-"""Processes and signals: the few system calls that the launcher makes.
+"""System calls of the launcher for processes and signals.
 
-Problem: an exit must be seen at once, a stop is no exit, a grandchild outlives its parent and is
-handed to init, and Python's Popen knows none of this. Idea: one inbox turns signals into bytes that
-a selector sees; `waitid` tells exits from stops; the launcher is a *subreaper*, so every orphan of
-the run becomes its child and is found and ended.
+Problem: the launcher must notice an exit at once, tell a stop from an exit, and end grandchildren
+that outlive their parent. Python's Popen does none of this.
+
+Idea: one inbox turns signals into bytes that a selector can poll. `waitid` tells exits from stops.
+The launcher is a *subreaper*: the kernel makes every orphan of the run its child, so that it can
+end them.
 
 Source: waitid(2), prctl(2) PR_SET_CHILD_SUBREAPER, signal.set_wakeup_fd of the standard library.
 """
@@ -36,16 +38,16 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Change(NamedTuple):
-    """A change of a child.
+    """A state change of a child process.
 
     Attributes:
-        what: exited, killed, stopped or continued; lost, when its host is.
+        kind: `exited`, `killed`, `stopped` or `continued`; `lost` if its host is lost.
         status: Exit code, or number of the signal.
-        t_ns: When, on the launcher's clock; 0 for now.
-        memory_kill: Set when the kernel is known to have killed it for memory.
+        t_ns: Time of the change on the launcher's clock; 0 for now.
+        memory_kill: Facts about the kernel's out-of-memory kill; None if there was none.
     """
 
-    what: str
+    kind: str
     status: int
     t_ns: int = 0
     memory_kill: MemoryKill | None = None
@@ -62,21 +64,21 @@ _CHANGES = {
 
 
 class SignalInbox:
-    """Turns the signals of this process into numbers to read, while it is open.
+    """Queues the signals of this process while open; a context manager.
 
-    SIGINT and SIGHUP stay ignored where they were, so `nohup` works.
+    SIGINT and SIGHUP stay ignored where they were ignored before, so that `nohup` works.
 
     Raises:
-        ConfigError: This is not the main thread, which alone may handle signals and whose death the
-            ranks follow.
+        ConfigError: The caller is not the main thread. Only the main thread can handle signals, and
+            ranks die with the thread that starts them.
     """
 
     def __init__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             msg = (
-                "expected the launcher to run in the main thread, found "
-                f"{threading.current_thread().name}: the kernel ties the life of the ranks to "
-                "the thread that starts them; call Supervisor.run() from the main thread"
+                "the launcher must run in the main thread, got thread "
+                f"{threading.current_thread().name}: the kernel ends ranks with the thread that "
+                "starts them. Call Supervisor.run() from the main thread"
             )
             raise ConfigError(msg)
         self._reader, self._writer = socket.socketpair()
@@ -85,23 +87,23 @@ class SignalInbox:
         self._handlers: dict[int, Handler] = {}
         for signum in (signal.SIGCHLD, *FORWARDED):
             if signum is signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
-                self._handlers[signum] = signal.signal(signum, _noted)
+                self._handlers[signum] = signal.signal(signum, _no_action)
         self._wakeup_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def fileno(self) -> int:
-        """Descriptor for a selector."""
+        """Return the descriptor that a selector can poll."""
         return self._reader.fileno()
 
-    def take(self) -> list[int]:
-        """Signals since the last call, in order."""
-        taken = b""
+    def drain(self) -> list[int]:
+        """Return the signals since the last call, in order."""
+        received = b""
         with suppress(BlockingIOError):
             while chunk := self._reader.recv(4096):
-                taken += chunk
-        return list(taken)
+                received += chunk
+        return list(received)
 
     def close(self) -> None:
-        """Restore what was there before. Idempotent."""
+        """Restore the previous signal handlers. Idempotent."""
         if self._reader.fileno() < 0:
             return
         signal.set_wakeup_fd(self._wakeup_fd)
@@ -119,7 +121,7 @@ class SignalInbox:
 
 @contextmanager
 def subreaper() -> Iterator[None]:
-    """Become the parent of orphaned descendants, on Linux; undone at the end."""
+    """Make this process the parent of its orphaned descendants inside the block (Linux only)."""
     if sys.platform != "linux":
         yield
         return
@@ -134,19 +136,19 @@ def subreaper() -> Iterator[None]:
 
 
 def changes_of(pid: int) -> list[Change]:
-    """What happened to child `pid` since the last call; an exit is reaped and comes last."""
+    """Return the state changes of child `pid` since the last call; an exit is reaped, and last."""
     changes: list[Change] = []
     flags = os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG
     with suppress(ChildProcessError):
         while (info := os.waitid(os.P_PID, pid, flags)) is not None and info.si_pid:
             changes.append(Change(_CHANGES[info.si_code], info.si_status))
-            if changes[-1].what in {"exited", "killed"}:
+            if changes[-1].kind in {"exited", "killed"}:
                 break
     return changes
 
 
 def send_signal(pid: int, signum: int) -> None:
-    """Signal a process that has not been reaped; one that has just ended ignores it."""
+    """Send a signal to a process that has not been reaped; no-op if it has just ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, signum)
 
@@ -154,23 +156,21 @@ def send_signal(pid: int, signum: int) -> None:
 def end_descendants(
     groups: Iterable[int], marker: Mapping[str, str], *, all_new: bool, known: frozenset[int]
 ) -> int:
-    """Kill and reap what a run has left behind.
+    """Kill and reap the processes that a run has left behind.
 
     Args:
         groups: Process groups of the ranks, whose leaders have been reaped.
         marker: Environment variables that processes of the run have inherited.
-        all_new: Whether every descendant that is not in `known` belongs to the run; set where this
+        all_new: Whether every descendant that is not in `known` belongs to the run. Set if this
             process does nothing but launch.
         known: Children that this process had before the run.
 
     Returns:
-        How many processes had been left behind.
+        Number of processes that were left behind.
     """
     own_groups = set(groups)
     ended = 0
-    while (
-        True
-    ):  # a process may fork between the look and the kill; what it forked is found next time
+    while True:  # a process may fork between the listing and the kill
         family = [p for p in psutil.Process().children(recursive=True) if p.pid not in known]
         left = [p for p in family if all_new or _belongs(p, own_groups, marker)]
         living = [p for p in left if _is_alive(p)]
@@ -203,5 +203,5 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor carries the number; this handler is there so that the default does not act."""
+def _no_action(signum: int, frame: FrameType | None) -> None:
+    """Replace the default action of a signal, whose number the wake-up descriptor carries."""

@@ -1,4 +1,4 @@
-"""What can be seen of a rank from outside, by whoever shares its host: its open spans, its stack, what the kernel says."""
+"""Observes a rank from outside: its open spans, its stack, and the state of its process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from braid.launch.process.processes import send_signal
 
 __all__ = ["RankObserver"]
 
-HISTORY = 4096  # records of a rank that a report looks at; some 4 ms each
+HISTORY = 4096  # number of a rank's last records that a report reads, in some 4 ms
 
 
-class _Asked(NamedTuple):
-    """What was noted when it was asked for its stack."""
+class _StackRequested(NamedTuple):
+    """State of the rank when its stack was requested."""
 
     stacks_from: int
     sample: Sample
@@ -27,13 +27,13 @@ class _Asked(NamedTuple):
 
 
 class RankObserver:
-    """Looks at one rank.
+    """Observes one rank on this host.
 
     Args:
-        rank: Its rank.
-        pid: Its process.
-        box: Its black box; not owned.
-        clock: Time source, that of its events.
+        rank: Rank to observe.
+        pid: Process id of the rank.
+        box: Black box of the rank; not owned.
+        clock: Clock of the rank's events.
     """
 
     def __init__(self, rank: int, pid: int, box: BlackBox, clock: Clock) -> None:
@@ -41,10 +41,10 @@ class RankObserver:
         self._pid = pid
         self._box = box
         self._clock = clock
-        self._asked: _Asked | None = None
+        self._requested: _StackRequested | None = None
 
     def waits(self) -> list[OpenWait]:
-        """Collectives that it is inside of; quick enough to be asked for every second."""
+        """Return the open collectives of the rank; cheap enough to poll every second."""
         if not self._box.has_events:
             return []
         ring = self._box.ring
@@ -54,45 +54,45 @@ class RankObserver:
             if event.group and "(" in ring.name(event.kind)
         ]
 
-    def ask(self, *, alive: bool, answers: bool) -> None:
-        """StackRequest it for its stack, and note what it has used so far.
+    def request_stack(self, *, alive: bool, answers: bool) -> None:
+        """Request a stack dump from the rank and sample the resource use of its process.
 
         Args:
-            alive: Whether its process has not ended.
-            answers: Whether it has joined the job; without a handler the signal would end it.
+            alive: Whether the process has not ended.
+            answers: Whether the rank has joined the job; without a handler the signal would end it.
         """
-        seen = sample(self._pid) if alive else Sample()
-        self._asked = _Asked(self._box.stacks_size, seen, self._clock.now_ns())
-        if answers and alive and catches(seen, SIGUSR1):  # it may have left the job since
+        before = sample(self._pid) if alive else Sample()
+        self._requested = _StackRequested(self._box.stacks_size, before, self._clock.now_ns())
+        if answers and alive and catches(before, SIGUSR1):  # it may have left the job since
             send_signal(self._pid, SIGUSR1)
 
     def view(self, *, alive: bool, ended: str = "") -> RankView:
-        """What is known of it, with the stack that it was asked for.
+        """Return the rank's recent spans, its process state, and the stack that was requested.
 
         Args:
-            alive: Whether its process has not ended.
-            ended: How it ended, in words.
+            alive: Whether the process has not ended.
+            ended: Description of the process's end; empty while it lives.
         """
-        ring, asked = self._box.ring, self._asked
-        # a span that ends between the two looks is seen once, as ended
+        ring, requested = self._box.ring, self._requested
+        # a span that ends between the two reads appears once, as ended
         events = {e._replace(dur_ns=0): e for e in self._box.open_spans()}
         events.update((e._replace(dur_ns=0), e) for e in ring.tail(HISTORY))
-        spans = tuple(_worded(event, ring) for event in sorted(events.values()))
+        spans = tuple(_span_view(event, ring) for event in sorted(events.values()))
         view = RankView(self._rank, self._pid, spans, ended=ended)
-        if asked is None or not alive:
+        if requested is None or not alive:
             return view
-        elapsed_ns = self._clock.now_ns() - asked.now_ns
+        elapsed_ns = self._clock.now_ns() - requested.now_ns
         return view._replace(
-            process=process_between(asked.sample, sample(self._pid), elapsed_ns),
-            stack=self._box.stacks(asked.stacks_from),
+            process=process_between(requested.sample, sample(self._pid), elapsed_ns),
+            stack=self._box.stacks(requested.stacks_from),
         )
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """How long a wait took, from the record; None where it is not over or not known any more."""
+        """Return the duration of a wait; None if it is not over or no longer recorded."""
         events = self._box.ring.tail(HISTORY)
         return next((e.dur_ns for e in events if e.t_ns == wait.t_ns and not e.open), None)
 
 
-def _worded(event: Event, ring: EventRing) -> SpanView:
+def _span_view(event: Event, ring: EventRing) -> SpanView:
     name, site = ring.name(event.kind), ring.name(event.site)
     return SpanView(name, event.t_ns, event.dur_ns, event.group, event.channel, event.seq, site)

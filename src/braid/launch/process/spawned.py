@@ -1,4 +1,7 @@
-"""What a rank of `braid.launch.spawn` runs: `python -m braid.launch.process.spawned module:function '[arguments]'`."""
+"""Program of the ranks that `braid.launch.spawn` starts.
+
+python -m braid.launch.process.spawned module:function '[arguments]'
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def main(target: str, arguments: str) -> None:
 
     Args:
         target: `module:function`, or `module:Class.method`.
-        arguments: Its positional arguments, as a JSON list.
+        arguments: Positional arguments of the function, as a JSON list.
     """
     module, _, name = target.partition(":")
     attrgetter(name)(import_module(module))(*json.loads(arguments))

@@ -1,4 +1,8 @@
-"""Who starts the ranks of a run and sees what happens to them: this process itself, or agents on several hosts."""
+"""Interface of the backends that start ranks and report their state changes.
+
+`LocalBackend` starts ranks as children of the launcher, `RemoteBackend` through agents on several
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,11 @@ from braid.wire import Secret
 __all__ = ["OnChange", "OnSignal", "RankBackend", "RankPlacement", "RankSpec"]
 
 OnChange = Callable[[Rank, Change], None]
-OnSignal = Callable[[int, str], None]  # the signal, and the host where it was sent
+OnSignal = Callable[[int, str], None]  # number of the signal, and the host that received it
 
 
 class RankPlacement(NamedTuple):
-    """Where a rank stands; fields of `JobEnvironment`."""
+    """Host of a rank and its index there; the fields are those of `JobEnvironment`."""
 
     local_rank: int
     local_world_size: int
@@ -34,18 +38,18 @@ class RankPlacement(NamedTuple):
 
 
 class RankSpec(NamedTuple):
-    """Everything that the run has ready for a rank.
+    """Objects that a rank is started with.
 
     Attributes:
-        told: What it is told, but for descriptors.
-        box: Its black box.
-        output: Where its output goes.
-        selector: Where its pipes and connection are watched.
-        on_message: Called with what it says on its connection.
+        environment: Settings of the rank, without descriptors.
+        box: Black box of the rank.
+        output: Destination of the rank's output.
+        selector: Selector that polls the rank's pipes and connection.
+        on_message: Called with each message from the rank.
         clock: Time source.
     """
 
-    told: JobEnvironment
+    environment: JobEnvironment
     box: BlackBox
     output: RankOutput
     selector: selectors.BaseSelector
@@ -54,7 +58,7 @@ class RankSpec(NamedTuple):
 
 
 class RankBackend(Protocol):
-    """Starts ranks; made and closed by whoever runs the job."""
+    """Starts ranks and reports what happens to them; the caller of `carry_out` owns the backend."""
 
     @property
     def run_id(self) -> str:
@@ -63,39 +67,39 @@ class RankBackend(Protocol):
 
     @property
     def secret(self) -> Secret:
-        """The run's secret."""
+        """Secret of the run."""
         ...
 
     @property
     def store_address(self) -> str:
-        """Where the store shall listen."""
+        """Address on which the store listens."""
         ...
 
     def address_for_rank(self, listening: str) -> str:
-        """How ranks reach the store that listens at `listening`."""
+        """Return the address at which ranks reach the store that listens at `listening`."""
         ...
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether other hosts must reach that address."""
+        """Whether ranks run on several hosts, which must reach the store."""
         ...
 
     @property
     def hosts(self) -> tuple[RunHost, ...]:
-        """Where ranks are, in their order."""
+        """Hosts of the ranks, in rank order."""
         ...
 
     @property
     def threads(self) -> str:
-        """OMP_NUM_THREADS of the ranks, and the reason."""
+        """OMP_NUM_THREADS of the ranks, with the reason for the choice."""
         ...
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due; None when only its descriptors matter."""
+        """Time at which `poll` is due; None if the backend waits for descriptors only."""
         ...
 
-    def join(
+    def attach(
         self,
         selector: selectors.BaseSelector,
         *,
@@ -103,19 +107,26 @@ class RankBackend(Protocol):
         on_signal: OnSignal,
         notice: Callable[[str], None],
     ) -> None:
-        """Say what happens to these from now on."""
+        """Report events of the ranks from now on.
+
+        Args:
+            selector: Selector that polls the backend's descriptors.
+            on_change: Called with a rank and its state change.
+            on_signal: Called when a signal asks the run to end.
+            notice: Shows a text to the user.
+        """
         ...
 
-    def leave(self) -> None:
-        """Say nothing any more, and let go of the selector."""
+    def detach(self) -> None:
+        """Stop reporting events, and unregister from the selector."""
         ...
 
-    def place(self, rank: int) -> RankPlacement:
-        """Where a rank stands."""
+    def placement(self, rank: int) -> RankPlacement:
+        """Return the placement of a rank."""
         ...
 
     def start(self, spec: RankSpec) -> Rank:
-        """Start a rank, which owns its box and output from then on.
+        """Start a rank, which then owns its black box and output.
 
         Raises:
             OSError: The system cannot start another process.
@@ -123,21 +134,30 @@ class RankBackend(Protocol):
         ...
 
     def reap(self) -> None:
-        """Look what children of this process have done."""
+        """Report state changes of child processes; call after SIGCHLD."""
         ...
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Take the steps that are due, without blocking."""
         ...
 
     def memory_kill(self) -> MemoryKill | None:
-        """What the kernel of this host says about a kill for memory since the last call."""
+        """Return the facts about an out-of-memory kill on this host since the last call."""
         ...
 
     def finish(self) -> Iterator[int]:
-        """End what ranks have left behind; yields until when to attend to descriptors, ends when all is done."""
+        """End the processes that ranks have left behind.
+
+        Yields:
+            Time until which the caller should poll descriptors before the next step.
+        """
         ...
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """SendToRank all hosts how the run ended."""
+        """Tell all agents how the run ended.
+
+        Args:
+            exit_code: Exit code of the run.
+            text: Error block; empty after success.
+        """
         ...

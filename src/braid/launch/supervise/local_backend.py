@@ -1,4 +1,4 @@
-"""A backend of one host: the launcher starts the ranks itself, and is told of their ends by the kernel."""
+"""Backend for one host: ranks are child processes of the launcher."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psutil
 
 from braid.diagnose import MemoryKill, RunHost
 from braid.launch.process.free_port import PortReservation
-from braid.launch.process.job import JobSpec, choose_threads, command_line, inherited
-from braid.launch.process.oom import MemoryWatch
+from braid.launch.process.job import JobSpec, choose_threads, command_line, rank_environ
+from braid.launch.process.oom import OomMonitor
 from braid.launch.process.processes import changes_of, end_descendants, subreaper
 from braid.launch.supervise.backend import OnChange, OnSignal, RankPlacement, RankSpec
 from braid.launch.supervise.rank import Rank
@@ -32,8 +32,8 @@ class LocalBackend:
     """Starts ranks as children of this process; a context manager.
 
     Args:
-        job: What to run.
-        owns_process: See `Supervisor`.
+        job: Job to run.
+        owns_process: Whether this process does nothing but launch; see `Supervisor`.
 
     Raises:
         ConfigError: The port of the job is in use.
@@ -48,7 +48,7 @@ class LocalBackend:
         self._job = job
         self._owns_process = owns_process
         self._known = frozenset(child.pid for child in psutil.Process().children())
-        self._memory = MemoryWatch.of_this_process()
+        self._memory = OomMonitor.of_this_process()
         self._threads, reason = choose_threads(job)
         self.hosts = (RunHost(name=socket.gethostname(), address=ADDRESS, num_ranks=job.num_ranks),)
         self.threads = f"{self._threads} ({reason})"
@@ -64,47 +64,47 @@ class LocalBackend:
 
     @property
     def store_address(self) -> str:
-        """Where the store shall listen."""
+        """Address on which the store listens."""
         if sys.platform != "linux" or self._job.environ.get("BRAID_PORTABLE") == "1":
             return f"tcp://{ADDRESS}:0"
         return f"unix:@braid-{self.run_id}"
 
     def address_for_rank(self, listening: str) -> str:
-        """How ranks reach the store: where it listens."""
+        """Return `listening`: on one host, ranks reach the store where it listens."""
         return listening
 
-    def join(
+    def attach(
         self,
         selector: selectors.BaseSelector,  # noqa: ARG002 - ranks bring their own descriptors
         *,
         on_change: OnChange,
-        on_signal: OnSignal,  # noqa: ARG002 - the launcher hears of its own signals itself
-        notice: Callable[[str], None],  # noqa: ARG002 - nothing to say
+        on_signal: OnSignal,  # noqa: ARG002 - the launcher receives its own signals itself
+        notice: Callable[[str], None],  # noqa: ARG002 - this backend shows no notices
     ) -> None:
-        """Say what happens to ranks from now on."""
+        """Report state changes of ranks from now on."""
         self._on_change = on_change
 
-    def leave(self) -> None:
-        """Say nothing any more."""
+    def detach(self) -> None:
+        """Stop reporting state changes."""
         self._on_change = None
 
-    def place(self, rank: int) -> RankPlacement:
-        """Where a rank stands."""
+    def placement(self, rank: int) -> RankPlacement:
+        """Return the placement of a rank."""
         size = self._job.num_ranks
         return RankPlacement(rank, size, 0, 1, ADDRESS, self._port, "")
 
     def start(self, spec: RankSpec) -> Rank:
         """Start a rank."""
-        told = replace(
-            spec.told,
+        environment = replace(
+            spec.environment,
             secret_fd=self._secret_fd,
             events_fd=spec.box.events_fd,
             stacks_fd=spec.box.stacks_fd,
         )
         rank = RankProcess(
-            told.rank,
+            environment.rank,
             self._argv,
-            environ=inherited(self._job.environ, told, self._threads),
+            environ=rank_environ(self._job.environ, environment, self._threads),
             pass_fds=[self._secret_fd],
             box=spec.box,
             output=spec.output,
@@ -112,25 +112,25 @@ class LocalBackend:
             on_message=spec.on_message,
             clock=spec.clock,
         )
-        self._ranks[told.rank] = rank
+        self._ranks[environment.rank] = rank
         return rank
 
     def reap(self) -> None:
-        """Look what the ranks have done."""
+        """Report the state changes of all ranks."""
         for rank in list(self._ranks.values()):
             for change in changes_of(rank.pid) if rank.alive else ():
                 if self._on_change is not None:
                     self._on_change(rank, change)
 
     def poll(self) -> None:
-        """Nothing is ever due: signals and descriptors say everything."""
+        """Do nothing: signals and descriptors report all changes."""
 
     def memory_kill(self) -> MemoryKill | None:
-        """What the kernel says about a kill for memory since the last call."""
+        """Return the facts about an out-of-memory kill since the last call."""
         return self._memory.new_kill()
 
     def finish(self) -> Iterator[int]:
-        """End what ranks have left behind, at once."""
+        """End the processes that ranks have left behind, in one step."""
         end_descendants(
             [rank.pid for rank in self._ranks.values()],
             {"BRAID_RUN_ID": self.run_id},
@@ -140,10 +140,10 @@ class LocalBackend:
         yield from ()
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """Nobody else is there to be told."""
+        """Do nothing: there are no agents."""
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release all resources. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> LocalBackend:

@@ -1,7 +1,7 @@
-"""One rank as the launcher sees it, wherever it runs: what it says, what it is told, how it ended.
+"""The launcher's view of one rank, on any host: its messages, its output and its end.
 
-A braid program connects to the launcher itself, from any host; what happens to its process is seen
-by whoever started it, and comes here as a `Change`.
+A braid program connects to the launcher itself, from any host. The launcher or the agent that
+started the process reports its state changes as `Change`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ class Rank(ABC):
     """A started rank.
 
     Args:
-        rank: Its rank.
-        box: Its black box; owned and closed by this object.
-        output: Where its output goes; owned and closed by this object.
-        selector: Where its connection is watched; the data of a key is what to call.
-        on_message: Called with what it says on its connection.
+        rank: Number of the rank.
+        box: Black box of the rank; owned and closed by this object.
+        output: Destination of the rank's output; owned and closed by this object.
+        selector: Selector that polls the rank's connection; the data of a key is the function to
+            call.
+        on_message: Called with each message from the rank.
         clock: Time source.
-        host: Name of its host; empty on the launcher's own.
+        host: Name of the rank's host; empty on the launcher's own.
 
     Attributes:
-        has_said_hello: It has joined the job, and gives its stack when asked.
-        said: What it said of its failure.
-        end: How it ended; None while it lives.
+        has_joined: Whether the rank has joined the job, and so dumps its stack on request.
+        failure: The failure that the rank has reported; None if it has not.
+        end: How the rank ended; None while it lives.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class Rank(ABC):
         self.host = host
         self.box = box
         self.output = output
-        self.has_said_hello = False
-        self.said: Failed | None = None
+        self.has_joined = False
+        self.failure: Failed | None = None
         self.end: RankEnd | None = None
         self._control: SocketConnection | None = None
         self._has_connected = False
-        self._untold: list[FromLauncher] = []  # what there was to say before it connected
+        self._unsent: list[FromLauncher] = []  # messages from before the rank connected
         self._selector = selector
         self._on_message = on_message
         self._clock = clock
@@ -71,103 +72,108 @@ class Rank(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Process id on its host; 0 while unknown."""
+        """Process id on the rank's host; 0 while unknown."""
 
     @property
     def alive(self) -> bool:
-        """Whether it has not been reaped."""
+        """Whether the rank's process has not been reaped."""
         return self.end is None
 
     @property
     def name(self) -> str:
-        """`rank 1 on host b (pid 812)`."""
+        """Name for messages, such as `rank 1 on host b (pid 812)`."""
         host = f" on host {self.host}" if self.host else ""
         return f"rank {self.rank}{host} (pid {self.pid})"
 
     @abstractmethod
     def signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the rank a signal, unless it has ended."""
 
     @abstractmethod
     def drain(self) -> None:
-        """Take all that it has written so far, as far as it is here."""
+        """Read all output of the rank that has arrived on this host."""
 
     @abstractmethod
     def waits(self) -> list[OpenWait]:
-        """Collectives that it is inside of, on the launcher's clock."""
+        """Return the open collectives of the rank, on the launcher's clock."""
 
     @abstractmethod
-    def ask(self) -> None:
-        """StackRequest it for its stack; `view` has it after a moment."""
+    def request_stack(self) -> None:
+        """Request a stack dump from the rank; `view` contains it a moment later."""
 
     @property
     def has_answered(self) -> bool:
-        """Whether what was asked for is here as far as it will ever be; not so while another host has not said it."""
+        """Whether no answer to the last `request_stack` is outstanding from another host."""
         return True
 
     @abstractmethod
     def view(self) -> RankView:
-        """What is seen of it from outside, on the launcher's clock."""
+        """Return what is observed of the rank from outside, on the launcher's clock."""
 
     @abstractmethod
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """How long a wait took; None where that is not known."""
+        """Return the duration of a wait that is over; None if unknown."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the process if it lives, and close everything. Idempotent."""
+        """Kill the process if it lives, and release all resources. Idempotent."""
 
-    def testimony(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
-        """What it was inside of, see `BlackBox.testimony`; `at_ns` on the launcher's clock."""
+    def last_events(self, at_ns: int | None = None, *, gave_up: bool = False) -> str:
+        """Describe what the rank was doing; see `BlackBox.last_events`.
+
+        Args:
+            at_ns: Time of the fault, on the launcher's clock; now when None.
+            gave_up: Whether the rank ended because of another rank.
+        """
         if at_ns is not None:
             at_ns -= self.box.ring.clock_offset_ns
-        return self.box.testimony(at_ns, gave_up=gave_up)
+        return self.box.last_events(at_ns, gave_up=gave_up)
 
     def adopt(self, connection: SocketConnection) -> None:
-        """Take its control connection; a second one is refused."""
+        """Use `connection` as the rank's control connection; a second one is closed."""
         if self._control is not None or not self.alive:
             connection.close()
             return
         self._control = connection
         self._selector.register(connection, selectors.EVENT_READ, self.on_message)
         self._has_connected = True
-        untold, self._untold = self._untold, []
-        for message in untold:
+        unsent, self._unsent = self._unsent, []
+        for message in unsent:
             self.send(message)
         self.on_message()
 
     def on_message(self) -> None:
-        """Take all messages that have arrived on its control connection."""
+        """Process all messages that have arrived on the control connection."""
         try:
             while self._control is not None and (frame := self._control.try_recv()) is not None:
                 self._on_message(self, decode_from_rank(frame.meta))
-        except BraidError:  # it has gone, or talks nonsense: its process tells how it ends
+        except BraidError:  # closed or corrupt; the end of the process explains why
             self._hang_up()
 
     def send(self, message: FromLauncher) -> None:
-        """Send a message, as soon as there is a connection; never waits."""
+        """Send a message, now or once the rank connects; never blocks."""
         try:
             if self.alive and self._control is not None:
                 self._control.post(encode(message))
             elif self.alive and not self._has_connected:
-                self._untold.append(message)
+                self._unsent.append(message)
         except BraidError:
             self._hang_up()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Note how it ended, once it has been reaped.
+        """Record how the rank ended, after it has been reaped.
 
         Args:
-            change: What its process did.
-            facts: What was done to it.
+            change: Last state change of the process.
+            facts: What the supervisor knows of the rank and has done to it.
         """
         ended_ns = change.t_ns or self._clock.now_ns()
-        exit_code = change.status if change.what == "exited" else None
-        signum = change.status if change.what == "killed" else None
+        exit_code = change.status if change.kind == "exited" else None
+        signum = change.status if change.kind == "killed" else None
         asked = facts.signalled and facts.failed_ns is None
         was_stopped = asked and facts.stopped_ns is not None
         stopped_s = (ended_ns - (facts.stopped_ns or 0)) / 1e9 if was_stopped else None
-        if facts.failed_ns is not None:  # it failed then; how its process was ended is our doing
+        if facts.failed_ns is not None:  # the rank failed then; the launcher may have ended it
             ended_ns = facts.failed_ns
             exit_code, signum = (exit_code, signum) if not facts.signalled else (1, None)
         lines = self.output.stderr_tail.splitlines() if exit_code != 0 else []
@@ -184,21 +190,21 @@ class Rank(ABC):
             declared_dead=facts.declared_dead,
             memory_kill=change.memory_kill,
             error=None if exit_code == 0 else self.error(),
-            last_words=next((line for line in reversed(lines) if line.strip()), "")[:200],
+            last_line=next((line for line in reversed(lines) if line.strip()), "")[:200],
         )
         return self.end
 
     def error(self) -> ParsedError | None:
-        """What it said of its failure: through its connection if it could, else on stderr."""
-        said = self.said
-        if said is None:
+        """Return the rank's error: the one that it reported, else the one on its stderr."""
+        failure = self.failure
+        if failure is None:
             return parse_error(self.output.stderr_tail)
-        written = parse_error(said.traceback)
-        message, *details = said.message.split("\n")
+        written = parse_error(failure.traceback)
+        message, *details = failure.message.split("\n")
         return ParsedError(
-            type=said.type.rpartition(".")[2],
+            type=failure.type.rpartition(".")[2],
             message=message,
-            where=said.where or (written.where if written else ""),
+            where=failure.where or (written.where if written else ""),
             details=tuple(details),
             chain=written.chain if written else (),
         )

@@ -1,4 +1,4 @@
-"""A rank on the launcher's own host: a process, two pipes and a black box."""
+"""Runs a rank as a child process on the launcher's own host."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ __all__ = ["RankProcess"]
 
 
 class RankProcess(Rank):
-    """A started rank of this host.
+    """A started rank on this host.
 
     Args:
-        rank: Its rank.
+        rank: Number of the rank.
         argv: Program and arguments.
-        environ: Its environment.
-        pass_fds: Descriptors it inherits, besides its black box's.
-        box: Its black box; owned and closed by this object.
-        output: Where its output goes; owned and closed by this object.
-        selector: Where its pipes and its connection are watched; the data of a key is what to call.
-        on_message: Called with what it says on its connection.
+        environ: Environment variables of the rank.
+        pass_fds: Descriptors that the rank inherits, besides those of its black box.
+        box: Black box of the rank; owned and closed by this object.
+        output: Destination of the rank's output; owned and closed by this object.
+        selector: Selector that polls the rank's pipes and connection; the data of a key is the
+            function to call.
+        on_message: Called with each message from the rank.
         clock: Time source.
 
     Raises:
@@ -63,45 +64,45 @@ class RankProcess(Rank):
             selector=selector,
             on_output=lambda stream, chunk: output.feed(stream, chunk, clock.now_ns()),
         )
-        self._look = RankObserver(rank, self._child.pid, box, clock)
+        self._observer = RankObserver(rank, self._child.pid, box, clock)
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the rank."""
         return self._child.pid
 
     def signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the rank a signal, unless it has ended."""
         self._child.signal(signum)
 
     def drain(self) -> None:
-        """Take all that its pipes hold now."""
+        """Read all output that is in the rank's pipes now."""
         self._child.drain()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Note how it ended, once it has been reaped."""
+        """Record how the rank ended, after it has been reaped."""
         self._child.reaped(change)
         return super().ended(change, facts)
 
     def waits(self) -> list[OpenWait]:
-        """Collectives that it is inside of."""
-        return self._look.waits() if self.alive else []
+        """Return the open collectives of the rank."""
+        return self._observer.waits() if self.alive else []
 
-    def ask(self) -> None:
-        """StackRequest it for its stack."""
-        self._look.ask(alive=self.alive, answers=self.has_said_hello)
+    def request_stack(self) -> None:
+        """Request a stack dump from the rank."""
+        self._observer.request_stack(alive=self.alive, answers=self.has_joined)
 
     def view(self) -> RankView:
-        """What is seen of it from outside."""
+        """Return what is observed of the rank from outside."""
         ended = clause(self.end) if self.end is not None else ""
-        return self._look.view(alive=self.alive, ended=ended)
+        return self._observer.view(alive=self.alive, ended=ended)
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """How long a wait took."""
-        return self._look.lasted_ns(wait)
+        """Return the duration of a wait that is over; None if unknown."""
+        return self._observer.lasted_ns(wait)
 
     def close(self) -> None:
-        """End the process if it lives, and close everything. Idempotent."""
+        """Kill the process if it lives, and release all resources. Idempotent."""
         self.signal(SIGKILL)
         if self._child.alive:
             with suppress(ChildProcessError):

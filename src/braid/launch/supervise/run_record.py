@@ -1,4 +1,4 @@
-"""The directory of a run: where it is, and `run.json`, the file that says what the run was."""
+"""Creates the directory of a run and writes `run.json`, the record of the run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["make_log_dir", "write_record"]
 
 
 def make_log_dir(job: JobSpec) -> str:
-    """Make the run's directory, and return its name as the user would write it.
+    """Create the run's directory and return its name as the user would write it.
 
     Raises:
-        ConfigError: It cannot be made.
+        ConfigError: The directory cannot be created.
     """
     today = datetime.now().astimezone().date()
     name = job.log_dir or f"./runs/{today.isoformat()}_{secrets.token_hex(2)[:3]}"
@@ -29,13 +29,13 @@ def make_log_dir(job: JobSpec) -> str:
         Path(name).mkdir(parents=True, exist_ok=True)
         (Path(name) / "run.json").write_bytes(b"")
     except OSError as exc:
-        msg = f"expected to write logs to {name}, found: {exc.strerror}; choose another --log-dir"
+        msg = f"cannot write logs to {name}: {exc.strerror}; choose another --log-dir"
         raise ConfigError(msg) from exc
     return name
 
 
 def write_record(log_dir: Path, record: RunRecord) -> None:
-    """Write `run.json`, whole or not at all.
+    """Write `run.json` atomically.
 
     Raises:
         OSError: The directory cannot be written.

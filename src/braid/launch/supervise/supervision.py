@@ -1,7 +1,7 @@
-"""One run in progress: what happens to its ranks becomes events of `SupervisorState`, whose instructions are carried out here.
+"""Runs a job: translates what happens to its ranks into events and executes the instructions.
 
-One thread, one selector. Signals, pipes, connections and deadlines are all that wakes it. Nothing
-in this file decides, and nothing in it knows on which hosts the ranks are: that is its backend's.
+One thread polls one selector; signals, pipes, connections and deadlines wake it. `SupervisorState`
+takes all decisions, and the backend knows on which hosts the ranks are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from braid.launch.process.job import JobSpec, Outcome
 from braid.launch.process.output import Console, LineBudget, RankOutput
 from braid.launch.process.processes import Change, SignalInbox
 from braid.launch.supervise.backend import RankBackend, RankSpec
-from braid.launch.supervise.hang_watch import HangWatch
+from braid.launch.supervise.hang_monitor import HangMonitor
 from braid.launch.supervise.rank import Rank
 from braid.launch.supervise.run_record import make_log_dir, write_record
 from braid.launch.supervise.supervisor_state import (
@@ -61,9 +61,7 @@ from braid.wire import Identity, Listener
 
 __all__ = ["carry_out"]
 
-NOTICE_NS = (
-    2_000_000  # a survivor may notice a death, and unwind, this long before the launcher does
-)
+NOTICE_NS = 2_000_000  # a surviving rank may notice a death this long before the launcher does
 TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 
@@ -73,14 +71,14 @@ def carry_out(
     """Run a job to its end.
 
     Args:
-        job: What to run.
-        console: Where output and notices go.
+        job: Job to run.
+        console: Console for output and notices.
         clock: Time source.
         inbox: Signals of this process.
-        backend: Starts the ranks; the caller closes it.
+        backend: Backend that starts the ranks; the caller closes it.
 
     Raises:
-        ConfigError: A rank cannot be started; nothing is left running.
+        ConfigError: A rank cannot be started; no process is left running.
     """
     with _Run(job, console, clock, inbox, backend) as run:
         try:
@@ -127,7 +125,7 @@ class _Run:
             f"{job.num_ranks} rank{plural}{where}, logs in {self._log_dir}, "
             f"OMP_NUM_THREADS={backend.threads}"
         )
-        self._hangs = HangWatch(
+        self._hangs = HangMonitor(
             job.hang_report_s,
             self.ranks,
             clock=clock,
@@ -150,17 +148,17 @@ class _Run:
             stack.callback(self._end_ranks)
             self._selector.register(inbox, selectors.EVENT_READ, self._on_signals)
             self._selector.register(self._listener, selectors.EVENT_READ, self._on_clients)
-            backend.join(
+            backend.attach(
                 self._selector,
                 on_change=self._on_change,
                 on_signal=self._on_signal,
                 notice=console.notice,
             )
-            stack.callback(backend.leave)
+            stack.callback(backend.detach)
             self._stack = stack.pop_all()
 
     def poll(self) -> None:
-        """Start the ranks and stay until all of them have ended."""
+        """Start the ranks and return when all of them have ended."""
         while self._state.phase is not Phase.DONE:
             if self._state.starting:
                 self._start(len(self.ranks))
@@ -175,14 +173,14 @@ class _Run:
             self._handle(Tick())
 
     def finish(self) -> None:
-        """Have the backend end what the ranks have left behind, on every host."""
+        """Let the backend end the processes that ranks have left behind, on every host."""
         overdue = self._backend.finish()
         while (next_ns := next(overdue, None)) is not None:
             for key, _ in self._selector.select(max(0.0, (next_ns - self._clock.now_ns()) / 1e9)):
                 key.data()
 
     def conclude(self) -> Outcome:
-        """Judge, and write what is worth keeping."""
+        """Return the outcome of the run, and write its record, events and stacks."""
         for process in self.ranks.values():
             process.drain()
         has_timeline = any(process.box.has_events for process in self.ranks.values())
@@ -225,21 +223,25 @@ class _Run:
                 output = RankOutput(rank, log_path, self._console, budget)
                 stack.callback(output.close, self._clock.now_ns())
                 spec = RankSpec(
-                    self._told(rank), box, output, self._selector, self._on_message, self._clock
+                    self._environment(rank),
+                    box,
+                    output,
+                    self._selector,
+                    self._on_message,
+                    self._clock,
                 )
                 self.ranks[rank] = self._backend.start(spec)
                 stack.pop_all()
         except OSError as exc:
             msg = (
                 f"cannot start rank {rank} of {self._job.num_ranks}: {exc.strerror}; use fewer "
-                "ranks, "
-                "or raise the limits of files and processes (ulimit -n, ulimit -u)"
+                "ranks, or raise the limits of files and processes (ulimit -n, ulimit -u)"
             )
             raise ConfigError(msg) from exc
         self._handle(Started(rank))
 
-    def _told(self, rank: int) -> JobEnvironment:
-        """What the rank is told, but for the descriptors that only its parent knows."""
+    def _environment(self, rank: int) -> JobEnvironment:
+        """Return the settings of a rank, without the descriptors that only its parent knows."""
         return JobEnvironment(
             rank=rank,
             world_size=self._job.num_ranks,
@@ -248,7 +250,7 @@ class _Run:
             log_dir=self._log_dir,
             resume=self._job.resume,
             launched_by="braid",
-            **self._backend.place(rank)._asdict(),
+            **self._backend.placement(rank)._asdict(),
         )
 
     # Events
@@ -267,13 +269,13 @@ class _Run:
         return None if next_ns is None else max(0.0, (next_ns - self._clock.now_ns()) / 1e9)
 
     def _on_signals(self) -> None:
-        for signum in self._inbox.take():
+        for signum in self._inbox.drain():
             if signum != SIGCHLD:
                 self._on_signal(signum, "")
         self._backend.reap()
 
     def _on_signal(self, signum: int, host: str) -> None:
-        """Somebody asks for the end, here or on `host`."""
+        """End the run after a signal on this host or on `host`."""
         first = self._state.phase is Phase.RUNNING
         then = "passing it on to all ranks" if first else "ending all ranks now"
         where = f" on host {host}" if host else ""
@@ -281,12 +283,12 @@ class _Run:
         self._handle(Interrupted(signum))
 
     def _on_change(self, process: Rank, change: Change) -> None:
-        if change.what == "stopped":
+        if change.kind == "stopped":
             self._handle(Stopped(process.rank, change.status))
-        elif change.what == "continued":
+        elif change.kind == "continued":
             self._handle(Continued(process.rank))
         else:
-            self._on_clients()  # it may have connected, spoken and died since the last look
+            self._on_clients()  # the rank may have connected and died since the last poll
             process.on_message()
             process.drain()
             facts = self._state.ranks[process.rank]
@@ -310,13 +312,13 @@ class _Run:
 
     def _on_message(self, process: Rank, message: FromRank) -> None:
         if isinstance(message, Hello):
-            process.has_said_hello = True
+            process.has_joined = True
         elif isinstance(message, Left):
-            process.has_said_hello = False  # it gives no stacks any more
+            process.has_joined = False  # the rank no longer dumps its stack
         elif isinstance(message, Saved):
             self._note_saved(message)
         elif isinstance(message, Failed):
-            process.said = message
+            process.failure = message
             end = RankEnd(
                 rank=process.rank,
                 pid=process.pid,
@@ -332,22 +334,21 @@ class _Run:
             self._saved = SavedCheckpoint(message.step, message.path, message.sha256_ok)
 
     def _announce(self, end: RankEnd) -> None:
-        """Say at once who failed first; the block comes when all have ended."""
+        """Name the first rank that failed at once; the error block appears at the end."""
         if end.ending is Ending.CAUSE and not self._announced:
             self._announced = True
-            inside = self.ranks[end.rank].testimony()
+            inside = self.ranks[end.rank].last_events()
             if inside:
                 inside = f" ({inside})" if end.error is not None else f" {inside}"
-            who = self.ranks[end.rank].name
-            self._console.notice(f"{who} {clause(end)}{inside}")
+            self._console.notice(f"{self.ranks[end.rank].name} {clause(end)}{inside}")
 
     # Instructions
 
     def _handle(self, event: Event) -> None:
         for instruction in self._state.handle(event, self._clock.now_ns()):
-            self._obey(instruction)
+            self._execute(instruction)
 
-    def _obey(self, instruction: Instruction) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         if isinstance(instruction, SendSignal):
             for rank in instruction.ranks:
                 if instruction.signum == SIGINT:
@@ -360,19 +361,18 @@ class _Run:
             self._warn(self.ranks[instruction.rank], instruction.signum)
         else:
             for process in self.ranks.values():
-                if process.has_said_hello:
+                if process.has_joined:
                     process.signal(SIGUSR1)
 
     def _warn(self, process: Rank, signum: int) -> None:
-        who = process.name
         if not signum:
-            self._console.notice(f"{who} goes on")
+            self._console.notice(f"{process.name} goes on")
             return
-        inside = process.testimony()
+        inside = process.last_events()
+        stopped = f"{process.name} was stopped by {signal_name(signum)}{' ' * bool(inside)}{inside}"
         self._console.notice(
-            f"{who} was stopped by {signal_name(signum)}{' ' + inside if inside else ''}; it is "
-            "given "
-            f"up after {self._job.stopped_limit_s:g} s, `kill -CONT {process.pid}` lets it go on"
+            f"{stopped}; it is killed after {self._job.stopped_limit_s:g} s unless "
+            f"`kill -CONT {process.pid}` lets it go on"
         )
 
     # The end
@@ -384,26 +384,26 @@ class _Run:
         at_ns = None if fault_ns is None else fault_ns - NOTICE_NS
         return replace(
             verdict,
-            cause=tuple(self._testify(end, None) for end in verdict.cause),
-            affected=tuple(self._testify(end, at_ns) for end in verdict.affected),
+            cause=tuple(self._with_last_events(end, None) for end in verdict.cause),
+            affected=tuple(self._with_last_events(end, at_ns) for end in verdict.affected),
         )
 
-    def _testify(self, end: RankEnd, at_ns: int | None) -> RankEnd:
+    def _with_last_events(self, end: RankEnd, at_ns: int | None) -> RankEnd:
         if end.ending is Ending.FINISHED and at_ns is not None:
             return end
         gave_up = at_ns is not None and end.ending is Ending.SYMPTOM
-        told = self.ranks[end.rank].testimony(at_ns, gave_up=gave_up)
-        return replace(end, testimony=told)
+        text = self.ranks[end.rank].last_events(at_ns, gave_up=gave_up)
+        return replace(end, last_events=text)
 
     def _keep(self, write: Callable[[], None]) -> None:
-        """A full disk costs records, not the run."""
+        """Call `write`; if it fails, notify the user and go on."""
         try:
             write()
         except OSError as exc:
             self._console.notice(f"cannot write to {self._log_dir}: {exc.strerror}")
 
     def _end_ranks(self) -> None:
-        """Whatever went wrong, leave no process."""
+        """Kill all ranks that still live, and release their resources."""
         for process in self.ranks.values():
             process.close()
 
@@ -425,14 +425,12 @@ def _exit_code(verdict: Verdict, signum: int) -> int:
     if not verdict.cause:
         return 0
     cause = verdict.cause[0]
-    if verdict.kind == "exception":  # also one that ended in an abort during the teardown
+    if verdict.kind == "exception":  # also if the process then aborted during its teardown
         return cause.exit_code or 1
     return 128 + cause.signal if cause.signal else cause.exit_code or 1
 
 
 def _resume_command(job: JobSpec) -> str:
     flag = {"script": [], "module": ["-m"], "program": ["--no-python"]}[job.kind]
-    told = [
-        "braid", "run", "--resume", "auto", *(job.where or ("-n", str(job.num_ranks))), *flag, *job.command,
-    ]  # fmt: skip
-    return shlex.join(told)
+    where = job.where or ("-n", str(job.num_ranks))
+    return shlex.join(["braid", "run", "--resume", "auto", *where, *flag, *job.command])

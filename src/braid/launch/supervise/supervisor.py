@@ -1,12 +1,11 @@
-"""The launcher: starts the ranks of a run on this host, watches them, ends them together and says which rank is the cause.
+"""The launcher for one host.
 
-Problem: whoever starts N processes must answer for all of them: see a death at once, tell the
-others why, collect what each said, leave nothing behind, and never blame a victim. Shell loops and
-`mp.spawn` do a part of this; torchrun polls its workers and restarts them before anybody has
-looked.
+Problem: a launcher of N processes must notice a death at once, inform the remaining ranks, collect
+all errors, leave no process behind and name the rank that caused the failure. Shell loops and
+`mp.spawn` do a part of this. torchrun polls its workers and restarts them.
 
-Idea: a `RankBackend` knows where ranks are and how to start them there; a `Run` watches them,
-wherever that is. This file puts the two together for one host, `several_hosts` for more.
+Idea: a `RankBackend` starts ranks, on one host or several; `supervision` supervises them, wherever
+they run. This module combines the two for one host, `several_hosts` for more.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class Supervisor:
     """Runs jobs on this host.
 
     Args:
-        console: Where output and notices go; kept in memory when None.
-        clock: Time source; the host's when None.
-        owns_process: Set by a program that does nothing but launch: every descendant left at the
-            end of a run is then ended, even one that hides its origin.
+        console: Console for output and notices; kept in memory when None.
+        clock: Time source; the monotonic clock of the host when None.
+        owns_process: Whether this process does nothing but launch. Every descendant left at the end
+            of a run is then ended, even one without the run's environment.
     """
 
     def __init__(
@@ -44,16 +43,16 @@ class Supervisor:
         self._owns_process = owns_process
 
     def run(self, job: JobSpec) -> Outcome:
-        """Run a job to its end; signals of this process are forwarded to its ranks meanwhile.
+        """Run a job to its end; signals of this process are forwarded to the ranks.
 
         Args:
-            job: What to run.
+            job: Job to run.
 
         Returns:
-            What came of it; failures of ranks are outcomes, not exceptions.
+            Outcome of the run; failures of ranks are outcomes, not exceptions.
 
         Raises:
-            ConfigError: The job cannot be started; nothing is left running.
+            ConfigError: The job cannot be started; no process is left running.
         """
         check_command(job)
         with SignalInbox() as inbox, LocalBackend(job, owns_process=self._owns_process) as backend:

@@ -1,24 +1,28 @@
-"""What the launcher decides, as a state machine: endings and signals in, instructions out.
+"""State machine of the launcher: events in, instructions out.
 
-Problem: launchers hang, leave orphans or blame the wrong rank where their decisions are spread over
-signal handlers, threads and waits that cannot be tested. Idea: everything that happens is an event
-with a time; what shall be done is a list of instructions. No process, signal, socket or clock is
-touched here.
+Problem: launchers hang, leave orphans or blame the wrong rank if their decisions are spread over
+signal handlers, threads and waits that cannot be tested.
 
-    phase         event                                  instructions                     next
-    RUNNING       last rank ended                        -                                DONE
-    RUNNING       a rank failed                          tell the affected                GRACE until +grace
-    RUNNING       Ctrl-C, SIGTERM, SIGHUP                forward it, tell Stop            INTERRUPTED until +interrupt limit
-    RUNNING       time limit                             collect stacks, tell Stop        STACKS until +0.5 s
-    INTERRUPTED   a second signal                        SIGKILL to all                   KILLING
-    GRACE         a signal                               SIGTERM to all                   TERMINATING
-    those         deadline                               SIGTERM, SIGKILL to the stopped  TERMINATING until +2 s
-    those         only stopped ranks are left            SIGKILL to them                  TERMINATING until +2 s
-    TERMINATING   deadline, or a signal                  SIGKILL to all                   KILLING
-    any           last rank ended                        -                                DONE
-    any           a rank stopped                         warn                             same
-    any           a rank stopped for its limit           tell the others, SIGKILL it      same
-    any           a rank ended                           tell the affected                same
+Idea: everything that happens is an event with a time; every reaction is a list of instructions. The
+state machine touches no process, signal, socket or clock.
+
+    phase         event                        instructions                     next
+    RUNNING       last rank ended              -                                DONE
+    RUNNING       a rank failed                send RankLost                    GRACE until +grace
+    RUNNING       Ctrl-C, SIGTERM, SIGHUP      send Stop, forward the signal    INTERRUPTED until
+                                                                                +interrupt limit
+    RUNNING       time limit                   collect stacks, send Stop        STACKS until +0.5 s
+    INTERRUPTED   a second signal              SIGKILL to all                   KILLING
+    GRACE,STACKS  a signal                     SIGTERM to all                   TERMINATING
+    these three   deadline                     SIGTERM, SIGKILL to the stopped  TERMINATING until
+                                                                                +2 s
+    these three   only stopped ranks are left  SIGKILL to them                  TERMINATING until
+                                                                                +2 s
+    TERMINATING   deadline, or a signal        SIGKILL to all                   KILLING
+    any           last rank ended              -                                DONE
+    any           a rank stopped               warn                             same
+    any           a rank stopped for too long  send RankLost, SIGKILL it        same
+    any           a rank ended                 send RankLost                    same
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ TERMINATE_NS = 2_000_000_000  # a program that handles SIGTERM has had its grace
 
 
 class Phase(Enum):
-    """How far the end of the run has come."""
+    """Phase of the run."""
 
     RUNNING = "running"
     INTERRUPTED = "interrupted"
@@ -67,7 +71,7 @@ class Phase(Enum):
 
 
 class Limits(NamedTuple):
-    """Durations, in nanoseconds; `timeout_ns` None for no limit."""
+    """Time limits of a run, in nanoseconds; `timeout_ns` is None for no limit."""
 
     grace_ns: int
     stopped_ns: int
@@ -82,7 +86,13 @@ class Started(NamedTuple):
 
 
 class Exited(NamedTuple):
-    """A rank's process is gone; `reason` is a clause for the others."""
+    """A rank's process has ended.
+
+    Attributes:
+        rank: Number of the rank.
+        reason: Clause such as `exited with code 1`, for the remaining ranks.
+        ok: Whether the rank ended well.
+    """
 
     rank: int
     reason: str
@@ -90,7 +100,7 @@ class Exited(NamedTuple):
 
 
 class ReportedFailure(NamedTuple):
-    """A rank says that an exception is about to end it."""
+    """A rank has reported that an exception is about to end it."""
 
     rank: int
     reason: str
@@ -110,7 +120,7 @@ class Continued(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """The launcher was sent a signal."""
+    """The launcher has received a signal."""
 
     signum: int
 
@@ -133,14 +143,14 @@ class SendToRank(NamedTuple):
 
 
 class Warn(NamedTuple):
-    """SendToRank the user that `rank` was stopped (by `signum`), or that it goes on (`signum` 0)."""
+    """Notify the user that `rank` was stopped by `signum`, or goes on (`signum` 0)."""
 
     rank: int
     signum: int
 
 
 class CollectStacks(NamedTuple):
-    """StackRequest every living rank that can for its stacks."""
+    """Request stacks from every living rank that has joined the job."""
 
 
 Event: TypeAlias = Started | Exited | ReportedFailure | Stopped | Continued | Interrupted | Tick
@@ -149,16 +159,16 @@ Instruction: TypeAlias = SendSignal | SendToRank | Warn | CollectStacks
 
 @dataclass(slots=True)
 class RankFacts:
-    """What is known of a rank's process.
+    """What the supervisor knows of a rank's process.
 
     Attributes:
-        alive: It has started and not ended.
-        stopped_ns: Since when it is stopped; None while it runs.
-        stop_signal: What stopped it last.
-        declared_dead: It was given up because it was stopped for too long.
-        signalled: The launcher sent it a signal that ends processes.
-        failed_ns: When it said that it fails, before it was signalled; None if it did not.
-        told: The others know that it is lost.
+        alive: Whether the process has not ended.
+        stopped_ns: Time since which the process is stopped; None while it runs.
+        stop_signal: Signal that stopped the process last.
+        declared_dead: Whether the rank was killed because it was stopped for too long.
+        signalled: Whether the launcher sent the process a signal that ends it.
+        failed_ns: Time at which the rank reported its failure, before any signal; else None.
+        loss_sent: Whether the remaining ranks were informed of the loss.
     """
 
     alive: bool = True
@@ -167,22 +177,29 @@ class RankFacts:
     declared_dead: bool = False
     signalled: bool = False
     failed_ns: int | None = None
-    told: bool = False
+    loss_sent: bool = False
 
 
 class SupervisorState:
     """Decides when a run is over, and how it ends.
 
     Args:
-        num_ranks: Ranks that will be started.
-        limits: How long everything may take.
-        start_ns: Now.
+        num_ranks: Number of ranks to start.
+        limits: Time limits.
+        start_ns: Current time.
+
+    Attributes:
+        phase: Phase of the run.
+        ranks: Facts about the started ranks.
+        stopped_by: `timeout` or `interrupted` if that came before any failure; else empty.
+        signum: Number of the signal that interrupted the run; 0 if none.
+        fault_ns: Time of the first failure, interrupt or time-out; None if there was none.
     """
 
     def __init__(self, num_ranks: int, limits: Limits, start_ns: int) -> None:
         self.phase = Phase.RUNNING
         self.ranks: dict[int, RankFacts] = {}
-        self.stopped_by = ""  # `timeout` or `interrupted` when that came before any failure
+        self.stopped_by = ""
         self.signum = 0
         self.fault_ns: int | None = None
         self._to_start = num_ranks
@@ -193,12 +210,12 @@ class SupervisorState:
 
     @property
     def starting(self) -> bool:
-        """Whether another rank shall be started."""
+        """Whether the next rank should be started."""
         return self._to_start > 0 and self.phase is Phase.RUNNING
 
     @property
     def deadline_ns(self) -> int | None:
-        """When a `Tick` is due; None when only other events matter."""
+        """Time at which a `Tick` is due; None if no deadline is set."""
         due = [
             facts.stopped_ns + self._limits.stopped_ns
             for facts in self.ranks.values()
@@ -209,7 +226,7 @@ class SupervisorState:
         return min(due, default=None)
 
     def handle(self, event: Event, now_ns: int) -> list[Instruction]:
-        """Take an event and say what to do; also does what is due by now."""
+        """Process an event and all deadlines up to `now_ns`; return the instructions."""
         out: list[Instruction] = []
         if isinstance(event, Started):
             self.ranks[event.rank] = RankFacts()
@@ -217,7 +234,7 @@ class SupervisorState:
         elif isinstance(event, Exited):
             out += self._exited(event, now_ns)
         elif isinstance(event, ReportedFailure):
-            out += self._said_failed(event, now_ns)
+            out += self._failed(event, now_ns)
         elif isinstance(event, Stopped):
             facts = self.ranks[event.rank]
             facts.stopped_ns, facts.stop_signal = now_ns, event.signum
@@ -239,15 +256,15 @@ class SupervisorState:
         facts.alive = False
         if not event.ok:
             self._fault(now_ns)
-        return self._tell(event.rank, event.reason, left=event.ok)
+        return self._send_loss(event.rank, event.reason, left=event.ok)
 
-    def _said_failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
+    def _failed(self, event: ReportedFailure, now_ns: int) -> list[Instruction]:
         facts = self.ranks[event.rank]
         if facts.signalled or facts.failed_ns is not None:
             return []
         facts.failed_ns = now_ns
         self._fault(now_ns)
-        return self._tell(event.rank, event.reason)
+        return self._send_loss(event.rank, event.reason)
 
     def _fault(self, now_ns: int) -> None:
         if self.phase is Phase.RUNNING:
@@ -272,7 +289,7 @@ class SupervisorState:
                 facts.declared_dead = True
                 lasted_s = (now_ns - facts.stopped_ns) / 1e9
                 reason = f"was stopped by {signal_name(facts.stop_signal)} for {lasted_s:.3g} s"
-                out += self._tell(rank, reason)
+                out += self._send_loss(rank, reason)
                 out += self._signal([rank], signal.SIGKILL)
         if self._deadline_ns is not None and now_ns >= self._deadline_ns:
             out += self._deadline_passed(now_ns)
@@ -310,8 +327,8 @@ class SupervisorState:
             self.ranks[rank].signalled = True
         return [SendSignal(tuple(ranks), int(signum))] if ranks else []
 
-    def _tell(self, rank: int, reason: str, *, left: bool = False) -> list[Instruction]:
-        if self.ranks[rank].told:
+    def _send_loss(self, rank: int, reason: str, *, left: bool = False) -> list[Instruction]:
+        if self.ranks[rank].loss_sent:
             return []
-        self.ranks[rank].told = True
+        self.ranks[rank].loss_sent = True
         return [SendToRank(RankLost(rank, reason, left))]

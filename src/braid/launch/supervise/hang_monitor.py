@@ -1,8 +1,8 @@
-"""Watches a run for ranks that stand still, and reports who they wait for.
+"""Monitors a run for hangs and reports which ranks wait for which.
 
-Everything is read from outside: event rings in memory of the launcher's, /proc, and stacks that a
-signal handler of the rank's dumps into a descriptor of the launcher's, which works while the rank
-holds the interpreter's lock. A rank pays for its stack, once per report, and for nothing else.
+The launcher reads everything from outside: the event rings in its own memory, /proc, and stacks.
+A signal handler in the rank dumps its stack into a descriptor of the launcher, even while the rank
+holds the interpreter's lock. The stack dump, once per report, is a rank's only cost.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from braid.launch.process.hang_state import (
 )
 from braid.launch.supervise.rank import Rank
 
-__all__ = ["HangWatch"]
+__all__ = ["HangMonitor"]
 
 
-class HangWatch:
-    """Looks, asks and reports; which of it when is decided by `HangState`.
+class HangMonitor:
+    """Executes the instructions of `HangState`: looks for waits, requests stacks, makes reports.
 
     Args:
-        limit_s: How long a rank may wait before it is reported; 0 for never.
-        ranks: The ranks that have been started; may grow.
-        clock: Time source, that of the ranks' events.
-        log_dir: Where reports are written as `hang-<n>.txt`.
+        limit_s: Longest wait of a rank, in seconds, that is not reported; 0 turns reports off.
+        ranks: Ranks that have been started, by number; may grow.
+        clock: Clock of the ranks' events.
+        log_dir: Directory for the reports, `hang-<n>.txt`.
         notice: Shows a text to the user.
 
     Attributes:
@@ -60,32 +60,32 @@ class HangWatch:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due; None when reports are off."""
+        """Time at which `poll` is due; None when reports are off."""
         return self._state.deadline_ns
 
     def poll(self) -> None:
-        """Do what is due.
+        """Take the steps that are due, without blocking.
 
         Raises:
-            OSError: A report cannot be written; it has been shown.
+            OSError: A report has been shown but cannot be written to its file.
         """
         now_ns = self._clock.now_ns()
         answered = all(rank.has_answered for rank in self._ranks.values())
         for instruction in self._state.tick(now_ns, answered=answered):
-            self._obey(instruction, now_ns)
+            self._execute(instruction, now_ns)
 
     def all_ended_well(self) -> None:
-        """Whoever was reported went on, even if the run ended before the next look."""
+        """Report that waiting ranks went on; call when all ranks have ended well."""
         for instruction in self._state.all_ended_well():
-            self._obey(instruction, self._clock.now_ns())
+            self._execute(instruction, self._clock.now_ns())
 
-    def _obey(self, instruction: Instruction, now_ns: int) -> None:
+    def _execute(self, instruction: Instruction, now_ns: int) -> None:
         if isinstance(instruction, Look):
             for answer in self._state.looked(self._waits(), now_ns):
-                self._obey(answer, now_ns)
+                self._execute(answer, now_ns)
         elif isinstance(instruction, AskStacks):
             for rank in self._ranks.values():
-                rank.ask()
+                rank.request_stack()
         elif isinstance(instruction, Resume):
             self._resume(instruction)
         elif isinstance(instruction, Report):
@@ -111,11 +111,11 @@ class HangWatch:
     def _resume(self, over: Resume) -> None:
         if self._last is None:
             return
-        who = self._last.missing_ranks or self._last.waiting_ranks
+        ranks = self._last.missing_ranks or self._last.waiting_ranks
         durations = [self._lasted_ns(wait) for wait in over.waits]
-        self._notice(f"{rank_list(who)} went on after {max(durations) / 1e9:.1f} s")
+        self._notice(f"{rank_list(ranks)} went on after {max(durations) / 1e9:.1f} s")
 
     def _lasted_ns(self, wait: OpenWait) -> int:
-        """From the record, which knows better than the look that found it closed."""
+        """Return the duration from the rank's record, else the time until now."""
         lasted_ns = self._ranks[wait.rank].lasted_ns(wait)
         return self._clock.now_ns() - wait.t_ns if lasted_ns is None else lasted_ns

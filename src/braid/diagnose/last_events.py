@@ -14,10 +14,10 @@ from __future__ import annotations
 from braid.diagnose.tracebacks import short_site
 from braid.events import Event, EventRing
 
-__all__ = ["last_operation_end", "last_step", "testimony"]
+__all__ = ["last_events", "last_operation_end", "last_step"]
 
 
-def testimony(ring: EventRing, at_ns: int | None = None) -> str:  # noqa: PT028 - no test
+def last_events(ring: EventRing, at_ns: int | None = None) -> str:
     """What the rank of `ring` is inside of, or was inside of at `at_ns`.
 
     `step` spans carry the step in `seq`; collectives are named by their `OpDesc` and carry number
