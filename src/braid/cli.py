@@ -68,7 +68,7 @@ def _answer(given: list[str]) -> int:
 
 
 def _dispatch(given: list[str]) -> int:
-    """Run the command that `given` names; of the first word of several, show those that begin with it."""
+    """Run the command that `given` names, or show those that begin with its first word."""
     for words in (2, 1):
         name = " ".join(given[:words])
         if name in COMMANDS:
@@ -91,7 +91,7 @@ def _dispatch(given: list[str]) -> int:
 
 
 def separate_command(arguments: Sequence[str]) -> list[str]:
-    """Put `--` before the script: everything after it belongs to the script, whatever it looks like."""
+    """Put `--` before the script: everything after it belongs to the script."""
     index = 0
     while index < len(arguments):
         word = arguments[index]
@@ -127,7 +127,7 @@ def run(
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Run a program on N ranks, of this host or of several, and say which rank is the cause if it fails.
+    """Run a program on N ranks of one or several hosts, and say which rank made it fail.
 
     Programs written for torchrun run unchanged. Standard input is empty.
 
@@ -278,7 +278,7 @@ def demo(
     ] = None,
     log_dir: Directory = None,
 ) -> int:
-    """Train the same model alone and in parallel, and prove that the weights are equal, in about half a minute.
+    """Train a model alone and in parallel, and prove that the weights are equal, in half a minute.
 
     Args:
         n: Number of ranks of the parallel training (default: 2, or 1 on a single core).

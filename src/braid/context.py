@@ -74,7 +74,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
 
 
 def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
-    """Measure what algorithms depend on, among all ranks and, if there are several hosts, inside of each."""
+    """Measure what algorithms depend on, among all ranks and inside of each host."""
     group.engine.tune(timeout_s)
     if len(set(hosts)) > 1:
         here = group.split(hosts[group.rank])
@@ -84,7 +84,7 @@ def _tune(group: Group, hosts: tuple[int, ...], timeout_s: float) -> None:
 
 
 def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
-    """Whether every rank can have a GPU of its own; else CUDA tensors travel through pinned memory."""
+    """Return whether every rank can have a GPU of its own."""
     here = hosts.count(hosts[group.rank])
     has = (
         torch.cuda.is_available() and dist.is_nccl_available() and here <= torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""What backward needs to know about ranks, streams and memory: collectives with gradients, order, copies, recomputation."""
+"""Collectives with gradients, order in backward, copies between streams, and recomputation."""
 
 from braid.autograd.conjugate import (
     all_gather_forward_split_backward,

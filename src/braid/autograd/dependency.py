@@ -28,7 +28,7 @@ __all__ = ["depend", "fork", "join"]
 
 
 def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, and a phony; what made `x` runs backward after everything behind the join of the phony."""
+    """Return `x` and a phony; what made `x` runs backward after all behind the phony's join."""
     nothing = phony(x.device, False)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, nothing
@@ -52,6 +52,6 @@ def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
 
 
 def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, such that all uses of `second` run backward before what made `first`, as if `second` were computed from it."""
+    """Return both, such that all uses of `second` run backward before what made `first`."""
     first, edge = fork(first)
     return first, join(second, edge)

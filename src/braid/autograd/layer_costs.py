@@ -1,4 +1,4 @@
-"""Measures for recomputation: what layers save, how long they take, and what is alive at one time."""
+"""Measures what layers save, how long they take, and what is alive at one time."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _changed(container: Any, found: dict[Any, Any]) -> Any:
-    """A copy of a dict or list, of its own type, with `found` in it; itself if that is what it holds."""
+    """Return a copy of a dict or list, of its own type, with `found` in it."""
     if all(found[key] is container[key] for key in found):
         return container
     twin = copy.copy(container)

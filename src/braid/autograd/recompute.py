@@ -1,4 +1,4 @@
-"""Recomputation: keep the arguments of a function instead of what it saves for backward, and call it again in backward.
+"""Recomputation: call a function again in backward instead of keeping what it saves.
 
 torch's non-reentrant `checkpoint` works this way, too; this one also names the line whose saved
 tensor came out differently, notices parameters that were changed in between, stops as soon as what
@@ -115,7 +115,7 @@ class _Stop(BaseException):
 
 
 class _Slot:
-    """Stands for a saved tensor in the graph; while anything refers to it, the tensor may be needed."""
+    """Stands for a saved tensor in the graph."""
 
     __slots__ = ("__weakref__",)
 

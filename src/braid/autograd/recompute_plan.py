@@ -306,7 +306,7 @@ def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
 
 
 def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
-    """Nodes that everything passes: all paths from a source of the graph to a sink go through each of them.
+    """Return the nodes that all paths from a source of the graph to a sink pass.
 
     Behind such a node, and only there, one tensor is all that later nodes know of earlier ones, so
     a model of any shape is a chain of what lies between them.

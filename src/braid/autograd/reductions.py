@@ -97,7 +97,7 @@ def _sum_after(group: Group, x: torch.Tensor, *, exclusive: bool) -> torch.Tenso
 
 
 def _extreme(group: Group, x: torch.Tensor, op: str) -> torch.Tensor:
-    """The greatest or least as a sum to which only the rank that holds the extreme contributes: the sum's gradient is theirs."""
+    """Return the greatest or least as a sum to which only the rank that holds it contributes."""
     if not (x.is_floating_point() and torch.is_grad_enabled()):
         return group.all_reduce(x.detach(), op, out=torch.empty_like(x))
     with torch.no_grad():
@@ -109,7 +109,7 @@ def _extreme(group: Group, x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _product(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """In the order of ranks, 16-bit floats in 32 bits if there are more than two: the bits of `Group.all_reduce`."""
+    """Sum in the order of ranks: the same bits as `Group.all_reduce`."""
     rows = all_gather(group, x.unsqueeze(0))
     wide = rows.float() if x.dtype in SHORT and group.size > 2 else rows
     return fold(torch.mul, wide.unbind()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What a function depends on without being passed it: random generators and autocast, noted and brought back.
+"""The random generators and autocast state that a function depends on, noted and restored.
 
 A function that runs a second time computes the same only if it draws the same random numbers and
 rounds in the same places.
@@ -50,7 +50,7 @@ class Surroundings:
 
 
 def generators_of(tensors: Sequence[torch.Tensor]) -> list[torch.Generator]:
-    """Torch's own generators: the CPU's, and those of the CUDA devices of `tensors` and the current one."""
+    """Return torch's own generators of the CPU and of the CUDA devices of `tensors`."""
     found = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         indices = {x.device.index for x in tensors if x.is_cuda} | {torch.cuda.current_device()}

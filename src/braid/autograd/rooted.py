@@ -1,4 +1,4 @@
-"""broadcast, reduce, gather and scatter with gradients: what one rank has and the others get, or the other way round.
+"""broadcast, reduce, gather and scatter with gradients.
 
 Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold
 the rank's place in the
@@ -87,7 +87,7 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
 def gather(
     group: Group, x: torch.Tensor, root: int = 0, *, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The tensors of all ranks along dim 0, on the rank `root`; a tensor of shape (0, ...) elsewhere.
+    """Return the tensors of all ranks along dim 0 on `root`, and an empty tensor elsewhere.
 
     Args:
         group: Ranks that take part.

@@ -23,7 +23,7 @@ def checkpoint_sequential(
     early_stop: bool = True,
     around: Around | None = None,
 ) -> Any:
-    """Call `functions` one after the other, each with the result of the one before; keep what `plan` says.
+    """Call `functions` one after the other, and keep what `plan` says.
 
     Args:
         functions: Layers, such as an nn.Sequential.

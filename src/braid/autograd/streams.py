@@ -92,7 +92,7 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
 
 
 def record_stream(x: torch.Tensor, stream: Stream) -> None:
-    """Keep the memory of `x`, when it is freed, from being used again before `stream` is done with it.
+    """Keep the memory of `x` from being reused before `stream` is done with it.
 
     Needed where `x` was made on another stream. A view stands for its whole storage.
     """

@@ -1,1 +1,1 @@
-"""Measurements whose figures matter; they are never tests. Each compares within one run, in turns."""
+"""Measurements whose figures matter; each compares candidates within one run, in turns."""

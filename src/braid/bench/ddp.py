@@ -1,4 +1,4 @@
-"""`braid bench ddp`: what data parallel training costs over one process, by wrapper, as a table and as JSON.
+"""`braid bench ddp`: what data parallel training costs over one process, by wrapper.
 
 Torch's wrapper over Gloo is what people have; the same over the backend "braid" is what changing
 one word gives them; braid's own is the third. All run in the same processes in one run
@@ -176,7 +176,7 @@ def ddp_verdicts(report: DdpReport) -> list[Verdict]:
 
 
 def ddp_doubts(report: DdpReport) -> list[str]:
-    """Which figures were taken while something else slowed the machine down, in words; looked at where it should have been quiet."""
+    """Return which figures were taken while something else slowed the machine down, in words."""
     lines = []
     for found in [] if report.busy else report.models:
         alone_s = found.rounds_s["alone"]

@@ -97,11 +97,11 @@ class FaultReport:
         return tuple(trial for trial in self.trials if not trial.correct)
 
     def noticed_s(self, quantile: float) -> float:
-        """Time until the launcher knew of a death by signal, at a quantile; nan when nothing was measured."""
+        """Return the time until the launcher knew of a death by signal, at a quantile."""
         return _quantile([t.noticed_s for t in self.trials], quantile)
 
     def survived_s(self, quantile: float) -> float:
-        """Time until the survivors knew of a death by signal, at a quantile; nan when nothing was measured."""
+        """Return the time until the survivors knew of a death by signal, at a quantile."""
         return _quantile([t.survived_s for t in self.trials], quantile)
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ def _can_listen(port: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that no process uses, and braid's files in memory that processes of these runs map.
+    """Return names in /dev/shm that no process uses, and braid's files in memory that are mapped.
 
     Whatever else runs on this host shares memory, too: that is not left behind.
     """

@@ -1,4 +1,4 @@
-"""`braid bench hooks`: what communication hooks do for training over a slow network, in time and in loss.
+"""`braid bench hooks`: communication hooks over a slow network, in time and in loss.
 
 Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25
 million parameters, few samples. What counts is the whole step, and the loss after equally many

@@ -1,4 +1,4 @@
-"""`braid bench horovod`: the negotiated engine beside Gloo and beside our own wrapper, and alone at a thousand ranks.
+"""`braid bench horovod`: the negotiated engine beside Gloo and braid's own wrapper.
 
 What needs ranks is measured in them (`fusion_worker`). The pure part is also run as a thousand
 ranks in one process: what the first rank has to do in steady state there, beside what the others
@@ -146,7 +146,7 @@ def run_fusion(bench: FusionBench, *, console: RichConsole | None = None) -> Fus
 
 
 def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
-    """Run the state machines of `size` ranks through cycles in which all submit the same tensors as before."""
+    """Run the state machines of `size` ranks through cycles of the same tensors."""
     machines = [FusionState(rank, range(size)) for rank in range(size)]
     requests = [
         Request(f"x{n}", "all_reduce", "float32", (256,), 4, "sum") for n in range(num_tensors)

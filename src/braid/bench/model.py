@@ -190,7 +190,7 @@ def error(held: Sequence[Held]) -> float:
 
 
 def model_table(report: ModelReport) -> Table:
-    """One row per place and algorithm; per size what was predicted, what was measured, and the error."""
+    """Return a table with one row per place and algorithm: predicted, measured, error."""
     title = (
         f"predicted / measured ms and error, {report.machine}, load before {report.load:.1f} "
         f"a core, torch {report.torch}"

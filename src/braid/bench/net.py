@@ -1,4 +1,4 @@
-"""`braid bench net`: all-reduce between hosts against Gloo, and against what the link would carry; table, JSON, targets.
+"""`braid bench net`: all-reduce between hosts against Gloo and the rate of the link.
 
 Measured on namespaces of this machine (`lab`), or on hosts that are there; always in one
 interleaved run (`net_worker`).

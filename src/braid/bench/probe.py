@@ -1,4 +1,4 @@
-"""`braid probe`: ranks of this host, or of several, as a cluster: latency and bandwidth by size of the message, level by level.
+"""`braid probe`: latency and bandwidth between ranks, level by level, as a cluster.
 
 What is measured is a message between ranks as `Group.send` and `Group.recv` carry it; the file is
 what `braid schedule simulate --cluster` and `compare` read. Levels are NUMA nodes where there are
@@ -110,7 +110,7 @@ def as_cluster(found: Probed) -> Cluster:
 
 
 def level_of(found: Measured) -> Level:
-    """What is not latency is bandwidth; messages that are hardly more than latency tell nothing of it.
+    """Return the level of a cluster that explains the measured times.
 
     No message is quicker than an empty one, so latency is the least that any took. A network's link
     has one rate, that of what the longest message has beside the next: after a rest a link lets

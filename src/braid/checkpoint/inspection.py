@@ -1,4 +1,4 @@
-"""Looking at checkpoints from outside: what there is, and whether two of them hold the same bits."""
+"""Lists checkpoints and compares their bits, without loading them into a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading: find the last complete checkpoint, say what was passed over, read only what a rank needs.
+"""Finds the last complete checkpoint, and reads only what a rank needs.
 
 A checkpoint is verified before anything is used: manifest against its own digest, files against the
 manifest's. Tensors are then assembled from whatever pieces overlap with what is wanted, so the
@@ -74,12 +74,12 @@ class Checkpoint:
         self.own_of = own_of
 
     def names(self) -> dict[str, str]:
-        """Name -> name in the manifest, which differs for the own tensors of the rank that is read."""
+        """Return name -> name in the manifest, which differs for a rank's own tensors."""
         found = ((*owner_of(full), full) for full in self.manifest.tensors)
         return {name: full for rank, name, full in found if rank in {None, self.own_of}}
 
     def require_own(self, roots: Sequence[str]) -> None:
-        """Check that it is known whose tensors to read, if ranks wrote their own of what begins with one of `roots`.
+        """Check that it is known whose tensors to read, if ranks wrote their own.
 
         Raises:
             CheckpointError: It was written by another number of ranks.
@@ -326,7 +326,7 @@ def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int
 
 
 def _file_in(directory: Path, name: str) -> Path:
-    """A file of the checkpoint; never one that a link points at elsewhere, nor a pipe that nobody writes to."""
+    """Return a file of the checkpoint; never a link to elsewhere, nor a pipe."""
     path = directory / name
     if path.is_symlink():
         msg = f"{name} is a symbolic link; a checkpoint's files are in its directory"

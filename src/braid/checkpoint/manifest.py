@@ -214,7 +214,7 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
 
 
 def _overlap(entry: TensorEntry) -> str:
-    """What is wrong with boxes inside of a tensor that have its volume, if they do not tile it: they overlap.
+    """Return what is wrong with boxes of the volume of a tensor that do not tile it.
 
     A box is known by its corners with signs, + - in one dim and + - - + in two (they are what is
     left of its indicator function after one derivative per dim). Corners of neighbours cancel, so

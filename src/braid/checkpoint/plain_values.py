@@ -1,4 +1,4 @@
-"""Nested values as JSON and tensors, and back: what an optimizer's `state_dict` holds besides the state of parameters.
+"""Nested values as JSON and tensors, and back, for what optimizers keep besides tensors.
 
 JSON knows no tensors, tuples or infinities, and would return them as something else or not at all.
 So each stands behind a tag:
@@ -22,7 +22,7 @@ __all__ = ["from_plain", "to_plain"]
 
 
 def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value as JSON knows it; its tensors are added to `tensors`, under names that begin with `name`.
+    """Return a value as JSON; its tensors are added to `tensors`, under names in `name`.
 
     Raises:
         ConfigError: There is something in it that cannot be filed.

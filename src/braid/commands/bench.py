@@ -78,7 +78,7 @@ def bench_ddp(
     busy: int = 0,
     out: str = "runs/bench-ddp",
 ) -> int:
-    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own, in turns in one run.
+    """Measure data parallel training: torch's DDP over Gloo and over braid, and braid's own.
 
     Args:
         n: Number of ranks.
@@ -121,7 +121,7 @@ def bench_horovod(
     budget: float = 30.0,
     out: str = "runs/bench-horovod",
 ) -> int:
-    """Measure the negotiated engine: small tensors against Gloo, steps against our DDP, exchanges, and a thousand ranks in one process.
+    """Measure the negotiated engine against Gloo and braid's DDP.
 
     Args:
         n: Number of ranks.
@@ -163,7 +163,7 @@ def bench_hooks(
     rounds: int = 160,
     out: str = "runs/bench-hooks",
 ) -> int:
-    """Measure what communication hooks do for training over a slow network, between namespaces of this machine (as root).
+    """Measure communication hooks over a slow network of namespaces (as root).
 
     Args:
         hooks: Names, as DistributedDataParallel takes them.
@@ -209,7 +209,7 @@ def bench_net(
     model: bool = False,
     out: str = "runs/bench-net",
 ) -> int:
-    """Measure all-reduce between hosts against Gloo, in turns in one run; as root, on network namespaces of this machine.
+    """Measure all-reduce between hosts against Gloo; as root, on network namespaces.
 
     Args:
         rates_gbit: Rates of the links between namespaces, Gbit/s.

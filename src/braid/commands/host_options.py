@@ -1,4 +1,4 @@
-"""The options of `braid run` that say on which hosts a job runs; `several_hosts` reads them together."""
+"""The options of `braid run` that say on which hosts a job runs."""
 
 from __future__ import annotations
 

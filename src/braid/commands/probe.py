@@ -25,7 +25,7 @@ def probe(
     no_pin: bool = False,
     log_dir: str = "runs/probe",
 ) -> int:
-    """Measure latency and bandwidth between the ranks of this host or of several, and write them as a cluster.
+    """Measure latency and bandwidth between ranks, and write them as a cluster.
 
     Args:
         n: Number of ranks of this host, all sending at the same time.

@@ -47,7 +47,7 @@ def schedule_show(
     microbatches: int = 8,
     table: bool = False,
 ) -> int:
-    """Print a program: ring, doubling, halving_doubling, hypercube, tree, pairwise, bruck, torus, hierarchical, naive; 1f1b, gpipe.
+    """Print a program, such as ring, tree, hierarchical, 1f1b or gpipe.
 
     Args:
         name: Of the algorithm.

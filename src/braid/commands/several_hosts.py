@@ -1,4 +1,4 @@
-"""The options of `braid run` that say on which hosts a job runs, read together: most of them exclude each other."""
+"""Reads the options of `braid run` that say on which hosts a job runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
 def choose_where(
     options: HostOptions, num_ranks: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Hosts | Nodes | None, tuple[str, ...]]:
-    """On which hosts to run, None for this one; and the options that say so again, for the line that resumes.
+    """Return on which hosts to run, None for this one, and the options that say so again.
 
     Args:
         options: As typed.
@@ -54,7 +54,7 @@ def choose_where(
 
 
 def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
-    """Run a job where `choose_where` said; returns the exit code, and the error block if it failed."""
+    """Run a job where `choose_where` said; return the exit code and the error block."""
     from braid.launch.cluster.several_hosts import HostsSupervisor
 
     supervisor = HostsSupervisor(console)

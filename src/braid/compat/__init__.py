@@ -1,1 +1,1 @@
-"""The faces of other libraries, for code that was left behind: their names and behaviour, on braid's engines."""
+"""The faces of other libraries, for code that was left behind, on braid's engines."""

@@ -1,4 +1,4 @@
-"""What an algorithm costs when it is carried out on tensors, not on a blackboard: pieces, the steps around them, and pipelines.
+"""What an algorithm costs when it is carried out on tensors, in pieces or pipelined.
 
 Two ways in which the engine departs from rounds of messages:
 
@@ -57,7 +57,7 @@ def program_s(
     piece_bytes: int,
     sum_s_per_byte: float = 0.0,
 ) -> float:
-    """Seconds of a program that goes through the tensor in pieces, with a step of all ranks before and after each.
+    """Return the seconds of a program that goes through the tensor in pieces.
 
     A rank sends without asking whether anybody waits for it, so what it sends in one round and in
     the next may share its link: a tree whose root sends to two takes as long as its link needs for

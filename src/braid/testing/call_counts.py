@@ -1,7 +1,8 @@
 """Counts the Python calls that braid makes while a piece of code runs, and the files that they lie in.
 
-How far an operation travels through the source is what a reader has to follow and what a small collective costs. Tests
-hold the counts of the common operations to a limit, so that they stay short.
+How far an operation travels through the source is what a reader has to follow and what a small
+collective costs. Tests hold the counts of the common operations to a limit, so that they stay
+short.
 """
 
 from __future__ import annotations

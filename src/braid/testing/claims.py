@@ -1,7 +1,7 @@
 """What claims about groups are made of: inputs that any rank can compute, a reference, a comparison to the bit.
 
-Each claim is a function that every rank calls with its group. It computes all ranks' inputs itself, so it can hold its own
-result against a loop in one process.
+Each claim is a function that every rank calls with its group. It computes all ranks' inputs itself,
+so it can hold its own result against a loop in one process.
 """
 
 from __future__ import annotations

@@ -1,25 +1,28 @@
 """Every interleaving of a collective on two or three ranks.
 
-Problem: a collective over shared memory can be wrong in ways that no amount of running shows: a slot overwritten while a
-slow peer still reads it, a wait that nobody answers. Tests see the few interleavings that the machine happens to produce.
+Problem: a collective over shared memory can be wrong in ways that no amount of running shows: a
+slot overwritten while a slow peer still reads it, a wait that nobody answers. Tests see the few
+interleavings that the machine happens to produce.
 
-Idea: what a rank does does not depend on timing, only *when* it does it. So one run in a single thread records each
-rank's actions:
+Idea: what a rank does does not depend on timing, only *when* it does it. So one run in a single
+thread records each rank's actions:
 
     Post(channel, value)             the counter is set
     Acquire(peer, channel, value)    blocks until the peer's counter is there
     Access(...)                      memory read and written since the last of the above; seen by intercepting every
                                      torch operation and looking up where its tensors lie
 
-and then all interleavings of these lists are enumerated. A state is how far each rank has come. There is a *deadlock* if
-some state has unfinished ranks and none can move; there is a *race* (which includes early reuse of a slot) if in some
-state two ranks are both about to access the same bytes and one of them writes. Since counters only grow, the absence of
-races means that every interleaving computes what the recorded one did.
+and then all interleavings of these lists are enumerated. A state is how far each rank has come.
+There is a *deadlock* if some state has unfinished ranks and none can move; there is a *race* (which
+includes early reuse of a slot) if in some state two ranks are both about to access the same bytes
+and one of them writes. Since counters only grow, the absence of races means that every interleaving
+computes what the recorded one did.
 
-Who does which block of a work that is claimed does depend on timing: there the caller deals them out, and explores one deal after the other.
+Who does which block of a work that is claimed does depend on timing: there the caller deals them
+out, and explores one deal after the other.
 
-Source: the recording is the dynamic part of Flanagan and Godefroid, "Dynamic Partial-Order Reduction" (2005); with two or
-three ranks nothing has to be reduced.
+Source: the recording is the dynamic part of Flanagan and Godefroid, "Dynamic Partial-Order
+Reduction" (2005); with two or three ranks nothing has to be reduced.
 """
 
 from __future__ import annotations
@@ -112,7 +115,8 @@ def record(
 
     Args:
         size: Number of ranks.
-        make_steps: Called once per rank with its port; several collectives may be chained with `yield from`.
+        make_steps: Called once per rank with its port; several collectives may be chained with
+            `yield from`.
         deal: Which member does a block that any may claim; in turns when None.
 
     Returns:

@@ -1,7 +1,8 @@
 """Faults by script: this rank, at this step, inside that span, does this.
 
-A script is text, so that it travels to other processes: `kill rank=1 step=3 in=backward; stop rank=0 step=5`. It is armed
-on a rank's recorder and strikes at the begin of the span, which is also where the black box will say it happened.
+A script is text, so that it travels to other processes: `kill rank=1 step=3 in=backward; stop
+rank=0 step=5`. It is armed on a rank's recorder and strikes at the begin of the span, which is also
+where the black box will say it happened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What every group must do, whatever moves its data: the claims of `braid.comm.Group` as one suite.
 
-The claims stand by subject in the modules that are imported here; `claims` has what they are made of.
+The claims stand by subject in the modules that are imported here; `claims` has what they are made
+of.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from braid.testing.claims import Claim, needs, of_rank, reduced, same
 __all__ = ["HOST_CLAIMS"]
 
 NUMELS = (0, 1, 5, 1000, 70_001, 300_001)
-# largest error of one number relative to the largest of its inputs, for each time that it is rounded
+# largest error of one number relative to the largest of its inputs, for each time that it is
+# rounded
 ROUNDING = {"float32": 0.0, "bf16": 2**-8, "float16": 2**-10, "int8": 1 / 127}
 
 
@@ -94,7 +95,8 @@ def wires_round_and_agree(group: Group) -> None:
                 exact = torch.stack([x.double() for x in inputs]).sum(0)
                 exact = exact / group.size if op == "avg" else exact
                 most = max((float(x.abs().max()) for x in inputs if numel), default=0.0)
-                # every host's sum is rounded once, and the sum of all once more if there are more than two of them
+                # every host's sum is rounded once, and the sum of all once more if there are more
+                # than two of them
                 limit = most * group.size * (group.size + 1) * (error + 2**-22)
                 assert float((found.double() - exact).abs().max() if numel else 0.0) <= limit
 

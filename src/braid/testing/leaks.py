@@ -1,6 +1,7 @@
 """What a piece of code left behind: threads, processes, descriptors, shared memory.
 
-Only what belongs to this process counts, so that several test processes can run on one machine at the same time.
+Only what belongs to this process counts, so that several test processes can run on one machine at
+the same time.
 
 >>> with no_leaks():
 ...     pass
@@ -77,7 +78,8 @@ def no_leaks(allowed: Callable[[], Belongings] | None = None) -> Iterator[None]:
     """Fail if the block leaves anything behind.
 
     Args:
-        allowed: Returns what may have appeared when the block has ended, such as the processes of a pool.
+        allowed: Returns what may have appeared when the block has ended, such as the processes of a
+            pool.
 
     Raises:
         AssertionError: Lists what was left.

@@ -1,7 +1,7 @@
 """What every van must do, whatever carries its frames: the promises of `braid.message.Van` as one suite.
 
-Each claim is a function of connected vans; `check_van` runs them all, each on new ones. All calls come from one thread, so a
-simulated network passes, too; time passes while a van waits.
+Each claim is a function of connected vans; `check_van` runs them all, each on new ones. All calls
+come from one thread, so a simulated network passes, too; time passes while a van waits.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def check_van(make_vans: MakeVans) -> None:
     """Hold a kind of van to its promises; AssertionError names the one that it breaks.
 
     Args:
-        make_vans: Opens the vans of "worker:0", "worker:1" and "worker:2" with `CONFORMANCE_SCHEMA` and the config that it
-            is given, the first connected to the others. A simulated network needs a finite bandwidth.
+        make_vans: Opens the vans of "worker:0", "worker:1" and "worker:2" with `CONFORMANCE_SCHEMA`
+            and the config that it is given, the first connected to the others. A simulated network
+            needs a finite bandwidth.
     """
     for claim in VAN_CLAIMS:
         try:

@@ -1,6 +1,7 @@
 """What may happen to a message in a simulated network, and the dice that decide it.
 
-Faults strike whole messages and heartbeats, since a broken frame ends a link and is tested elsewhere. A message is
+Faults strike whole messages and heartbeats, since a broken frame ends a link and is tested
+elsewhere. A message is
     dropped        it never arrives
     duplicated     it arrives again after a new delay
     delayed        by up to `delay_s`; those behind it in its lane wait with it

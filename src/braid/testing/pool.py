@@ -1,14 +1,15 @@
 """Ranks as processes, reused from test to test: importing torch takes longer than most tests.
 
-`ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel by pickle between a
-test and its children, results and exceptions travel back.
+`ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel
+by pickle between a test and its children, results and exceptions travel back.
 
-Children are forked from a server that has imported torch and braid and has done nothing else: it has neither threads nor
-tensors, so a new child takes milliseconds. A child that has died, does not end in time or has left something behind is
-replaced alone; its stack, when it still lives, is part of the error.
+Children are forked from a server that has imported torch and braid and has done nothing else: it
+has neither threads nor tensors, so a new child takes milliseconds. A child that has died, does not
+end in time or has left something behind is replaced alone; its stack, when it still lives, is part
+of the error.
 
-After each job a child tells what the job has left behind: threads, descriptors, shared memory. `ProcessPool.left_behind`
-waits for these reports, so that the test that ran the job can fail.
+After each job a child tells what the job has left behind: threads, descriptors, shared memory.
+`ProcessPool.left_behind` waits for these reports, so that the test that ran the job can fail.
 """
 
 from __future__ import annotations
@@ -156,8 +157,10 @@ class ProcessPool:
     """Reused processes; a context manager.
 
     Args:
-        portable: Whether ranks send each other copies instead of sharing memory, unless a job says otherwise.
-        ranks_per_host: Number of ranks of each simulated host, unless a job says otherwise; 0 for one host.
+        portable: Whether ranks send each other copies instead of sharing memory, unless a job says
+            otherwise.
+        ranks_per_host: Number of ranks of each simulated host, unless a job says otherwise; 0 for
+            one host.
     """
 
     def __init__(self, *, portable: bool = False, ranks_per_host: int = 0) -> None:
@@ -205,8 +208,10 @@ class ProcessPool:
             args: Passed on.
             timeout_s: Seconds until the ranks are given up.
             sum_order: See `Group.world`.
-            portable: Whether ranks send each other copies instead of sharing memory; None for the pool's way.
-            ranks_per_host: Number of ranks of each simulated host, 0 for one host; None for the pool's way.
+            portable: Whether ranks send each other copies instead of sharing memory; None for the
+                pool's way.
+            ranks_per_host: Number of ranks of each simulated host, 0 for one host; None for the
+                pool's way.
 
         Raises:
             TimeoutError: Holds the stacks of the ranks that did not end.
@@ -255,7 +260,10 @@ class ProcessPool:
                 stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
                 events = _last_events(directory, len(children))
                 self._remove([children[rank] for rank in open_ranks])
-                msg = f"expected ranks to end within {timeout_s:g} s, found {open_ranks} running\n{stacks}\n{events}"
+                msg = (
+                    f"expected ranks to end within {timeout_s:g} s, found {open_ranks} "
+                    f"running\n{stacks}\n{events}"
+                )
                 raise TimeoutError(msg)
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above

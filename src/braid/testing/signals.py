@@ -1,6 +1,7 @@
 """Signals as a program in the foreground finds them, whatever the shell left behind.
 
-A shell that starts a command in the background lets it ignore SIGINT, and every process that the command starts inherits
+A shell that starts a command in the background lets it ignore SIGINT, and every process that the
+command starts inherits
 this: tests of what a signal does would then depend on how the tests were started.
 """
 

@@ -1,15 +1,18 @@
 """A simulated network: many nodes, one thread, a virtual clock, and faults that a seed decides.
 
-Problem: protocols fail in orders of events that sockets on one machine never show: a reply that is lost, a request that
-arrives twice or after its repetition, a node that is cut off in one direction. Tests that sleep until such things happen are
-slow, and what they find cannot be found again.
+Problem: protocols fail in orders of events that sockets on one machine never show: a reply that is
+lost, a request that arrives twice or after its repetition, a node that is cut off in one direction.
+Tests that sleep until such things happen are slow, and what they find cannot be found again.
 
-Idea: the same state machines as over sockets, but frames travel through a heap of events. Nothing waits: time jumps to the
-next event. All chance comes from one seed, so a run that failed is repeated by its number.
+Idea: the same state machines as over sockets, but frames travel through a heap of events. Nothing
+waits: time jumps to the next event. All chance comes from one seed, so a run that failed is
+repeated by its number.
 
-    sender's VanState --next_frame--> [bandwidth] --whole message--> [faults, latency] --> receiver's VanState
+    sender's VanState --next_frame--> [bandwidth] --whole message--> [faults, latency] -->
+    receiver's VanState
 
-Source: deterministic simulation as in FoundationDB (W. Wilson, Strange Loop 2014; J. Zhou et al., SIGMOD 2021).
+Source: deterministic simulation as in FoundationDB (W. Wilson, Strange Loop 2014; J. Zhou et al.,
+SIGMOD 2021).
 """
 
 from __future__ import annotations
@@ -118,15 +121,19 @@ class Network:
 
         Args:
             node: Its name.
-            handler: Called as `handler(van, delivery)` for everything that arrives. It must not wait. When None, the
-                deliveries wait for `recv`, which lets time pass until one comes.
+            handler: Called as `handler(van, delivery)` for everything that arrives. It must not
+                wait. When None, the deliveries wait for `recv`, which lets time pass until one
+                comes.
             epoch: Membership epoch to begin with.
 
         Raises:
             ConfigError: There is a node of that name, or it is no name.
         """
         if node in self._nodes:
-            msg = f"expected a new name in this network, found {node} again: crash() or close() it first"
+            msg = (
+                f"expected a new name in this network, found {node} again: crash() or close() "
+                "it first"
+            )
             raise ConfigError(msg)
         incarnation = next(self._incarnations)
         state = VanState(node, self.schema, self.config, incarnation=incarnation, epoch=epoch)
@@ -140,8 +147,8 @@ class Network:
 
         Args:
             node: Which.
-            silent: As when its host loses power: the others notice by silence. Otherwise as when its process is
-                killed: the others see the end of their links.
+            silent: As when its host loses power: the others notice by silence. Otherwise as when
+                its process is killed: the others see the end of their links.
         """
         crashed = self._nodes.pop(node)
         self._note("crashes", node)
@@ -214,7 +221,10 @@ class Network:
         until_ns = self.clock.now_ns() + round(timeout_s * 1e9)
         while not condition():
             if not self.step(until_ns):
-                msg = f"expected the condition to hold within {timeout_s:g} virtual seconds, found that it does not"
+                msg = (
+                    f"expected the condition to hold within {timeout_s:g} virtual seconds, "
+                    "found that it does not"
+                )
                 raise CommTimeout(msg)
 
     @property
@@ -247,7 +257,10 @@ class Network:
         if self._in_handler and until_ns <= self.clock.now_ns():
             return False
         if self._in_handler:
-            msg = f"the handler of {self._in_handler} waits in a call of {node}: use try_send and answers to later messages"
+            msg = (
+                f"the handler of {self._in_handler} waits in a call of {node}: use try_send and "
+                "answers to later messages"
+            )
             raise ConfigError(msg)
         return self.step(until_ns)
 

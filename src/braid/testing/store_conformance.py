@@ -1,6 +1,7 @@
 """What every store must do, whatever holds its keys: the claims of `braid.store.Store` as one suite.
 
-Each claim is a function of a list of clients of one empty store; `check_store` runs them all, each on a new store.
+Each claim is a function of a list of clients of one empty store; `check_store` runs them all, each
+on a new store.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def check_store(
     """Hold a kind of store to its claims; AssertionError names the one that it breaks.
 
     Args:
-        make_clients: Returns n clients of one new, empty store, each for a thread of its own; they may be the same
-            object.
-        refuses_bad_add: Whether an addition to a text is refused (torch's TCPStore ends the connection).
+        make_clients: Returns n clients of one new, empty store, each for a thread of its own; they
+            may be the same object.
+        refuses_bad_add: Whether an addition to a text is refused (torch's TCPStore ends the
+            connection).
     """
     for claim in STORE_CLAIMS:
         if claim is bad_addition_is_refused and not refuses_bad_add:

@@ -1,8 +1,9 @@
 """A collective on a virtual clock: how long it takes on a machine whose every cost is known.
 
-The explorer records what each rank does; here the same actions take virtual time. A rank that waits goes on `a` seconds after
-what it waits for was posted; touching a byte of shared memory takes `b` seconds. Nothing depends on this machine, so a
-test can hold each algorithm to the cost that its docstring states, to the last synchronisation and byte.
+The explorer records what each rank does; here the same actions take virtual time. A rank that waits
+goes on `a` seconds after what it waits for was posted; touching a byte of shared memory takes `b`
+seconds. Nothing depends on this machine, so a test can hold each algorithm to the cost that its
+docstring states, to the last synchronisation and byte.
 """
 
 from __future__ import annotations

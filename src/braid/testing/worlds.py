@@ -1,13 +1,13 @@
 """Ranks as threads: a whole job inside one test, in milliseconds.
 
-`run_threads(3, main)` calls `main(group)` on three threads, each with its own group over shared memory, and returns
-their results. The first rank that fails decides: its exception is raised, with the others' as notes, and its peers
-are told that it is gone, so nobody waits for a deadline. If the world does not end in time, the error holds every rank's
-Python stack and last events.
+`run_threads(3, main)` calls `main(group)` on three threads, each with its own group over shared
+memory, and returns their results. The first rank that fails decides: its exception is raised, with
+the others' as notes, and its peers are told that it is gone, so nobody waits for a deadline. If the
+world does not end in time, the error holds every rank's Python stack and last events.
 
-Threads share what processes do not: torch's default random generator, grad mode set per thread, autocast. The caller's
-grad mode and autocast are copied; a world that moved the default generator fails, since its ranks would have drawn from
-one stream in an arbitrary order.
+Threads share what processes do not: torch's default random generator, grad mode set per thread,
+autocast. The caller's grad mode and autocast are copied; a world that moved the default generator
+fails, since its ranks would have drawn from one stream in an arbitrary order.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def run_threads(
     _raise_first(ranks)
     if not torch.equal(generator, torch.random.get_rng_state()):
         msg = (
-            "expected ranks on threads to leave torch's default generator alone, found it moved: pass a "
+            "expected ranks on threads to leave torch's default generator alone, found it moved: "
+            "pass a "
             "torch.Generator, or run this test with --world=procs"
         )
         raise AssertionError(msg)
@@ -149,7 +150,8 @@ def thread_stacks(names: dict[int, str]) -> str:
 def last_events(ring: EventRing, count: int = 8) -> str:
     """The last events of a rank, one a line."""
     lines = [
-        f"    {ring.name(e.kind)}#{e.seq} {'open' if e.open else f'{e.dur_ns / 1e3:.0f} us'} {ring.name(e.site)}"
+        f"    {ring.name(e.kind)}#{e.seq} {'open' if e.open else f'{e.dur_ns / 1e3:.0f} us'} "
+        f"{ring.name(e.site)}"
         for e in ring.tail(count)
     ]
     return "\n".join(lines) or "    (none)"
@@ -165,7 +167,8 @@ def _give_up(world: _World, ranks: list[_Rank], stuck: list[_Rank], timeout_s: f
     for rank in stuck:
         rank.join(5.0)
     msg = (
-        f"expected {world.size} ranks to end within {timeout_s:g} s, found ranks {[r.rank for r in stuck]} "
+        f"expected {world.size} ranks to end within {timeout_s:g} s, found ranks "
+        f"{[r.rank for r in stuck]} "
         f"still running\n{stacks}\n{events}"
     )
     raise TimeoutError(msg)

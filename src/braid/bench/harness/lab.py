@@ -1,4 +1,4 @@
-"""Hosts with a network between them, on one machine: network namespaces at a bridge, with links of a chosen rate.
+"""Hosts with a network between them, on one machine: network namespaces at a bridge.
 
 Problem: what a collective costs over a network can only be said where there is one, and two
 machines with nothing else on their cables are rare. Loopback has no rate and no latency worth the
@@ -100,7 +100,7 @@ class Lab:
 
 
 def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Words, Words]]:
-    """Commands that make a lab, each with the one that undoes it; the later ones go with the earlier.
+    """Return the commands that make a lab, each with the one that undoes it.
 
     Args:
         tag: What names begin with, at most 13 characters.

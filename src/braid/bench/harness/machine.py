@@ -11,7 +11,7 @@ __all__ = ["load_per_core", "machine"]
 
 
 def load_per_core() -> float:
-    """Processes that want a core, for each, over the last minute: figures taken above some tenths tell of others, too."""
+    """Return the load of a core over the last minute; above some tenths figures tell of others."""
     return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
 
 

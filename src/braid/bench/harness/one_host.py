@@ -1,4 +1,4 @@
-"""Ranks of a bench on this host, by braid's launcher; `several` is the same for hosts that are reached."""
+"""Runs the ranks of a bench on this host, by braid's launcher; `several` does on other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: say where they were measured, judge them, show them and keep them.
+"""What every benchmark does with its figures: it judges, shows and saves them.
 
 A bench fills a `Report`, whose first fields are the same everywhere, draws one table of it, and
 holds it to what was promised (`Verdict`). `save` writes JSON, `show` prints the table and the

@@ -1,4 +1,4 @@
-"""Ranks of a bench on several hosts: `braid run -H`, of which the first rank's figures come back as lines.
+"""Runs the ranks of a bench on several hosts, by `braid run -H`.
 
 The first rank may be on another host than the user, so figures travel as the output of a job does,
 not as a file.

@@ -1,4 +1,4 @@
-"""Many things timed in turns on all ranks: what a message costs, and what is made of messages, under the same weather.
+"""Times many things in turns on all ranks, under the same conditions.
 
 Each is done once, untimed, behind a barrier, so that buffers are there, and then some times, of
 which the least counts: on a machine that others use, too, what is longer is theirs. Of the ranks it

@@ -1,4 +1,4 @@
-"""The same operations by every library, on the same buffers: what `braid bench comm` takes turns with.
+"""The same operations by every library on the same buffers, for `braid bench comm`.
 
 gloo         torch.distributed over Gloo                 what torch users have on CPUs today
 braid        Group called directly, ordinary tensors     raw

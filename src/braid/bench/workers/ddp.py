@@ -1,4 +1,4 @@
-"""One rank of `braid bench ddp`: training steps of the same model by several wrappers, taken in turns.
+"""One rank of `braid bench ddp`: training steps of one model by several wrappers, in turns.
 
     alone        no wrapper; both ranks compute at the same time
     silent       torch's DistributedDataParallel with gradient views and a hook that sends nothing
@@ -196,7 +196,7 @@ def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
-    """Percentiles 5 and 95 of `shares_gone` over resampled rounds (the bootstrap of Efron, 1979), by variant.
+    """Return percentiles 5 and 95 of `shares_gone` over resampled rounds, by variant.
 
     None where Gloo adds nothing in some of the samples: then they say nothing of the share.
     """

@@ -1,4 +1,4 @@
-"""The models of `braid bench ddp`, each with inputs of one rank: products of large matrices, attention, convolutions."""
+"""The models of `braid bench ddp`, each with the inputs of one rank."""
 
 from __future__ import annotations
 

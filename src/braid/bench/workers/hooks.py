@@ -1,4 +1,4 @@
-"""One rank of `braid bench hooks`: the same training with gradients sent in several ways, a step of each in turns.
+"""One rank of `braid bench hooks`: the same training with several hooks, in turns.
 
 Each way has its own copy of the model, and all see the same batches, so that after the last round
 their losses can be compared, too. What is learned can be learned in that many steps: a function of

@@ -1,4 +1,4 @@
-"""One rank of `braid bench horovod`: small tensors, training steps and exchanges, each beside what it is held against, in turns.
+"""One rank of `braid bench horovod`: small tensors, training steps and exchanges, in turns.
 
     small       200 tensors of 1 KiB: one all-reduce each through Gloo; submitted to the engine by name and reduced together
     step        training by our DistributedDataParallel; by the optimizer of `braid.compat.horovod.torch`; the same model and batches

@@ -1,4 +1,4 @@
-"""One rank of `braid bench net --model`: what messages cost and what algorithms take, in turns, so that one can be predicted from the other.
+"""One rank of `braid bench net --model`: messages and algorithms, timed in turns.
 
 The cost model never sees the times of algorithms; it sees those of messages, of a barrier, and of
 copies and additions in memory.
@@ -96,7 +96,7 @@ class Found(msgspec.Struct, kw_only=True):
 
 
 class Near(msgspec.Struct, kw_only=True):
-    """In shared memory: likewise, each with what the selection's own costs, measured in the same turns, say of it."""
+    """Measure algorithms in shared memory, each beside the selection's own prediction."""
 
     ranks: int
     costs: Costs

@@ -1,4 +1,4 @@
-"""One rank of `braid probe`: how long messages between ranks take, by size, for each level of the cluster.
+"""One rank of `braid probe`: how long messages take, by size, for each level of the cluster.
 
 Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all
 pairs at the same time, there and back: half of that is one message while nothing comes the other

@@ -122,7 +122,7 @@ class Progress:
                 moved = True
                 if operation.advance():
                     self._strike(operation)
-                    self._transport.bells.ring_own()  # another thread may wait for what stands behind
+                    self._transport.bells.ring_own()  # another thread may wait behind it
                 elif operation.ready():  # who looked while this thread was at it may be asleep now
                     self._transport.bells.ring_own()
         return moved

@@ -78,7 +78,7 @@ class ErrorFeedback:
         return written
 
     def correct(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` plus what was lost before: what to send now. Call `settle` when it has arrived.
+        """Return `x` plus what was lost before. Call `settle` when it has arrived.
 
         Returns:
             The residual's own memory; use it until `settle`, and do not keep it.

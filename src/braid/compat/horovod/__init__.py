@@ -1,4 +1,4 @@
-"""Horovod's face: `import braid.compat.horovod.torch as hvd`, and `run` to call a function on several ranks; see README.md."""
+"""Horovod's face: `import braid.compat.horovod.torch as hvd`, and `run`; see README.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adasum as an operation of the engine: gradients that point alike are averaged, those that do not are added.
+"""Adasum as an operation of the negotiated engine.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; see
 `braid.data_parallel.hooks.adasum`.

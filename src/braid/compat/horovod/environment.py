@@ -107,7 +107,7 @@ class Environment:
 
     @classmethod
     def from_os(cls) -> Environment:
-        """Read that of this process. The first rank warns of what `notes` say, since all ranks have been told the same.
+        """Read the environment of this process; the first rank warns of what has no meaning here.
 
         Raises:
             ConfigError: As `of`.

@@ -1,4 +1,4 @@
-"""What Horovod's functions raise: scripts catch its types, so what comes from below is translated here."""
+"""The exceptions of Horovod's functions, and the translation of braid's into them."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set away; all ranks call this. False if it is that of all ranks, or was not added."""
+    """Remove a process set, on all ranks; return False if it was not added."""
     number = process_set.process_set_id
     if number is None or number == GLOBAL or number not in session().numbers():
         return False

@@ -86,7 +86,7 @@ class Member:
 
 
 class Session:
-    """Engines of all process sets of this rank, and what is kept back from them to be submitted together.
+    """The engines of all process sets of this rank, and what they submit together.
 
     Args:
         group: Of all ranks.
@@ -200,7 +200,7 @@ class Session:
         return self._members[number]
 
     def _submit_collected(self) -> None:
-        """All of it, of all sets: others may wait for that before they submit what this rank waits for."""
+        """Submit what was kept back, of all sets, since other ranks may wait for it."""
         for submit in tuple(self.collected):
             self.collected.discard(submit)
             submit()

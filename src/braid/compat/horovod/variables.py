@@ -1,4 +1,4 @@
-"""Horovod's environment variables: which there are, how each is read, and which mean nothing here. Pure, and without torch.
+"""Horovod's environment variables: names, types, and which have no meaning here. Pure.
 
 Problem: a variable that is misspelt, or that holds a word where a number belongs, changes nothing
 and says nothing; the job is then slow in a way that nobody looks for. Idea: one table. What it does

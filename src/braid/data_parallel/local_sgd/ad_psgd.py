@@ -2,19 +2,24 @@
 
 Problem: one slow rank makes all others slow, even if each waits for its neighbours only.
 
-Idea: after a step of its own a rank picks another at random, and both take the mean of their two models. If two ranks pick each other, or three in a
-circle, each would wait for the next: so ranks are divided in two, and only the *active* ones, those of even rank, pick, out of the *passive* ones. An active
-rank waits for one passive one; a passive one waits for nobody and answers whoever has asked when its own step is done.
+Idea: after a step of its own a rank picks another at random, and both take the mean of their two
+models. If two ranks pick each other, or three in a circle, each would wait for the next: so ranks
+are divided in two, and only the *active* ones, those of even rank, pick, out of the *passive* ones.
+An active rank waits for one passive one; a passive one waits for nobody and answers whoever has
+asked when its own step is done.
 
     active    step   ask 3, wait   step   ask 1, wait   finish
     passive   step   answer whoever has asked   step   step   finish: answer until all active ones are done
 
-Both get the same bits, and nothing happens to the models of the two in between, so the mean over all ranks does not move.
+Both get the same bits, and nothing happens to the models of the two in between, so the mean over
+all ranks does not move.
 
-An active rank waits until the passive one's step ends: as long as that at most. In the paper a passive rank has a second thread that answers at once, in
-the middle of a step; its gradient is then added to other parameters than those it was computed at.
+An active rank waits until the passive one's step ends: as long as that at most. In the paper a
+passive rank has a second thread that answers at once, in the middle of a step; its gradient is then
+added to other parameters than those it was computed at.
 
-Source: Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018, algorithm 1 and section 4 (bipartite graphs).
+Source: Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent",
+ICML 2018, algorithm 1 and section 4 (bipartite graphs).
 """
 
 from __future__ import annotations
@@ -46,7 +51,8 @@ class ADPSGD(Decentralized):
                 optimizer.step()
                 method.mix()
 
-    Ranks may take different numbers of steps. `consensus_distance` is a collective: call it after the block.
+    Ranks may take different numbers of steps. `consensus_distance` is a collective: call it after
+    the block.
 
     Args:
         params: See `Decentralized`.
@@ -55,7 +61,8 @@ class ADPSGD(Decentralized):
 
     Attributes:
         active: Whether this rank asks, or answers.
-        num_asking: Active ranks that have not finished, as far as this passive one has heard; it may train as long as there are any.
+        num_asking: Active ranks that have not finished, as far as this passive one has heard; it
+            may train as long as there are any.
 
     Cost: 2 l bytes a step of an active rank; memory for two copies of the parameters.
 
@@ -83,7 +90,10 @@ class ADPSGD(Decentralized):
             StaleError: After `finish`.
         """
         if self._finished:
-            msg = f"expected mix() before finish(), found that rank {self.group.rank} has told the others that it is done"
+            msg = (
+                f"expected mix() before finish(), found that rank {self.group.rank} has told "
+                "the others that it is done"
+            )
             raise StaleError(msg)
         self._refuse_others()
         if self.active and self._passive:

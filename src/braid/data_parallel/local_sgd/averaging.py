@@ -2,8 +2,9 @@
 
 Problem: averaging gradients costs one exchange a step, however slow the network is.
 
-Idea: ranks take `period` steps on their own before they average their models. That makes gradients noisier, which hurts in the beginning and
-helps later; so one begins with gradients (`warmup_steps`, and `PostLocalSGDHook` with the same number) and goes over to models.
+Idea: ranks take `period` steps on their own before they average their models. That makes gradients
+noisier, which hurts in the beginning and helps later; so one begins with gradients (`warmup_steps`,
+and `PostLocalSGDHook` with the same number) and goes over to models.
 
     for x, y in batches:
         optimizer.zero_grad()
@@ -11,8 +12,10 @@ helps later; so one begins with gradients (`warmup_steps`, and `PostLocalSGDHook
         optimizer.step()
         averager.average_parameters(model.parameters())
 
-Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020 (post-local SGD, and its hierarchical form). Names and counting
-of steps are those of `torch.distributed.algorithms.model_averaging`; all trained parameters are averaged, also those that have no gradient now.
+Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020
+(post-local SGD, and its hierarchical form). Names and counting of steps are those of
+`torch.distributed.algorithms.model_averaging`; all trained parameters are averaged, also those that
+have no gradient now.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ from braid.params import ParamTable
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
 
-EVERY_STEP = "models are averaged in every step: averaging gradients (DistributedDataParallel) sends as much and hides it behind backward"
+EVERY_STEP = (
+    "models are averaged in every step: averaging gradients (DistributedDataParallel) "
+    "sends as much and hides it behind backward"
+)
 
 
 class ModelAverager(ABC):
@@ -44,7 +50,8 @@ class ModelAverager(ABC):
     Args:
         process_group: As for DistributedDataParallel.
         warmup_steps: Steps before the first averaging.
-        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all ranks, before their parameters are replaced.
+        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all
+            ranks, before their parameters are replaced.
 
     Attributes:
         process_group: The group of braid.
@@ -71,11 +78,14 @@ class ModelAverager(ABC):
         """Call after every step of the optimizer, on all ranks alike; a collective in some steps.
 
         Args:
-            params: Parameters of a model or parameter groups of an optimizer; the same ones every time.
+            params: Parameters of a model or parameter groups of an optimizer; the same ones every
+                time.
 
         Raises:
-            MismatchError: Ranks have other parameters, or another order, or average in other steps; told in the first averaging.
-            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the step counts.
+            MismatchError: Ranks have other parameters, or another order, or average in other steps;
+                told in the first averaging.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the
+                step counts.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
         step = self.step
@@ -147,10 +157,12 @@ class PeriodicModelAverager(ModelAverager):
 class HierarchicalModelAverager(ModelAverager):
     """Averages in small groups often, in large ones rarely; of the periods that divide a step the longest counts.
 
-    With {2: 4, 8: 16}: over each 4 consecutive ranks in every second step, and over all 16 in every eighth.
+    With {2: 4, 8: 16}: over each 4 consecutive ranks in every second step, and over all 16 in every
+    eighth.
 
     Args:
-        period_group_size_dict: Period in steps -> ranks in a group; both grow, and the last group is everybody.
+        period_group_size_dict: Period in steps -> ranks in a group; both grow, and the last group
+            is everybody.
         warmup_steps: Steps before the first averaging.
         process_group: As for DistributedDataParallel.
         nonfinite: See `ModelAverager`.
@@ -214,7 +226,8 @@ def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
     grows = whole and all(a < c and b < d and d % b == 0 for (a, b), (c, d) in pairwise(levels))
     if not levels or not grows or levels[-1][1] != total:
         msg = (
-            "expected period_group_size_dict of whole numbers with growing periods from 1 and growing group sizes, each a divisor of the next and the last "
+            "expected period_group_size_dict of whole numbers with growing periods from 1 and "
+            "growing group sizes, each a divisor of the next and the last "
             f"one {total}, the size of the group, such as {_example(total)}, found {dict(sizes)}"
         )
         raise ConfigError(msg)

@@ -9,19 +9,22 @@
 
 Problem: in an all-reduce everybody waits for everybody, in every step.
 
-Idea: a message to a few neighbours per step is enough for models to stay together (`mixing`): the mean moves as if all gradients had been averaged, and
-how far ranks are from it, the *consensus distance*, shrinks by the spectral gap in each step and grows by what gradients differ. `consensus_distance` tells
-it; it belongs beside the loss.
+Idea: a message to a few neighbours per step is enough for models to stay together (`mixing`): the
+mean moves as if all gradients had been averaged, and how far ranks are from it, the *consensus
+distance*, shrinks by the spectral gap in each step and grows by what gradients differ.
+`consensus_distance` tells it; it belongs beside the loss.
 
     DPSGD     neighbours in both directions agree: doubly stochastic weights
     PushSum   messages in one direction only: a weight travels along and is divided out, so columns need to sum to 1, rows do not
 
-The module is used as it is, not in DistributedDataParallel. Rank 0's trained parameters are copied to all at the beginning; frozen ones and buffers stay
-each rank's own.
-In `ad_psgd` ranks do not even keep step.
+The module is used as it is, not in DistributedDataParallel. Rank 0's trained parameters are copied
+to all at the beginning; frozen ones and buffers stay each rank's own. In `ad_psgd` ranks do not
+even keep step.
 
-Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, algorithm 1 (there, gradients are taken before mixing and
-added after it; here a step ends before it mixes, which any optimizer can do); Assran et al., "Stochastic Gradient Push", ICML 2019, algorithm 1.
+Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
+2017, algorithm 1 (there, gradients are taken before mixing and added after it; here a step ends
+before it mixes, which any optimizer can do); Assran et al., "Stochastic Gradient Push", ICML 2019,
+algorithm 1.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ class Decentralized(ABC):
 
     Raises:
         ConfigError: No group, or no parameters.
-        MismatchError: Ranks have other parameters, or another order, or use another method or mixing.
+        MismatchError: Ranks have other parameters, or another order, or use another method or
+            mixing.
     """
 
     def __init__(self, params: Params, process_group: Any = None, **arguments: object) -> None:
@@ -92,7 +96,8 @@ class Decentralized(ABC):
     def consensus_distance(self) -> float:
         """How far ranks are from their mean: sqrt(mean over ranks of |x_i - mean|^2); a collective.
 
-        It is written into the rank's events as well, as the next power of 2, with the number of the step.
+        It is written into the rank's events as well, as the next power of 2, with the number of the
+        step.
 
         Cost: as an averaging of the parameters, in 32 bits at least.
         """
@@ -114,7 +119,8 @@ class _Synchronous(Decentralized):
     def __init__(self, params: Params, mixing: Mixing, process_group: Any) -> None:
         if not isinstance(mixing, Mixing):
             msg = (  # type: ignore[unreachable]  # users without a type checker
-                f"expected a Mixing as mixing of {type(self).__name__}, found {mixing!r}: use Mixing.of([matrix]), or Mixing.ring(group.size) or another of "
+                f"expected a Mixing as mixing of {type(self).__name__}, found {mixing!r}: use "
+                "Mixing.of([matrix]), or Mixing.ring(group.size) or another of "
                 "its makers"
             )
             raise ConfigError(msg)
@@ -170,7 +176,10 @@ class DPSGD(_Synchronous):
     def __init__(self, params: Params, mixing: Mixing, process_group: Any = None) -> None:
         super().__init__(params, mixing, process_group)
         if not self.mixing.doubly_stochastic:
-            msg = f"expected rows that sum to 1 for D-PSGD, found others in {mixing!r}: use PushSum, which needs no such rows"
+            msg = (
+                f"expected rows that sum to 1 for D-PSGD, found others in {mixing!r}: use "
+                "PushSum, which needs no such rows"
+            )
             raise ConfigError(msg)
 
     @torch.no_grad()

@@ -1,8 +1,10 @@
 """DiLoCo: hundreds of steps alone, then one step of an outer optimizer along the way that all have gone.
 
-Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the average of far apart models is worse than each.
+Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the
+average of far apart models is worse than each.
 
-Idea: the mean of the ways that ranks have gone since they were last equal is taken as a gradient, and an outer optimizer with momentum follows it:
+Idea: the mean of the ways that ranks have gone since they were last equal is taken as a gradient,
+and an outer optimizer with momentum follows it:
 
     start   the same parameters on all ranks
     x       each rank: `period` steps of the inner optimizer from start, on its own data
@@ -11,8 +13,9 @@ Idea: the mean of the ways that ranks have gone since they were last equal is ta
 
 With lr=1 and momentum=0 it is local SGD.
 
-Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1; lr 0.7 and momentum 0.9 are theirs.
-Inner optimizers keep their state through outer steps, as there.
+Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+algorithm 1; lr 0.7 and momentum 0.9 are theirs. Inner optimizers keep their state through outer
+steps, as there.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ KEY = "diloco"
 class DiLoCo(WrappedOptimizer):
     """Takes steps of the inner optimizer, and an outer step in every `period`-th.
 
-    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's trained parameters are copied to all. Frozen ones, and
-    buffers, such as running means, stay each rank's own. All ranks take equally many steps (`WrappedOptimizer`).
+    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's trained
+    parameters are copied to all. Frozen ones, and buffers, such as running means, stay each rank's
+    own. All ranks take equally many steps (`WrappedOptimizer`).
 
     Args:
         optim: The inner optimizer, over the same parameters on all ranks.
@@ -53,16 +57,19 @@ class DiLoCo(WrappedOptimizer):
         lr: Of the outer optimizer.
         momentum: Likewise.
         nesterov: Whether the outer step looks ahead.
-        wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is added the next time. float32 only.
+        wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is
+            added the next time. float32 only.
         process_group: As for DistributedDataParallel.
-        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all ranks, before an outer step is taken.
+        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all
+            ranks, before an outer step is taken.
 
     Raises:
         ConfigError: No group, or a number is out of range.
         MismatchError: Ranks have other parameters, or another order.
 
     Cost:
-        2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the parameters.
+        2 (n-1)/n l bytes a rank in every `period`-th step; memory for three more copies of the
+        parameters.
     """
 
     def __init__(
@@ -80,7 +87,8 @@ class DiLoCo(WrappedOptimizer):
         super().__init__(optim)
         if not is_whole(period, 1) or not 0 < lr < float("inf") or not 0 <= momentum < 1:
             msg = (
-                "expected a whole number of steps from 1 as period, a positive lr and a momentum from 0 to below 1 for the outer steps, found "
+                "expected a whole number of steps from 1 as period, a positive lr and a momentum "
+                "from 0 to below 1 for the outer steps, found "
                 f"period={period!r}, lr={lr!r}, momentum={momentum!r}"
             )
             raise ConfigError(msg)
@@ -112,7 +120,8 @@ class DiLoCo(WrappedOptimizer):
 
         Raises:
             ConfigError: Parameters have been unfrozen or added since it was made.
-            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the inner step has been taken.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the
+                inner step has been taken.
         """
         for group in self.param_groups:
             refuse_others(self._ways, group["params"], "DiLoCo")
@@ -172,7 +181,8 @@ class DiLoCo(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from it; the parameters are loaded by the program.
 
-        If it has loaded them before this was made, which copied rank 0's, this rank gets its own back.
+        If it has loaded them before this was made, which copied rank 0's, this rank gets its own
+        back.
 
         Raises:
             ConfigError: It is that of another optimizer or model.

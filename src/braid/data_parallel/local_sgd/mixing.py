@@ -1,9 +1,11 @@
 """Who averages with whom, and with which weights: mixing matrices as data. Pure: no torch, no communication.
 
-Problem: methods without a centre let each rank average with a few others a step. Whether that leads everybody to the same model, and how fast, depends
-on the weights alone; wrong ones move the mean away, in silence.
+Problem: methods without a centre let each rank average with a few others a step. Whether that leads
+everybody to the same model, and how fast, depends on the weights alone; wrong ones move the mean
+away, in silence.
 
-Idea: the weights are a matrix, checked when it is made. W[i][j] is the weight with which rank i takes what rank j has:
+Idea: the weights are a matrix, checked when it is made. W[i][j] is the weight with which rank i
+takes what rank j has:
 
     x_i <- sum_j W[i][j] x_j
 
@@ -13,16 +15,18 @@ Idea: the weights are a matrix, checked when it is made. W[i][j] is the weight w
     connected           everybody hears of everybody in the course of some turns, and does so in every later turn: models that
                         only change places never agree
 
-What is left of a disagreement after a step is at most the second largest modulus of an eigenvalue times as large, in the long run; one less
-that is the spectral gap. The matrices of a graph that changes follow each other in turns; their gap is that of a whole turn.
+What is left of a disagreement after a step is at most the second largest modulus of an eigenvalue
+times as large, in the long run; one less that is the spectral gap. The matrices of a graph that
+changes follow each other in turns; their gap is that of a whole turn.
 
     ring          2 messages a step, gap O(1 / n^2)
     exponential   log2 n messages a step, gap O(1 / log n)
     one_peer      1 message a step; after log2 n steps the exact mean, when n is a power of 2
     complete      n - 1 messages, gap 1
 
-Source: Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004; Assran et al., "Stochastic Gradient Push", ICML 2019 (exponential graphs); Ying et al.,
-"Exponential Graph is Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
+Source: Xiao, Boyd, "Fast linear iterations for distributed averaging", 2004; Assran et al.,
+"Stochastic Gradient Push", ICML 2019 (exponential graphs); Ying et al., "Exponential Graph is
+Provably Efficient for Decentralized Deep Training", NeurIPS 2021.
 """
 
 from __future__ import annotations
@@ -64,13 +68,15 @@ class Mixing(NamedTuple):
         """Mixing by one's own matrices.
 
         Args:
-            matrices: One, or several that follow each other; square. Lists, arrays or tensors; weights of 32 bits, whose sums are rounded, are divided by
-                these, so that nothing is lost in 64.
+            matrices: One, or several that follow each other; square. Lists, arrays or tensors;
+                weights of 32 bits, whose sums are rounded, are divided by these, so that nothing is
+                lost in 64.
             name: For messages.
 
         Raises:
-            ConfigError: They are no matrices of numbers, weights are negative, columns do not sum to 1, a rank is left with nothing, or ranks never hear of
-                all others at once; all of it is said.
+            ConfigError: They are no matrices of numbers, weights are negative, columns do not sum
+                to 1, a rank is left with nothing, or ranks never hear of all others at once; all of
+                it is said.
         """
         found = []
         try:
@@ -79,7 +85,10 @@ class Mixing(NamedTuple):
                 matrix = tuple(tuple(map(float, row)) for row in given)
                 found.append(_exact(matrix) if _is_coarse(given) else matrix)
         except (TypeError, ValueError) as exc:
-            msg = f"expected matrices of numbers for mixing {name!r}, such as [[[0.5, 0.5], [0.5, 0.5]]] for two ranks, found {matrices!r}: {exc}"
+            msg = (
+                f"expected matrices of numbers for mixing {name!r}, such as [[[0.5, 0.5], [0.5, "
+                f"0.5]]] for two ranks, found {matrices!r}: {exc}"
+            )
             raise ConfigError(msg) from exc
         mixing = cls(name, tuple(found))
         _check(mixing)
@@ -191,7 +200,8 @@ def _check(mixing: Mixing) -> None:
             wrong.append("ranks that never hear of some others, or only change places")
     if wrong:
         msg = (
-            f"expected weights that are not negative, columns that sum to 1 and ranks that all hear of each other in mixing {mixing.name!r}, "
+            "expected weights that are not negative, columns that sum to 1 and ranks that all "
+            f"hear of each other in mixing {mixing.name!r}, "
             f"found {'; '.join(wrong[:8])}"
         )
         raise ConfigError(msg)
@@ -268,7 +278,8 @@ def _sum(value: float) -> str:
 def _agree(mixing: Mixing) -> bool:
     """Whether some power of a whole turn has weights from everybody to everybody: the matrix is primitive.
 
-    If any power has, that of the exponent size^2 - 2 size + 2 has (Wielandt 1950), and so have all larger ones.
+    If any power has, that of the exponent size^2 - 2 size + 2 has (Wielandt 1950), and so have all
+    larger ones.
     """
     turn = np.eye(mixing.size)
     for matrix in mixing.matrices:

@@ -31,12 +31,14 @@ __all__ = ["PostLocalSGDHook", "PostLocalSGDOptimizer"]
 class PostLocalSGDHook:
     """Averages gradients over all ranks until step `start`, then over `subgroup` only.
 
-    Parameters differ from then on until somebody averages them; a small message that says which rank has which gradients is exchanged
-    in every step all the same, and so are buffers, unless the wrapper was told `forward_sync_buffers=False`.
+    Parameters differ from then on until somebody averages them; a small message that says which
+    rank has which gradients is exchanged in every step all the same, and so are buffers, unless the
+    wrapper was told `forward_sync_buffers=False`.
 
     Args:
         start: Reductions of a parameter over all ranks; `warmup_steps` of the averager.
-        subgroup: Ranks that go on averaging gradients, such as those of one host; None for each by itself.
+        subgroup: Ranks that go on averaging gradients, such as those of one host; None for each by
+            itself.
 
     Raises:
         ConfigError: `start` is negative or broken.
@@ -78,7 +80,10 @@ class PostLocalSGDHook:
             ConfigError: It is not that.
         """
         if set(state) != {"steps"}:
-            msg = f"expected steps, and nothing else, in the state of PostLocalSGDHook, found {sorted(state)}"
+            msg = (
+                "expected steps, and nothing else, in the state of PostLocalSGDHook, found "
+                f"{sorted(state)}"
+            )
             raise ConfigError(msg)
         self._num_steps = Counter(state["steps"])
         self._agreed.clear()
@@ -118,7 +123,8 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(
-                "expected the averager's step in the state of PostLocalSGDOptimizer, found none: it begins at 0, with its warm-up",
+                "expected the averager's step in the state of PostLocalSGDOptimizer, found none: "
+                "it begins at 0, with its warm-up",
                 UserWarning,
                 stacklevel=2,
             )

@@ -1,18 +1,21 @@
 """DataParallel: one process, several devices, one replica of the module on each.
 
-The simplest way to use the GPUs of one machine: nothing to launch, no ranks. Each forward cuts the batch, copies the module to all
-devices, runs the replicas in threads and gathers their outputs on one device; backward sums the replicas' gradients there.
-The price: the module travels at every step, Python holds one lock for all replicas, and the first device holds the outputs of
-the whole batch and computes the loss of it alone, so it runs out of memory first.
+The simplest way to use the GPUs of one machine: nothing to launch, no ranks. Each forward cuts the
+batch, copies the module to all devices, runs the replicas in threads and gathers their outputs on
+one device; backward sums the replicas' gradients there. The price: the module travels at every
+step, Python holds one lock for all replicas, and the first device holds the outputs of the whole
+batch and computes the loss of it alone, so it runs out of memory first.
 
-With `criterion` the last part goes away: every replica judges its own share of the targets, where it is, and only losses travel.
+With `criterion` the last part goes away: every replica judges its own share of the targets, where
+it is, and only losses travel.
 
     DataParallel(model)(x)                              outputs of the whole batch on the first device
     DataParallel(model, criterion=F.cross_entropy)(x, target=y)     the loss of the whole batch, nothing else
 
-Source: torch's DataParallel (`torch/nn/parallel/data_parallel.py`), whose signature, attributes and overridable steps this has. What
-differs: works on the CPU; sums gradients in the order of replicas; shares differ by one sample at most; what replica 0's forward
-assigns survives; no warning where replicas return scalars.
+Source: torch's DataParallel (`torch/nn/parallel/data_parallel.py`), whose signature, attributes and
+overridable steps this has. What
+differs: works on the CPU; sums gradients in the order of replicas; shares differ by one sample at
+most; what replica 0's forward assigns survives; no warning where replicas return scalars.
 """
 
 from __future__ import annotations
@@ -50,32 +53,40 @@ class DataParallel(nn.Module):
 
     Args:
         module: Moved to the first device.
-        device_ids: Devices, by default all GPUs, or where the module is if there are none. One may occur several times.
+        device_ids: Devices, by default all GPUs, or where the module is if there are none. One may
+            occur several times.
         output_device: Where outputs go, by default the first device; -1 is the CPU.
         dim: Along which samples lie.
-        criterion: `criterion(output, target)` is computed on every replica with its own share; used by forwards that are passed
-            `target=`. Others return outputs, as in evaluation. A module is replicated with the other one.
-        reduction: Of the criterion: `mean` over samples, `sum`, or `none`, which returns what replicas' criteria return as outputs.
-            By default the criterion's own: its attribute or argument of this name, also where a `functools.partial` binds it. One
-            that says nothing, such as a lambda, is taken for a mean over samples; if it is another one, say so here. torch's cross
-            entropies (`CrossEntropyLoss`, `NLLLoss` and their functions) may have class weights and targets that do not count
-            (`ignore_index`): of other means, such as in a lambda, use the sum, and divide by what its targets count.
+        criterion: `criterion(output, target)` is computed on every replica with its own share; used
+            by forwards that are passed `target=`. Others return outputs, as in evaluation. A module
+            is replicated with the other one.
+        reduction: Of the criterion: `mean` over samples, `sum`, or `none`, which returns what
+            replicas' criteria return as outputs. By default the criterion's own: its attribute or
+            argument of this name, also where a `functools.partial` binds it. One that says nothing,
+            such as a lambda, is taken for a mean over samples; if it is another one, say so here.
+            torch's cross entropies (`CrossEntropyLoss`, `NLLLoss` and their functions) may have
+            class weights and targets that do not count (`ignore_index`): of other means, such as in
+            a lambda, use the sum, and divide by what its targets count.
 
     Returns (of forward):
-        Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module computes itself, become a
-        vector with one element per replica: take `.sum()` of sums; a mean of means weighs samples unequally if shares differ in size.
-        With `target`: one loss, that of the whole batch up to the order of sums.
+        Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module
+        computes itself, become a vector with one element per replica: take `.sum()` of sums; a mean
+        of means weighs samples unequally if shares differ in size. With `target`: one loss, that of
+        the whole batch up to the order of sums.
 
     Raises:
-        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch disagree, a criterion that weighs samples
-            or leaves some out in a way that is not known here; for several devices, SyncBatchNorm inside, or anything compiled.
+        ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch
+            disagree, a criterion that weighs samples or leaves some out in a way that is not known
+            here; for several devices, SyncBatchNorm inside, or anything compiled.
 
     Determinism:
-        Outputs and gradients are bitwise those of a loop over the shares that sums gradients in the order of replicas, if kernels
-        are deterministic. Random numbers of replicas that share a device are not.
+        Outputs and gradients are bitwise those of a loop over the shares that sums gradients in the
+        order of replicas, if kernels are deterministic. Random numbers of replicas that share a
+        device are not.
 
     Cost:
-        Per step 2 l bytes to and from each other device, l = bytes of the parameters, besides inputs and outputs.
+        Per step 2 l bytes to and from each other device, l = bytes of the parameters, besides
+        inputs and outputs.
     """
 
     def __init__(
@@ -174,7 +185,8 @@ class DataParallel(nn.Module):
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             if x.device != home:
                 msg = (
-                    f"expected all parameters and buffers on {home}, the first of device_ids, found {name} on {x.device}: call "
+                    f"expected all parameters and buffers on {home}, the first of device_ids, "
+                    f"found {name} on {x.device}: call "
                     f".to({str(home)!r})"
                 )
                 raise ConfigError(msg)
@@ -186,7 +198,10 @@ class DataParallel(nn.Module):
         )
         if odd is not None:
             told = f"shape {list(odd.shape)}" if isinstance(odd, torch.Tensor) else repr(odd)
-            msg = f"expected criterion to return one number per share, found {told}: pass reduction='none' to get it as it is"
+            msg = (
+                f"expected criterion to return one number per share, found {told}: pass "
+                "reduction='none' to get it as it is"
+            )
             raise ConfigError(msg)
         moved: list[torch.Tensor] = [x.reshape(()).to(self.output_device) for x in losses]
         if self.reduction == "mean" and len(moved) > 1:
@@ -219,7 +234,8 @@ def _refuse_sync_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, SyncBatchNorm | nn.SyncBatchNorm):
             msg = (
-                f"expected no SyncBatchNorm in a module for several replicas of one process, found {name or 'it'} is one: replicas are "
+                "expected no SyncBatchNorm in a module for several replicas of one process, "
+                f"found {name or 'it'} is one: replicas are "
                 "no ranks; use DistributedDataParallel, or BatchNorm"
             )
             raise ConfigError(msg)

@@ -1,9 +1,10 @@
 """What replicas return, put together on one device.
 
-Tensors are concatenated in the order of replicas. One number per replica, such as a loss, becomes a vector: whether it was a mean
-or a sum over a share only the caller knows, and a mean of means is not the mean of the batch where shares differ in size.
-Everything else must be the same on all replicas. torch returns such a vector with a warning, takes keys and fields from the first
-replica, and adds dtypes up to the wider one.
+Tensors are concatenated in the order of replicas. One number per replica, such as a loss, becomes a
+vector: whether it was a mean or a sum over a share only the caller knows, and a mean of means is
+not the mean of the batch where shares differ in size. Everything else must be the same on all
+replicas. torch returns such a vector with a warning, takes keys and fields from the first replica,
+and adds dtypes up to the wider one.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
     """One result of those of all replicas. Differentiable.
 
     Args:
-        outputs: Of the replicas, in their order: lists, tuples, named tuples, mappings and dataclasses of tensors.
+        outputs: Of the replicas, in their order: lists, tuples, named tuples, mappings and
+            dataclasses of tensors.
         device: Where the result goes.
         dim: Along which samples lie.
 
     Returns:
-        The same structure. Tensors without dims are stacked to a vector; of a single replica they stay as they are.
+        The same structure. Tensors without dims are stacked to a vector; of a single replica they
+        stay as they are.
 
     Raises:
         ConfigError: Replicas returned different structures, dtypes or shapes; says where.
@@ -71,7 +74,10 @@ def _joined(found: list[torch.Tensor], device: torch.device, dim: int, where: st
         return first.to(device)
     bare = first.dim() == 0
     if not (bare or -first.dim() <= dim < first.dim()):
-        msg = f"expected samples along dim {dim} of {where}, found shape {list(first.shape)}: choose another dim"
+        msg = (
+            f"expected samples along dim {dim} of {where}, found shape {list(first.shape)}: "
+            "choose another dim"
+        )
         raise ConfigError(msg)
     for index, other in enumerate(found):
         if other.dtype != first.dtype or _but(other, dim) != _but(first, dim):
@@ -108,5 +114,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _differ(where: str, what: str, told: str) -> ConfigError:
-    msg = f"expected replicas to return the same {what} as {where}, found {told}: return tensors with one row per sample"
+    msg = (
+        f"expected replicas to return the same {what} as {where}, found {told}: return tensors "
+        "with one row per sample"
+    )
     return ConfigError(msg)

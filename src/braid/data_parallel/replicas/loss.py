@@ -1,15 +1,16 @@
 """The loss of a batch, of the losses of its shares.
 
-Sums add up, and means over samples do so by the sizes of shares. But torch's cross entropies take the mean over the targets that count:
-not those of `ignore_index`, and each by the weight of its class. With sum S_r of the losses of share r and sum C_r of what its targets
-count, the batch's mean is
+Sums add up, and means over samples do so by the sizes of shares. But torch's cross entropies take
+the mean over the targets that count: not those of `ignore_index`, and each by the weight of its
+class. With sum S_r of the losses of share r and sum C_r of what its targets count, the batch's mean
+is
 
     (S_0 + S_1 + ...) / (C_0 + C_1 + ...)
 
 also where a share has no target that counts, whose own mean S_r / C_r = 0 / 0 is no number.
 
-How a criterion reduces is read where torch keeps it: attributes of a module, keyword arguments of a `functools.partial`, the default of a
-function's argument.
+How a criterion reduces is read where torch keeps it: attributes of a module, keyword arguments of a
+`functools.partial`, the default of a function's argument.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ IGNORED = -100  # torch's default
 INLINED = "torch._dynamo.external_utils"  # around torch's own functions when they are compiled
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# what divides by what its targets count; a module by its forward, as subclasses may have another one
+# what divides by what its targets count; a module by its forward, as subclasses may have another
+# one
 OF_TARGETS = (
     functional.cross_entropy,
     functional.nll_loss,
@@ -61,7 +63,8 @@ class ShareOfMean(NamedTuple):
     """What one share adds to a mean over targets.
 
     Attributes:
-        total: Sum of losses, at least in float32: in 16 bits a sum may be infinite whose mean is not.
+        total: Sum of losses, at least in float32: in 16 bits a sum may be infinite whose mean is
+            not.
         divisor: Sum of what targets count.
         dtype: Of the loss.
     """
@@ -111,15 +114,18 @@ def check_criterion(criterion: Any, *, told: bool) -> None:
     name = getattr(called, "__name__", type(called).__name__)
     if _option(criterion, "weight") is not None and not _is_one_of(criterion, OF_SAMPLES):
         msg = (
-            f"expected a mean over samples, found one that {name} weighs by classes: the means of shares do not make that of the "
+            f"expected a mean over samples, found one that {name} weighs by classes: the means of "
+            "shares do not make that of the "
             "batch; use reduction='sum' and divide by the weights of its targets"
         )
         raise ConfigError(msg)
     ignored = _option(criterion, "ignore_index")
     if ignored is not None and not told:
         msg = (
-            f"expected a mean over samples, found that {name} leaves out targets of ignore_index={ignored}: the means of shares do "
-            "not make that of the batch; use a sum, pass reduction='sum' and divide by the number of targets that count, or pass "
+            f"expected a mean over samples, found that {name} leaves out targets of "
+            f"ignore_index={ignored}: the means of shares do "
+            "not make that of the batch; use a sum, pass reduction='sum' and divide by the number "
+            "of targets that count, or pass "
             "reduction='mean' if there never are such targets"
         )
         raise ConfigError(msg)

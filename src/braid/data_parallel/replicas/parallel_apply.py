@@ -1,9 +1,11 @@
 """Replicas run side by side, one thread each.
 
-Threads, since kernels of torch let go of the interpreter, and since on GPUs one thread would queue the work of one device
-after the other's. Grad mode, autocast and context variables are those of the caller; streams are its current ones.
+Threads, since kernels of torch let go of the interpreter, and since on GPUs one thread would queue
+the work of one device after the other's. Grad mode, autocast and context variables are those of the
+caller; streams are its current ones.
 
-Source: `torch/nn/parallel/parallel_apply.py`. What differs: works on the CPU; autocast of all devices is handed on with its dtype.
+Source: `torch/nn/parallel/parallel_apply.py`. What differs: works on the CPU; autocast of all
+devices is handed on with its dtype.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def parallel_apply(
 
     Args:
         replicas: Modules, or anything that can be called.
-        inputs: For each replica its positional arguments; what is not a tuple or list is the only one.
+        inputs: For each replica its positional arguments; what is not a tuple or list is the only
+            one.
         kwargs: For each replica its keyword arguments.
         devices: Where they run; by default where their first tensor is.
 
@@ -43,11 +46,13 @@ def parallel_apply(
 
     Raises:
         ConfigError: Not as many of each.
-        Exception: Of the first replica (by number) that failed, of the same type where that can be made of a message; names replica and
-            device, and its cause is the original. A single replica runs on the calling thread, and its exceptions are its own.
+        Exception: Of the first replica (by number) that failed, of the same type where that can be
+            made of a message; names replica and device, and its cause is the original. A single
+            replica runs on the calling thread, and its exceptions are its own.
 
     Random numbers:
-        Replicas on one device draw from its one generator, in an order that may change from run to run.
+        Replicas on one device draw from its one generator, in an order that may change from run to
+        run.
     """
     kwargs = [{}] * len(replicas) if kwargs is None else kwargs
     if devices is None:
@@ -169,5 +174,6 @@ def _raise_named(
     try:
         raise named from error
     finally:
-        # or its traceback would hold this frame, which holds it: what replicas made would live until the collector runs
+        # or its traceback would hold this frame, which holds it: what replicas made would live
+        # until the collector runs
         del named, error, answers

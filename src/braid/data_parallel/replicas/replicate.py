@@ -4,15 +4,18 @@
                               ├▶ replica 1 ─ share 1 ─▶ output 1          g0 + g1 + g2, always in this order,
                               └▶ replica 2 ─ share 2 ─▶ output 2          whichever replica is ready first
 
-A replica is a shallow copy of the module and of all modules in it, whose parameters are tensors of the graph above. In torch a
-replica has no `parameters()`, so `next(self.parameters()).device` fails in it; here it has. Gradients of 16-bit parameters are summed
-in float32 and rounded once. A device that occurs twice gets one copy, and on the module's own device there is none.
+A replica is a shallow copy of the module and of all modules in it, whose parameters are tensors of
+the graph above. In torch a replica has no `parameters()`, so `next(self.parameters()).device` fails
+in it; here it has. Gradients of 16-bit parameters are summed in float32 and rounded once. A device
+that occurs twice gets one copy, and on the module's own device there is none.
 
-What a forward changes: replica 0 has the module's own buffers, so changes in place survive, and `write_back` hands over what it
-assigned to itself. What the others change is dropped, as they saw the same batch's other shares.
+What a forward changes: replica 0 has the module's own buffers, so changes in place survive, and
+`write_back` hands over what it assigned to itself. What the others change is dropped, as they saw
+the same batch's other shares.
 
-What torch.compile returns is bound to the one module that it was given: copies of it would run that one, without a word, and a
-wrapper of it hands what is assigned to its copies on to that one. So it is refused before anything is copied.
+What torch.compile returns is bound to the one module that it was given: copies of it would run that
+one, without a word, and a wrapper of it hands what is assigned to its copies on to that one. So it
+is refused before anything is copied.
 
 Source: torch's DataParallel (`torch/nn/parallel/replicate.py`); Li et al., VLDB 2020, section 2.3.
 """
@@ -50,7 +53,8 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
         Replicas in the order of devices; used for one forward.
 
     Raises:
-        ConfigError: A module of TorchScript, one that is compiled, or one whose parameters have no shapes yet.
+        ConfigError: A module of TorchScript, one that is compiled, or one whose parameters have no
+            shapes yet.
 
     Cost:
         l bytes to each other device, l = bytes of parameters and buffers; as much back in backward.
@@ -109,8 +113,10 @@ def refuse_compiled(module: nn.Module) -> None:
     if found:
         where = f"{', '.join(found)} of it" if found[0] else "it"
         msg = (
-            f"expected a module that is not compiled to make replicas of, found that torch.compile has bound {where} to this one "
-            f"{_kind(module)}: pass the module itself, or use one process per device, where DistributedDataParallel takes compiled "
+            "expected a module that is not compiled to make replicas of, found that "
+            f"torch.compile has bound {where} to this one "
+            f"{_kind(module)}: pass the module itself, or use one process per device, where "
+            "DistributedDataParallel takes compiled "
             "modules"
         )
         raise ConfigError(msg)
@@ -232,12 +238,16 @@ def _check_replicable(module: nn.Module) -> None:
     refuse_compiled(module)
     scripted = [type(m).__name__ for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
-        msg = f"expected modules of Python to replicate, found {scripted[0]} of TorchScript in {type(module).__name__}: use the original"
+        msg = (
+            f"expected modules of Python to replicate, found {scripted[0]} of TorchScript in "
+            f"{type(module).__name__}: use the original"
+        )
         raise ConfigError(msg)
     lazy = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if is_lazy(x)]
     if lazy:
         msg = (
-            f"expected parameters with shapes, found that {', '.join(lazy)} of {type(module).__name__} have none yet: call the "
+            f"expected parameters with shapes, found that {', '.join(lazy)} of "
+            f"{type(module).__name__} have none yet: call the "
             "module itself once before"
         )
         raise ConfigError(msg)

@@ -1,9 +1,10 @@
 """A batch cut into one share per replica, however its tensors are nested.
 
-torch cuts each tensor by itself, with `chunk`: 5 samples for 4 devices are shares of 2, 2 and 1, 10 are 3, 3, 3 and 1, on which
-a BatchNorm fails; and where tensors differ in length, `zip` drops shares without a word. Here sizes differ by one at most,
-the first being the larger, and all tensors must agree on the number of samples. A tensor without dims is no batch: it goes to
-all replicas, as do numbers, strings and other objects.
+torch cuts each tensor by itself, with `chunk`: 5 samples for 4 devices are shares of 2, 2 and 1, 10
+are 3, 3, 3 and 1, on which a BatchNorm fails; and where tensors differ in length, `zip` drops
+shares without a word. Here sizes differ by one at most, the first being the larger, and all tensors
+must agree on the number of samples. A tensor without dims is no batch: it goes to all replicas, as
+do numbers, strings and other objects.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
     short = next((shape for shape in shapes if not -len(shape) <= dim < len(shape)), None)
     if short is not None:
         msg = (
-            f"expected samples along dim {dim} of every tensor, found one of shape {short}: choose another dim, or make what "
+            f"expected samples along dim {dim} of every tensor, found one of shape {short}: "
+            "choose another dim, or make what "
             "all samples share a buffer of the module"
         )
         raise ConfigError(msg)
@@ -55,7 +57,8 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
     if len(lengths) > 1:
         msg = (
             f"expected the same number of samples along dim {dim} in every tensor, found shapes "
-            f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the module, and give samples of several rows a "
+            f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the module, "
+            "and give samples of several rows a "
             "dim of their own"
         )
         raise ConfigError(msg)
@@ -66,13 +69,15 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     """One share of `inputs` for each device that gets any. Differentiable.
 
     Args:
-        inputs: Lists, tuples, named tuples, dicts and dataclasses; containers that hold tensors are copied, other objects
-            are handed to all replicas. A tensor that occurs twice is one tensor in each share.
+        inputs: Lists, tuples, named tuples, dicts and dataclasses; containers that hold tensors are
+            copied, other objects are handed to all replicas. A tensor that occurs twice is one
+            tensor in each share.
         devices: The first ones are used where there are fewer samples than devices.
         dim: Along which samples lie.
 
     Returns:
-        Shares in the order of devices; a single one if nothing can be cut. What is on its device already is a view.
+        Shares in the order of devices; a single one if nothing can be cut. What is on its device
+        already is a view.
 
     Raises:
         ConfigError: Tensors of different numbers of samples, or in containers of other kinds.
@@ -86,7 +91,8 @@ def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[An
     if hidden is not None:
         msg = (
             "expected tensors in lists, tuples, dicts and dataclasses, found one of shape "
-            f"{list(hidden.shape)} in a container of another kind, which cannot be cut: pass dict(...) or list(...) of it"
+            f"{list(hidden.shape)} in a container of another kind, which cannot be cut: pass "
+            "dict(...) or list(...) of it"
         )
         raise ConfigError(msg)
     sizes = share_sizes(num_samples(tensors, dim) or 0, len(places))

@@ -1,4 +1,4 @@
-"""What `--check-build` shows: what there is to compute with, in the form of horovodrun's table, without a mark for what is not there.
+"""The table that `--check-build` prints, in horovodrun's form.
 
 torch is asked in a process of its own: the launcher does not load it, and a broken one must not
 break the answer.

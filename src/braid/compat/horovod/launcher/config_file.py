@@ -1,4 +1,4 @@
-"""horovodrun's configuration file: sections of options, put below those of the command line. Pure: the text is parsed elsewhere.
+"""Sections of horovodrun's configuration file, as options below those of the command line.
 
 params:
   fusion-threshold-mb: 32

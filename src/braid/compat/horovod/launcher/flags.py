@@ -1,4 +1,4 @@
-"""horovodrun's command line, read: options by name, and the command behind them. Pure: nothing is printed, and nobody ended.
+"""Parses horovodrun's command line into options and a command. Pure.
 
 Everything from the first word that is no option belongs to the command, whatever it looks like.
 """

@@ -1,4 +1,4 @@
-"""What a rank of `horovod.run` does: read the function, call it, write what it returned; and the files for that, which nobody else may touch."""
+"""What a rank of `horovod.run` does: reads the function, calls it, writes its result."""
 
 from __future__ import annotations
 

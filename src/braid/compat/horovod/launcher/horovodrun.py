@@ -116,7 +116,7 @@ def _start(flags: Flags) -> int:
 
 
 def is_own_python(word: str) -> bool:
-    """Whether `word` means the interpreter that runs this, in the same environment; so does `python` where there is none."""
+    """Return whether `word` means the interpreter that runs this, in the same environment."""
     found = shutil.which(word)
     if found is None:
         return os.sep not in word

@@ -1,4 +1,4 @@
-"""From horovodrun's options to a job of braid's launcher: what to run, where, and in which environment. Pure.
+"""From horovodrun's options to a job of braid's launcher. Pure.
 
     horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 3 python train.py --lr 0.1
     braid run  -n 4  -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1      with HOROVOD_CYCLE_TIME=3
@@ -154,7 +154,7 @@ def _refuse_elastic(flags: Flags) -> None:
 
 
 def _empty(flags: Flags) -> list[str]:
-    """Values that are missing, as those of a shell's variable that is not set: what they ask for must not be left out in silence."""
+    """Return values that are missing, such as those of unset shell variables."""
     rows = [BY_NAME[name] for name, text in flags.values.items() if not text]
     return [
         f"--{row.name} is '', expected {row.metavar}: {row.help}"

@@ -1,4 +1,4 @@
-"""horovodrun's options: one table, from which its help, its configuration file and the variables of ranks are made. Pure.
+"""The table of horovodrun's options: help, configuration file and variables of ranks. Pure.
 
     --cycle-time-ms 3.5      params:                     HOROVOD_CYCLE_TIME=3.5
                                cycle-time-ms: 3.5

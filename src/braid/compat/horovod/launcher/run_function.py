@@ -1,4 +1,4 @@
-"""`horovod.run(func, args, np=4)`: call a function on several ranks, and return what each of them returned.
+"""`horovod.run(func, args, np=4)`: calls a function on several ranks.
 
 Problem: the function, its arguments and its results must reach other processes, and pickle runs
 whatever it is given. So nobody but this user may write what is read.
@@ -63,7 +63,7 @@ INSTALL = "pip install 'braid-train[horovod]'"
 
 
 class RunError(BraidError, RuntimeError):
-    """The function failed on a rank; `__cause__` is what it raised there, when that could be brought here.
+    """The function failed on a rank; `__cause__` is the exception that it raised there.
 
     Attributes:
         rank: The rank that failed first, -1 when none is to blame.

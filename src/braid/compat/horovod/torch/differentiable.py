@@ -104,7 +104,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `allreduce`, of several tensors that are reduced together when all ranks have submitted all of them."""
+    """Reduce several tensors together, like `allreduce`."""
     wanted = chosen_op(op, average)
     pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)

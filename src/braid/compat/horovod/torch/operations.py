@@ -1,4 +1,4 @@
-"""allreduce, allgather, broadcast, alltoall, reducescatter and their variants, by name and under way in the background.
+"""Horovod's collectives by name, synchronous and asynchronous.
 
 Each has an asynchronous form, which returns a handle for `synchronize`. Forms that wait can be
 differentiated: they are in `differentiable`. Forms that end in `_` leave the result in the tensor
@@ -137,7 +137,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """As `allreduce_async`, of several tensors that are reduced together when all ranks have submitted all of them."""
+    """Reduce several tensors together, like `allreduce_async`."""
     return _reduce(
         tensors,
         [torch.empty_like(tensor, requires_grad=False) for tensor in tensors],
@@ -198,7 +198,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """Reduce over the ranks and share the rows out; where they do not divide, the first ranks get one more."""
+    """Reduce over the ranks and scatter the rows; the first ranks get one more if needed."""
     return _each(
         [tensor],
         "reduce_scatter",
@@ -308,7 +308,7 @@ def sparse_allreduce_async(
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Sum or average a sparse tensor: indices and values of all ranks behind each other, added where they meet."""
+    """Sum or average a sparse tensor by gathering indices and values of all ranks."""
     wanted = chosen_op(op)
     if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         msg = f"expected Average or Sum of a sparse tensor, found {wanted.name}"
