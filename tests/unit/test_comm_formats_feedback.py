@@ -104,7 +104,7 @@ def test_correct_and_settle_are_the_two_halves_of_encode():
     for step in range(3):
         x = noise(300, step)
         sent(form, x, whole)
-        halves.settle(sent(form, halves.correct(x), None))
+        halves.mark_sent(sent(form, halves.correct(x), None))
     assert torch.equal(residual(whole), residual(halves))
 
 
@@ -120,7 +120,7 @@ def test_what_was_lost_survives_a_checkpoint_and_not_a_reset():
 
 def test_tensors_that_do_not_fit_are_refused_and_change_nothing():
     feedback = ErrorFeedback(4)
-    feedback.settle(torch.ones(4))
+    feedback.mark_sent(torch.ones(4))
     into = torch.empty(64, dtype=torch.uint8)
     for x, room, says in (
         (torch.zeros(5), into, r"expected 4 numbers for ErrorFeedback\(4, device='cpu'\), found 5"),

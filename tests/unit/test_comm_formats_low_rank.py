@@ -65,7 +65,7 @@ def test_with_feedback_all_that_was_sent_and_what_is_left_is_all_that_was_given(
         matrix = noise(20, 30, seed=step)
         given += matrix
         out = averaged([rank], [feedback.correct(matrix.view(-1)).view(20, 30)])[0]
-        feedback.settle(out.view(-1))
+        feedback.mark_sent(out.view(-1))
         arrived += out
     left = feedback.state_dict()["residual"].view(20, 30)
     torch.testing.assert_close(arrived + left, given, rtol=0, atol=1e-4)

@@ -64,8 +64,8 @@ def test_outputs_come_before_gradients_of_those_that_are_listened_to(net):
 def test_parts_can_be_changed_and_come_before_their_gradient(net):
     listener = Listener(net)
     listener.hooks.attach([1])
-    listener.hooks.hear_partial_grads()
-    listener.hooks.hear_partial_grads()
+    listener.hooks.register_partial_grad_hooks()
+    listener.hooks.register_partial_grad_hooks()
     assert backward(net, listener)[1:] == ["part", 1]
     assert net.bias.grad == 2
     assert bool((net.weight.grad == 1).all())
@@ -75,7 +75,7 @@ def test_what_is_frozen_while_weighing_begins_is_weighed_later(net):
     listener = Listener(net)
     listener.hooks.attach([0, 1])
     net.bias.requires_grad_(False)
-    listener.hooks.hear_partial_grads()
+    listener.hooks.register_partial_grad_hooks()
     net.bias.requires_grad_(True)
     listener.hooks.refresh()
     assert backward(net, listener).count("part") == 2
@@ -85,7 +85,7 @@ def test_what_is_frozen_while_weighing_begins_is_weighed_later(net):
 def test_weighing_that_began_with_nothing_is_not_forgotten(net):
     listener = Listener(net)
     net.requires_grad_(False)
-    listener.hooks.hear_partial_grads()
+    listener.hooks.register_partial_grad_hooks()
     net.requires_grad_(True)
     listener.hooks.attach([1])
     assert backward(net, listener)[1:] == ["part", 1]
@@ -101,7 +101,7 @@ def test_a_parameter_that_is_returned_is_not_watched(net):
 def test_hooks_keep_nobody_alive_and_go_with_their_owner(net):
     listener = Listener(net)
     listener.hooks.attach([0, 1])
-    listener.hooks.hear_partial_grads()
+    listener.hooks.register_partial_grad_hooks()
     gone = weakref.ref(listener)
     found = net(torch.ones(1, 2))
     listener.hooks.register_outputs([found], FORWARD)

@@ -78,11 +78,11 @@ class Countdown:
 
 def test_background_poller_takes_steps_and_settles_futures() -> None:
     poller = BackgroundPoller("braid-torch_backend-test")
-    settled = threading.Event()
+    finished = threading.Event()
     future = WorkFuture(lambda: None, 7)
-    future.add_done_callback(lambda _f: settled.set())
-    poller.when_done(Countdown(3), future.settle)
-    assert settled.wait(10)
+    future.add_done_callback(lambda _f: finished.set())
+    poller.when_done(Countdown(3), future.finish)
+    assert finished.wait(10)
     poller.close()
     assert future.value() == 7
 

@@ -139,7 +139,7 @@ def test_the_launchers_word_on_the_cause_is_waited_for():
     health = Health(0, MonotonicClock())
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     health.watch(1, child.pid)
-    health.hear(_Launcher([Loss(1, "was killed for memory")]))
+    health.register(_Launcher([Loss(1, "was killed for memory")]))
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     health.collect()

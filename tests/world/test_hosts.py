@@ -20,7 +20,7 @@ from braid.testing.pool import RankDiedError
 from braid.testing.refusal_claims import MISMATCHES, check_mismatch
 from braid.testing.transport_join import join_all
 from braid.transport import Network, meeting
-from braid.transport.reachability import knock, own_address_towards
+from braid.transport.reachability import own_address_towards, probe
 from braid.wire import Listener, Secret
 
 pytestmark = pytest.mark.procs
@@ -214,7 +214,7 @@ def test_what_cannot_be_reached_is_known_within_the_time(tmp_path):
     clock = MonotonicClock()
     with_nobody = {1: "tcp://127.0.0.1:9", 2: "tcp://no-such-host.invalid:1"}
     begun = time.monotonic()
-    assert knock(with_nobody, clock, timeout_s=2.0) == {1: "refused", 2: "name unknown"}
+    assert probe(with_nobody, clock, timeout_s=2.0) == {1: "refused", 2: "name unknown"}
     assert (
         time.monotonic() - begun < 60
     )  # of no use but to end: an unknown name may take a resolver's time

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from braid.autograd.nested import put_tensors, take_tensors
 from braid.autograd.recompute_plan import LayerCost
-from braid.autograd.rng_and_autocast import Surroundings, generators_of
+from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
 from braid.clock import Clock, MonotonicClock
 
@@ -46,7 +46,7 @@ def measure(
     """
     clock = clock or MonotonicClock()
     found = []
-    with torch.enable_grad(), Surroundings(generators_of(take_tensors(x)[1])).again():
+    with torch.enable_grad(), RngAndAutocast(generators_of(take_tensors(x)[1])).again():
         for layer in layers:
             x = _detached(x)
             output, saved_bytes, output_bytes = _bytes_of(layer, x)

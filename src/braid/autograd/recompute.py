@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from braid.autograd.nested import put_tensors, take_tensors
 from braid.autograd.phony import phony
-from braid.autograd.rng_and_autocast import Surroundings, generators_of
+from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
 
 __all__ = ["RecomputeError", "checkpoint"]
@@ -103,7 +103,7 @@ def checkpoint(
         generators = generators_of(tensors) if preserve_rng_state else []
     else:
         generators = list(preserve_rng_state)
-    call = _Call(function, tree, tensors, Surroundings(generators), around, early_stop=early_stop)
+    call = _Call(function, tree, tensors, RngAndAutocast(generators), around, early_stop=early_stop)
     with saved_tensors_hooks(call.save, call.load), call.around(again=False):
         result = function(*args, **kwargs)
     call.complete = True
@@ -157,7 +157,7 @@ class _Call:
         function: Callable[..., object],
         tree: Any,
         tensors: Sequence[torch.Tensor],
-        surroundings: Surroundings,
+        state: RngAndAutocast,
         around: Around | None,
         *,
         early_stop: bool,
@@ -170,7 +170,7 @@ class _Call:
         self._requires_grad = [x.requires_grad for x in tensors]
         kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._kept = kept.grad_fn
-        self._surroundings = surroundings
+        self._surroundings = state
         self._around = around
         self._early_stop = early_stop
         self._slots: list[weakref.ref[_Slot]] = []

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["Surroundings", "generators_of"]
+__all__ = ["RngAndAutocast", "generators_of"]
 
 
-class Surroundings:
+class RngAndAutocast:
     """The state at the time of construction.
 
     Args:

@@ -212,7 +212,7 @@ class Service:
     def handle(self, delivery: Delivery) -> None:
         """Do what `delivery` asks for; for those who receive themselves, such as handlers of a simulated network."""
         with self._changed:
-            self._settle(delivery)
+            self._finish_request(delivery)
         self._dispatch(delivery)
 
     def start(self) -> None:
@@ -282,13 +282,13 @@ class Service:
             with self._changed:
                 if delivery is not None:
                     # Before another thread receives: it may be the one that waits for this answer.
-                    self._settle(delivery)
+                    self._finish_request(delivery)
                 self._is_receiving = False
                 self._changed.notify_all()
         self._dispatch(delivery)
         return True
 
-    def _settle(self, delivery: Delivery) -> None:
+    def _finish_request(self, delivery: Delivery) -> None:
         """Tell the calls that wait what they wait for; with the lock held."""
         if delivery.answers:
             call = self._calls.get(delivery.answers)

@@ -88,7 +88,7 @@ class GradientHooks:
         self._remove_partial()
         self.refresh()
 
-    def hear_partial_grads(self) -> None:
+    def register_partial_grad_hooks(self) -> None:
         """Call `on_partial_grad` from now on."""
         self._hears_partial_grads = True
         self.refresh()

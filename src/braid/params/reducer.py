@@ -149,7 +149,7 @@ class GradientReducer(GradientListener):
     def set_loss_weight(self, weight: float | None) -> None:
         """Set the loss weight of the forwards that follow; gradients are scaled by the weight."""
         if weight is not None:
-            self._hooks.hear_partial_grads()
+            self._hooks.register_partial_grad_hooks()
         self.loss_weight = weight
 
     def refresh(self) -> None:

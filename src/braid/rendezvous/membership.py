@@ -190,7 +190,7 @@ def join(
         store = _own_prefix(environment, parts.store)
         health = Health(environment.rank, clock)
         if parts.launcher is not None:
-            health.hear(parts.launcher)
+            health.register(parts.launcher)
         context = RankContext(
             environment.rank,
             environment.world_size,

@@ -153,9 +153,9 @@ class StoreServer:
                     elif key.fileobj is self._listener:
                         self._welcome()
                     else:
-                        self._attend(key.data, events)
+                        self._poll_client(key.data, events)
                 for client in list(self._unfinished):
-                    self._attend(client, 0)
+                    self._poll_client(client, 0)
                 now_ns = self._now_ns()
                 if self._listener is not None:
                     overdue_ns = self._listener.next_deadline_ns()
@@ -194,9 +194,11 @@ class StoreServer:
         client = next(self._numbers)
         self._clients[client] = connection
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._attend(client, 0)  # its first frames may have been read ahead by the previous owner
+        self._poll_client(
+            client, 0
+        )  # its first frames may have been read ahead by the previous owner
 
-    def _attend(self, client: int, events: int) -> None:
+    def _poll_client(self, client: int, events: int) -> None:
         """Flush what `client` can take now, and carry out its requests for one turn."""
         self._unfinished.discard(client)
         connection = self._clients.get(client)

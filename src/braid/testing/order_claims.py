@@ -41,7 +41,7 @@ def asking_keeps_order(group: Group) -> None:
     same(x, torch.full_like(x, total**group.size))
 
 
-def background_results_are_found(group: Group) -> None:
+def background_results_are_there(group: Group) -> None:
     """A Work holds its result and calls back once."""
     called: list[object] = []
     work = group.all_gather(torch.tensor([group.rank]), async_op=True)
@@ -186,7 +186,7 @@ def groups_are_used_in_different_orders(group: Group) -> None:
 ORDER_CLAIMS: tuple[Claim, ...] = (
     background_work_keeps_order,
     asking_keeps_order,
-    background_results_are_found,
+    background_results_are_there,
     batches_start_together,
     requests_start_in_any_order,
     other_requests_persist,

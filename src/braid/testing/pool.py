@@ -186,7 +186,7 @@ class ProcessPool:
 
         A process that has left something behind is replaced.
         """
-        self._hear_reports(list(self._children))
+        self._read_reports(list(self._children))
         problems, self._problems = self._problems, []
         return problems
 
@@ -218,7 +218,7 @@ class ProcessPool:
             RankDiedError: A process ended without an answer.
             Exception: That of the rank that failed first.
         """
-        self._hear_reports(self._children[:size])
+        self._read_reports(self._children[:size])
         while len(self._children) < size:
             self._children.append(_Child(self._directory.name))
         self._num_jobs += 1
@@ -281,7 +281,7 @@ class ProcessPool:
             raise error
         return [answers[rank] for rank in range(len(children))]
 
-    def _hear_reports(self, children: list[_Child]) -> None:
+    def _read_reports(self, children: list[_Child]) -> None:
         for child in children:
             pid, report = child.process.pid, child.report()
             if report is None:

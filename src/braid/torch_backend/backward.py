@@ -1,4 +1,4 @@
-"""Futures that are asked for inside backward, and settled at its end.
+"""Futures that are asked for inside backward, and finished at its end.
 
 Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++,
 when backward ends. There it takes no steps, and it does not show what went wrong: a future that C++
@@ -39,7 +39,7 @@ class Backward:
         self._futures: list[WorkFuture] = []
         self._task = -1
 
-    def settle(self, future: WorkFuture) -> None:
+    def finish_at_end(self, future: WorkFuture) -> None:
         """Settle `future` at the end of the backward that is running."""
         task = _graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
@@ -56,7 +56,7 @@ class Backward:
         self._task = -1
         while self._futures:
             future = self._futures.pop(0)
-            future.settle()
+            future.finish()
             if future.error is not None:
                 self._futures.clear()
                 raise future.error

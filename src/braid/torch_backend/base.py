@@ -184,13 +184,13 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         """Torch's face of a work that is under way."""
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return PendingWork(work, outputs, self._settle_later, source)
+        return PendingWork(work, outputs, self._finish_later, source)
 
-    def _settle_later(self, work: Started, future: WorkFuture) -> None:
+    def _finish_later(self, work: Started, future: WorkFuture) -> None:
         if inside_backward():
-            self._home.backward.settle(future)
+            self._home.backward.finish_at_end(future)
         else:
-            self._home.poller.when_done(work, future.settle)
+            self._home.poller.when_done(work, future.finish)
 
     def _deadline(self, opts: Any) -> float | None:
         timeout = opts.timeout

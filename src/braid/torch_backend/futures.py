@@ -4,10 +4,10 @@ Problem: c10d's futures are set by a thread of the backend. A callback given to 
 another collective and wait for it (PowerSGD does): if callbacks ran on the thread that carries
 collectives out, it would wait for itself.
 
-Idea: a future knows how to wait for its collective. `settle` does that and sets the value; it is
+Idea: a future knows how to wait for its collective. `finish` does that and sets the value; it is
 called by the first who needs the value from Python, by the end of backward, or by the background
 poller, and each of them may go on to wait for other futures inside the callbacks that this
-releases. `then` gives a future that settles through its origin.
+releases. `then` gives a future that finishes through its origin.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WorkFuture(Future[Any]):
         self._lock = threading.Lock()
         self._claimed = False
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Wait for the collective and set the value, unless another thread is at it."""
         with self._lock:
             if self._claimed:
@@ -58,7 +58,7 @@ class WorkFuture(Future[Any]):
 
     def wait(self) -> Any:
         """The value; brings it about if nobody does."""
-        self.settle()
+        self.finish()
         return super().wait()
 
     def value(self) -> Any:
@@ -93,7 +93,7 @@ class _After(Future[Any]):
         self._origin = origin
 
     def wait(self) -> Any:
-        self._origin.settle()
+        self._origin.finish()
         return super().wait()
 
     def then(self, callback: Callable[[Future[Any]], S]) -> Future[S]:

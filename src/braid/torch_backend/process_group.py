@@ -85,7 +85,7 @@ class BraidProcessGroup(Collectives):
         parts, self._coalesced = self._coalesced, None
         if not parts:
             return FinishedWork([])
-        return PendingWork(Works(parts, []), [], self._settle_later)
+        return PendingWork(Works(parts, []), [], self._finish_later)
 
     # Groups of some members.
 

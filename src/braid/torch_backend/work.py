@@ -95,7 +95,7 @@ class PendingWork(TorchWork):
     Args:
         started: What it stands for.
         outputs: The tensors that will hold the result.
-        settle_later: Sees to it that a future of `started` is set, whoever waits.
+        finish_later: Sees to it that a future of `started` is set, whoever waits.
         source: Group rank that a message came from, once it has come.
     """
 
@@ -103,13 +103,13 @@ class PendingWork(TorchWork):
         self,
         started: Started,
         outputs: list[Any],
-        settle_later: Callable[[Started, WorkFuture], None],
+        finish_later: Callable[[Started, WorkFuture], None],
         source: Callable[[], int] | None = None,
     ) -> None:
         super().__init__()
         self._started = started
         self._outputs = outputs
-        self._settle_later = settle_later
+        self._finish_later = finish_later
         self._source = source
         self._future: WorkFuture | None = None
 
@@ -161,7 +161,7 @@ class PendingWork(TorchWork):
         """A future of the list of tensors; the same at every call."""
         if self._future is None:
             self._future = WorkFuture(self._started.wait, self._outputs)
-            self._settle_later(self._started, self._future)
+            self._finish_later(self._started, self._future)
         return self._future
 
     def get_future_result(self) -> Future[Any]:

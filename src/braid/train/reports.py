@@ -149,7 +149,7 @@ def _is_of_past(report: Report | None, step: int) -> bool:
 
 
 @contextmanager
-def _told_by_name(path: Path) -> Iterator[None]:
+def _values_by_name(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
@@ -186,7 +186,7 @@ class Reporter:
         self._file: BinaryIO | None = None
         if path is None:
             return
-        with _told_by_name(path):
+        with _values_by_name(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab+")
             _end_last_line(self._file)
@@ -200,7 +200,7 @@ class Reporter:
         if self._file is None:
             return
         path = Path(self._file.name)
-        with _told_by_name(path):
+        with _values_by_name(path):
             self._file.flush()
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if _is_of_past(parse_report(line), step)]

@@ -97,7 +97,7 @@ class Health:
         """
         self._gone.setdefault(rank, Loss(rank, f"(pid {self._pids[rank]}) {how}", left))
 
-    def hear(self, witness: Witness) -> None:
+    def register(self, witness: Witness) -> None:
         """Listen to `witness` from now on."""
         self._witnesses.append(witness)
 
@@ -129,7 +129,7 @@ class Health:
         if not self._looking.acquire(blocking=False):
             return
         try:
-            self._hear_witnesses()
+            self._ask_witnesses()
             for rank in self._ended():
                 self._judge(rank)
         finally:
@@ -175,7 +175,7 @@ class Health:
         self._pidfds.clear()
         self._pids.clear()
 
-    def _hear_witnesses(self) -> None:
+    def _ask_witnesses(self) -> None:
         for witness in self._witnesses:
             for loss in witness.losses():
                 self.report(loss)
@@ -202,7 +202,7 @@ class Health:
             return
         deadline_ns = self._clock.now_ns() + round(REASON_GRACE_S * 1e9)
         while self._witnesses and self._clock.now_ns() < deadline_ns:
-            self._hear_witnesses()
+            self._ask_witnesses()
             if rank in self.lost:
                 return
             self._clock.sleep(0.001)

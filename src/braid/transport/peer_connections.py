@@ -23,7 +23,7 @@ from braid.diagnose import reach_table
 from braid.errors import BraidError, CommTimeout, ConfigError, RendezvousError
 from braid.store.exchange import LOOK_S
 from braid.transport.meeting import Meeting
-from braid.transport.reachability import knock, own_address_towards
+from braid.transport.reachability import own_address_towards, probe
 from braid.wire import Address, Identity, Listener, Secret, SocketConnection
 from braid.wire import connect as dial
 
@@ -221,7 +221,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
         hosts.index(mine) == meeting.rank
     )  # one of a host knocks: nobody answers before the meeting is over
     far = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
-    failed = {str(rank): why for rank, why in knock(far, meeting.clock).items()}
+    failed = {str(rank): why for rank, why in probe(far, meeting.clock).items()}
     words = meeting.all_say("shm/reach", json.dumps(failed))
     found: dict[tuple[int, int], str] = {}
     for rank, word in enumerate(words):

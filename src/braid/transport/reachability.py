@@ -18,12 +18,12 @@ from braid.clock import Clock
 from braid.diagnose import why_unreachable
 from braid.wire import Address
 
-__all__ = ["KNOCK_S", "knock", "own_address_towards"]
+__all__ = ["KNOCK_S", "own_address_towards", "probe"]
 
 KNOCK_S = 5.0
 
 
-def knock(
+def probe(
     addresses: Mapping[int, str], clock: Clock, *, timeout_s: float = KNOCK_S
 ) -> dict[int, str]:
     """Try to connect to all `addresses` at the same time.

@@ -208,7 +208,9 @@ class Operation:
             state = pages.state(member)
             if state.code == DISAGREED:
                 raise MismatchError(pages.text_of(member, state.reason))
-            if state.code == ABANDONED and not (self._told_of_loss() and self._may_know_more()):
+            if state.code == ABANDONED and not (
+                self._is_loss_published() and self._may_know_more()
+            ):
                 raise self._abandoned(member, state)
             # its state first: what it published before it closed the group still counts
             if state.code == CLOSED and needed == [member] and not pages.reached(wait):
@@ -243,7 +245,7 @@ class Operation:
         msg = f"expected a group in use for {self.text}, found that it ended{when}: {reason}"
         return StaleError(msg)
 
-    def _told_of_loss(self) -> bool:
+    def _is_loss_published(self) -> bool:
         """Return whether some member has stopped the group after it lost a rank."""
         states = [self.pages.state(member) for member in self.channel.others]
         return any(state.code == ABANDONED and state.value for state in states)

@@ -78,17 +78,17 @@ class ErrorFeedback:
         return written
 
     def correct(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` plus what was lost before. Call `settle` when it has arrived.
+        """Return `x` plus what was lost before. Call `mark_sent` when it has arrived.
 
         Returns:
-            The residual's own memory; use it until `settle`, and do not keep it.
+            The residual's own memory; use it until `mark_sent`, and do not keep it.
 
         Raises:
             ConfigError: `x` is not flat, contiguous float32 of the right size and device.
         """
         return self._residual.add_(self._check(x))
 
-    def settle(self, arrived: torch.Tensor) -> None:
+    def mark_sent(self, arrived: torch.Tensor) -> None:
         """Note what of `correct`'s result has arrived; the rest is the new residual.
 
         Raises:

@@ -23,7 +23,7 @@ stages and an end.
     group.all_reduce(q, op="avg")
     low_rank.finish(p, q, out=matrix)
 
-The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `settle`
+The residual is M - M' on each rank; keep it with `ErrorFeedback` (`correct` before, `mark_sent`
 after), without which what is orthogonal to P is lost.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for

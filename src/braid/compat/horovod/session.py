@@ -193,7 +193,7 @@ class Session:
                 on_stall=_stall_teller(part.rank),
                 on_tuned=partial(self._on_tuned, number),
                 on_wait=self._submit_collected,
-                told=self._told,
+                told=self._notes,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
@@ -232,7 +232,7 @@ class Session:
                 flush=True,
             )
 
-    def _told(self, kind: str, name: str) -> None:
+    def _notes(self, kind: str, name: str) -> None:
         if self.group.rank == 0 and self.environment.log_level in {"trace", "debug", "info"}:
             by_hosts = kind == "all_reduce" and self.environment.hierarchical_allreduce
             how = f"{name}, by hosts" if by_hosts and self.spans_hosts else name

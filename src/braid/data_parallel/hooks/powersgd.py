@@ -281,7 +281,7 @@ class _Matrix(NamedTuple):
         if not plain:
             gradient.copy_(flat.view(gradient.shape))
         if self.feedback is not None:
-            self.feedback.settle(gradient.reshape(-1).float())
+            self.feedback.mark_sent(gradient.reshape(-1).float())
 
 
 def _wide(flat: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from braid.autograd.rng_and_autocast import Surroundings
+from braid.autograd.rng_and_autocast import RngAndAutocast
 from braid.autograd.streams import current_stream, use_stream
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.data_parallel.outputs import tensors_in
@@ -66,7 +66,7 @@ def parallel_apply(
             f"{counts[1]}, {counts[2]} and {counts[3]} for {counts[0]}"
         )
         raise ConfigError(msg)
-    surroundings = _Surroundings()
+    state = _ThreadState()
     calls = [
         _Call(replica, given if isinstance(given, list | tuple) else (given,), named)
         for replica, given, named in zip(replicas, inputs, kwargs, strict=True)
@@ -74,7 +74,7 @@ def parallel_apply(
     if len(calls) == 1:
         with use_stream(current_stream(places[0])):
             return [calls[0].run()]
-    answers = _run_all(calls, places, surroundings)
+    answers = _run_all(calls, places, state)
     failed = [index for index, answer in enumerate(answers) if answer.error is not None]
     if failed:
         _raise_named(answers, failed, places)
@@ -99,11 +99,11 @@ class _Answer(NamedTuple):
     error: BaseException | None = None
 
 
-class _Surroundings:
+class _ThreadState:
     """What torch keeps per thread, of the thread that made this."""
 
     def __init__(self) -> None:
-        self._autocast = Surroundings([])
+        self._autocast = RngAndAutocast([])
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
 
@@ -121,13 +121,13 @@ class _Surroundings:
 
 
 def _run_all(
-    calls: Sequence[_Call], places: Sequence[torch.device], surroundings: _Surroundings
+    calls: Sequence[_Call], places: Sequence[torch.device], state: _ThreadState
 ) -> list[_Answer]:
     answers = [_Answer()] * len(calls)
     streams = [current_stream(place) for place in places]
 
     def run(index: int) -> None:
-        answers[index] = surroundings.run(calls[index], streams[index])
+        answers[index] = state.run(calls[index], streams[index])
 
     threads = [
         threading.Thread(

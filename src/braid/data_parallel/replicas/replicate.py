@@ -85,7 +85,7 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
         module: That was replicated.
         replica: The first of its replicas.
     """
-    for original, twin in zip(module.modules(), _twins(module, replica), strict=True):
+    for original, twin in zip(module.modules(), _pairs(module, replica), strict=True):
         given = vars(twin).pop(GIVEN, None)
         if given is None:
             continue  # the module itself, or a replica of another make
@@ -206,7 +206,7 @@ def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
     return value
 
 
-def _twins(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
+def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
     """The replica's modules in the order of `module.modules()`, whatever forward has added to it."""
     twins = {id(module): replica}
     for original in module.modules():

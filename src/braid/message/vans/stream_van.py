@@ -230,11 +230,11 @@ class StreamVan(StateVan):
                     elif key.fileobj is self._listener:
                         self._welcome()
                     else:
-                        self._attend(key.data, events)
+                        self._poll_link(key.data, events)
                 with self._guard:
                     restless, self._restless = self._restless, set()
                 for link in restless:
-                    self._attend(link, 0)
+                    self._poll_link(link, 0)
                 self._pass_time(looked_ns)
         finally:
             with self._guard:  # whatever happened, nobody waits for a thread that is gone
@@ -295,7 +295,7 @@ class StreamVan(StateVan):
                 else:
                     self._adopt(connection, peer)
 
-    def _attend(self, link: int, events: int) -> None:
+    def _poll_link(self, link: int, events: int) -> None:
         """Write and read what one link can, for one turn."""
         with self._guard:
             wire = self._wires.get(link)
