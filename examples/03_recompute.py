@@ -1,4 +1,4 @@
-"""Train with less memory: keep some activations, recompute the rest, and hold formula against measurement.
+"""Train with less memory: recompute some activations, and hold formula against measurement.
 
 braid run -n 1 examples/03_recompute.py
 """

@@ -1,8 +1,9 @@
-"""Model parallel by hand: the first layers on the first rank, the last ones on the last; activations and their gradients are messages.
+"""Model parallel by hand: the first layers on the first rank, the last ones on the last.
 
 braid run -n 2 examples/four_ways/placed.py
 
-The shares of a step go through one after the other, so that gradients add up as those of as many ranks would.
+The shares of a step go through one after the other, so that gradients add up as those of as many
+ranks would.
 """
 
 from __future__ import annotations

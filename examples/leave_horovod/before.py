@@ -1,4 +1,4 @@
-"""Handwritten digits by Horovod. Needs Horovod, which does not build against current versions of torch; see after.py."""
+"""Handwritten digits by Horovod, which does not build against current torch; see after.py."""
 
 import horovod.torch as hvd
 import torch

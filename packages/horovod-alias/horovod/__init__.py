@@ -1,6 +1,7 @@
-"""The name `horovod` for `braid.compat.horovod`. This is not Horovod; see README.md of braid-horovod-alias.
+"""The name `horovod` for `braid.compat.horovod`; not Horovod itself, see README.md.
 
-What is imported as `horovod.torch` *is* the module `braid.compat.horovod.torch`: a second copy would have a state of its own.
+What is imported as `horovod.torch` *is* the module `braid.compat.horovod.torch`: a second copy
+would have a state of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class _Alias(MetaPathFinder, Loader):
         return found and ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An empty one, which `exec_module` replaces: the import system would write the name here into braid's."""
+        """Return an empty module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of braid in its place."""

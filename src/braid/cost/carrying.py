@@ -2,8 +2,8 @@
 
 Two ways in which the engine departs from rounds of messages:
 
-    a program       goes through the tensor in pieces; each begins and ends with a step that all ranks take
-    a pipeline      cuts it into chunks, and several are on their way at once: the slowest resource sets the pace
+    a program       goes through the tensor in pieces, each with a step of all ranks around it
+    a pipeline      cuts it into chunks, several on their way: the slowest resource sets the pace
 
         fill                       |  one chunk per period                        |
         near | far        | out    |

@@ -1,8 +1,8 @@
 """One rank of `braid bench horovod`: small tensors, training steps and exchanges, in turns.
 
-    small       200 tensors of 1 KiB: one all-reduce each through Gloo; submitted to the engine by name and reduced together
-    step        training by our DistributedDataParallel; by the optimizer of `braid.compat.horovod.torch`; the same model and batches
-    exchange    what ranks say to each other in steady state before 200 tensors can be reduced, without reducing them; the pure part alone
+    small       200 tensors of 1 KiB: one all-reduce each through Gloo; by name, reduced together
+    step        training of one model by our DistributedDataParallel, and by Horovod's optimizer
+    exchange    the messages of ranks in steady state before 200 tensors; the pure part alone
 
 In every round each is done once, in an order drawn anew, behind a barrier; it takes as long as the
 slowest rank's.
