@@ -36,12 +36,12 @@ def test_hosts_are_read(text, hosts):
     ("text", "words"),
     [
         ("a:2,,b", "-H a:2,,b has an empty item"),
-        ("a:0", "a has '0' slots, expected a number from 1 to 9999"),
-        ("a:x", "a has 'x' slots"),
+        ("a:0", "slots of a must be a number from 1 to 9999, got '0'"),
+        ("a:x", "slots of a must be a number from 1 to 9999, got 'x'"),
         ("a:2,b,a:1", "a is named 2 times: give its slots once"),
-        ("-oProxyCommand=x:1", "'-oProxyCommand=x' is no name of a host"),
-        ("a b:1", "'a b' is no name of a host"),
-        ("fd00::1:2", "'fd00::1' is no name of a host"),
+        ("-oProxyCommand=x:1", "'-oProxyCommand=x' is not the name of a host"),
+        ("a b:1", "'a b' is not the name of a host"),
+        ("fd00::1:2", "'fd00::1' is not the name of a host"),
     ],
 )
 def test_a_slip_in_a_list_of_hosts_is_named(text, words):
@@ -61,9 +61,9 @@ def test_a_hostfile_has_comments_slots_and_the_short_form():
         ("# nothing\n", "hosts names no host: write lines such as `a slots=2`"),
         (
             "a slots=2\nb slots=2 max-slots=4\n",
-            "hosts:2: 'b slots=2 max-slots=4' is no line such as `a slots=2`",
+            "hosts:2: 'b slots=2 max-slots=4' is not a line such as `a slots=2`",
         ),
-        ("a slots=\n", "hosts:1: 'a slots=' is no line such as `a slots=2`"),
+        ("a slots=\n", "hosts:1: 'a slots=' is not a line such as `a slots=2`"),
         ("a\na\n", "a is named 2 times"),
     ],
 )
@@ -98,7 +98,7 @@ def test_ranks_have_no_gaps_and_no_host_has_more_than_its_slots(slots, data):
 
 @pytest.mark.parametrize("wanted", [0, 5])
 def test_more_ranks_than_slots_are_refused(wanted):
-    with pytest.raises(ConfigError, match=f"expected 1 to 4 ranks on a:2,b:2, found -n {wanted}"):
+    with pytest.raises(ConfigError, match=f"a:2,b:2 have 1 to 4 ranks, got -n {wanted}"):
         assign(parse_hosts("a:2,b:2"), wanted)
 
 
@@ -112,7 +112,10 @@ def test_ssh_gets_quoted_words_and_others_get_them_as_they_are():
 
 @pytest.mark.parametrize(
     ("rsh", "words"),
-    [("ssh", "expected {host} in --rsh, found 'ssh'"), ("ssh '{host}", "expected words in --rsh")],
+    [
+        ("ssh", "--rsh must contain {host}, got 'ssh'"),
+        ("ssh '{host}", "--rsh cannot be split into words"),
+    ],
 )
 def test_a_command_that_cannot_reach_a_host_is_refused(rsh, words):
     with pytest.raises(ConfigError) as caught:
@@ -132,7 +135,7 @@ def test_this_host_needs_no_command_unless_one_is_given():
 def test_ranks_elsewhere_get_what_makes_them_alike_and_what_is_named():
     environ = {"PYTHONPATH": "/x", "OMP_PROC_BIND": "1", "HOME": "/me", "TOKEN": "t", "BRAID_SECRET_FILE": "/s"}  # fmt: skip
     assert forwarded(environ, ("TOKEN",)) == {"PYTHONPATH": "/x", "OMP_PROC_BIND": "1", "TOKEN": "t"}  # fmt: skip
-    with pytest.raises(ConfigError, match="expected the variables NOWHERE to be set"):
+    with pytest.raises(ConfigError, match="--env names variables that are not set: NOWHERE"):
         forwarded(environ, ("NOWHERE",))
 
 
@@ -214,7 +217,7 @@ def test_nodes_are_trusted_by_a_file_or_by_an_explicit_word():
         ({"rsh": "ssh {host}"}, "--rsh ssh {host} needs hosts: name them with -H"),
         ({"network_interface": "eth0"}, "--network-interface needs several hosts"),
         ({"listen": "0.0.0.0"}, "--listen needs several hosts"),
-        ({"hosts": "a", "listen": "eth0"}, "expected an IP address to --listen on, found 'eth0'"),
+        ({"hosts": "a", "listen": "eth0"}, "--listen must be an IP address, got 'eth0'"),
         ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts cannot be read: No such file"),
     ],
 )  # fmt: skip

@@ -78,9 +78,7 @@ def test_a_network_that_only_some_share_is_passed_over():
 def test_hosts_that_cannot_see_each_other_are_shown_as_a_table():
     found = all_reach(LAN, but={(0, "10.0.0.3")}, reason="refused")
     problem = decide(NAMES, LAN, found).problem
-    assert problem.splitlines()[0] == (
-        "expected hosts that can reach each other, found that b cannot be reached from a"
-    )
+    assert problem.splitlines()[0] == ("hosts cannot reach each other: b cannot be reached from a")
     assert [line.split() for line in matrix_text(NAMES, LAN, found).splitlines()[1:]] == [
         ["launcher", "-", "ok", "ok"],
         ["a", "ok", "-", "refused"],
@@ -101,7 +99,7 @@ def test_a_host_that_each_sees_elsewhere_has_no_address():
         Attempt(LAUNCHER, 1, "10.9.0.1", "no route"),
     ]
     problem = decide(NAMES, [*LAN, eth(1, "10.9.0.1", interface="ib0")], found).problem
-    assert "b has no address that all others can reach: it is found at" in problem
+    assert "b has no address that all other hosts can reach: it is reached at" in problem
 
 
 def state(num_nodes=2, names=None, **limits):
@@ -157,7 +155,7 @@ def test_all_problems_are_said_at_once_and_by_name():
     assert rendezvous.problem == (
         "the job cannot start on all of its hosts:\n"
         "host a has no agent, `ssh a` ended with exit code 255\n"
-        "host b has braid 2, expected 1: install the same braid\n"
+        "host b has braid 2, but the launcher has 1: install the same version\n"
         "nothing is wrong with c"
     )
 
@@ -171,7 +169,7 @@ def test_who_does_not_come_is_named():
     assert (rendezvous.phase, rendezvous.missing) == (HostRendezvousPhase.GATHERING, [1])
     rendezvous.tick(30 * S)
     assert rendezvous.problem.splitlines()[1:] == [
-        "node 1 did not come within 30 s",
+        "node 1 did not join within 30 s",
         "host h did not answer within 30 s",
         "nothing is wrong with h",
     ]
@@ -190,7 +188,7 @@ def test_a_host_without_the_chosen_interface_is_named_with_what_it_has():
     rendezvous = HostRendezvousState({0: "a"}, 1, own_addresses=HostAddresses("m", (LAN[0],)), version="1", wanted=["eth0"], limits=HostRendezvousLimits(S), now_ns=0)  # fmt: skip
     rendezvous.on_hello(0, ready(), 0)
     rendezvous.on_addresses(0, HostAddresses("m0", (DOCKER[1],)), 0)
-    assert "host a has no address on eth0, found docker0 172.17.0.1" in rendezvous.problem
+    assert "host a has no address on eth0; it has docker0 172.17.0.1" in rendezvous.problem
 
 
 def test_what_a_host_cannot_run_is_said_for_all_hosts():

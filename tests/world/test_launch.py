@@ -251,7 +251,7 @@ def test_a_spawned_function_prints_no_warning(tmp_path, console, monkeypatch):
 def test_spawn_refuses_what_a_rank_cannot_find(tmp_path):
     with pytest.raises(ConfigError, match="to the top level of a module"):
         spawn(lambda: None, 2)
-    with pytest.raises(ConfigError, match="that JSON knows"):
+    with pytest.raises(ConfigError, match="cannot be sent as JSON"):
         spawn(os.path.join, 2, [object()])
 
 

@@ -71,7 +71,7 @@ def test_who_came_by_itself_and_went_is_forgotten_and_may_come_again():
 
     with no_leaks(), selectors.DefaultSelector() as selector:
         board = AgentRegistry(MonotonicClock())
-        board.watch(selector)
+        board.register(selector)
         (gone, its_end), (stays, other_end) = come(board), come(board)
         its_end.close()
         while gone() is not None:
@@ -119,5 +119,7 @@ def test_a_node_0_that_only_its_own_host_can_reach_is_named_at_once(tmp_path):
 
     point = MeetingPoint(2, 1, path="/shared/job7")
     nodes = Nodes(meeting=point, insecure_network=True)
-    with pytest.raises(ConfigError, match=r"from node 1, found tcp://127.0.0.1:9: see that"):
+    with pytest.raises(
+        ConfigError, match=r"node 1 cannot reach node 0: /shared/job7 lists tcp://127.0.0.1:9."
+    ):
         join_first_node(JobSpec(command=("a.py",)), nodes, MonotonicClock(), unheard, Found())

@@ -179,7 +179,7 @@ def test_a_host_with_another_braid_is_refused_by_name(run, tmp_path):
     fake.write_text(code)
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     text = refused(run, python=str(fake))
-    assert "host b has braid 9.9, expected " in text
+    assert "host b has braid 9.9, but the launcher has " in text
     assert text.endswith("nothing is wrong with a")
 
 
@@ -193,7 +193,7 @@ def test_a_program_that_is_missing_is_said_for_each_host(run):
 def test_an_interface_that_no_host_has_is_refused_with_what_there_is(tmp_path):
     where = Hosts(hosts=parse_hosts("a"), rsh=HERE, interfaces=("eth77",))
     with pytest.raises(
-        ConfigError, match=r"host a has no address on eth77, found .*lo 127\.0\.0\.1"
+        ConfigError, match=r"host a has no address on eth77; it has .*lo 127\.0\.0\.1"
     ):
         HostsSupervisor().run(JobSpec(command=(JOBS, "environment"), log_dir=str(tmp_path)), where)
 

@@ -1,1 +1,1 @@
-"""Several hosts: agents on each, how they are found, and the ranks that they start."""
+"""Several hosts: their rendezvous, the agents on them, and the ranks that the agents start."""

@@ -1,12 +1,13 @@
-"""The launcher's hands on one host: started there, it finds the way back, starts ranks, and never outlives its launcher.
+"""An agent: starts ranks on its host for a launcher on another host, and never outlives it.
 
-    python -m braid.launch.cluster.agent_main    started by a `Placement`; speaks on stdin and stdout
-    serve(connection, ...)               in a launcher that has joined the one of node 0
+    python -m braid.launch.cluster.agent_main    started by a `Placement`; uses stdin and stdout
+    serve(connection, ...)                       in a launcher that has joined node 0
 
-Problem: ssh ends when its connection does, and leaves what it started running on the other side.
-Idea: the agent waits for two things at once, its children and its launcher. When the stream from
-the launcher ends, for whatever reason, it kills its ranks and all that they have started; when the
-agent itself is killed, the kernel kills its ranks (PR_SET_PDEATHSIG).
+Problem: when an ssh connection breaks, the programs that it has started keep running remotely.
+
+Idea: the agent polls its children and its launcher. When the stream from the launcher ends, the
+agent kills its ranks and all processes that they have started. When the agent itself is killed, the
+kernel kills its ranks (PR_SET_PDEATHSIG) and the orphan reaper kills the remaining processes.
 
 Source: Horovod's task service (horovod/runner/task), without pickled messages.
 """
@@ -62,21 +63,21 @@ from braid.wire import Secret
 
 __all__ = ["LOST_EXIT_CODE", "JoinRequest", "serve"]
 
-SILENCE_S = 60.0  # then the launcher is gone, or cut off, or stopped for good
+SILENCE_S = 60.0  # after which the launcher counts as lost
 LAUNCHER_NODE = "launcher"
 LOST_EXIT_CODE = 1
 REAPER = str(Path(__file__).parents[1] / "process" / "orphan_reaper.py")
 
 
 class JoinRequest(NamedTuple):
-    """What a user said to the launcher that has become an agent.
+    """Options of a launcher that joins another launcher as an agent.
 
     Attributes:
-        node_rank: `--node-rank`.
-        num_nodes: `--nnodes`.
-        slots: `-n`.
-        command: What to run.
-        secret: Known to all nodes.
+        node_rank: Value of `--node-rank`.
+        num_nodes: Value of `--nnodes`.
+        slots: Value of `-n`.
+        command: Command of the ranks.
+        secret: Secret of all nodes.
     """
 
     node_rank: int | None
@@ -93,16 +94,16 @@ def serve(
     clock: Clock | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Bye:
-    """Be the agent of this host until the launcher at the other end of `stream` says good-bye or is gone.
+    """Serve as the agent of this host until the launcher ends the run or is lost.
 
     Args:
-        stream: To the launcher; owned and closed.
-        join_request: Set in a launcher that joins another one.
-        clock: Time source; the host's when None.
-        notice: Shows a text to a user at this end.
+        stream: Stream to the launcher; owned and closed.
+        join_request: Options of a launcher that joins another one; None in a started agent.
+        clock: Time source; the monotonic clock of the host when None.
+        notice: Shows a text to a user on this host.
 
     Returns:
-        How the run ended.
+        Outcome of the run.
 
     Raises:
         ConfigError: The launcher refused this node.
@@ -116,7 +117,7 @@ def serve(
 
 
 class _Agent:
-    """One agent; closing it ends everything that it has started."""
+    """One agent; closing it ends all processes that it has started."""
 
     def __init__(
         self,
@@ -153,21 +154,9 @@ class _Agent:
             self._stack = stack.pop_all()
 
     def run(self) -> Bye:
-        """Serve until the end."""
-        said = self._join_request
-        self._channel.send(
-            AgentHello(__version__, socket.gethostname(), os.getpid())
-            if said is None
-            else AgentHello(
-                __version__,
-                socket.gethostname(),
-                os.getpid(),
-                said.node_rank,
-                said.num_nodes,
-                said.slots,
-                said.command,
-            )
-        )
+        """Say hello to the launcher and serve until the end of the run."""
+        options = () if self._join_request is None else self._join_request[:4]
+        self._channel.send(AgentHello(__version__, socket.gethostname(), os.getpid(), *options))
         while self._bye is None:
             for key, _ in self._selector.select(self._pause_s()):
                 key.data()
@@ -177,7 +166,7 @@ class _Agent:
         return self._bye
 
     def close(self) -> None:
-        """End everything."""
+        """End the ranks and release all resources."""
         if self._prober is not None:
             self._prober.close()
         if self._probe_listener is not None:
@@ -227,7 +216,7 @@ class _Agent:
             self._bye = Bye(LOST_EXIT_CODE, f"braid: {why}; its ranks on this host were ended")
 
     def _on_readable(self) -> None:
-        """Take what the launcher said."""
+        """Process the launcher's messages that have arrived."""
         for _ in range(MESSAGES_PER_TURN):
             delivery = self._van.try_recv() if self._bye is None else None
             if delivery is None:
@@ -253,9 +242,9 @@ class _Agent:
             self._execute(message)
 
     def _execute(self, message: Message) -> None:
-        """What needs the job's secret, or ranks."""
+        """Execute a request that needs the job's secret, or ranks."""
         if self._secret is None:
-            self._give_up(f"the launcher said {type(message).__name__} before its greeting")
+            self._give_up(f"the launcher sent {type(message).__name__} before its greeting")
         elif isinstance(message, ProbeRequest):
             self._prober = Prober(
                 self._node,
@@ -332,18 +321,18 @@ class _Agent:
 
 
 def _sockets(interface: str) -> dict[str, str]:
-    """Where torch's own backends shall listen; they would ask for the host's name, which often leads to loopback."""
+    """Return variables that make torch's backends use `interface`, instead of the host name's."""
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface)
 
 
 @contextmanager
 def _orphan_reaper(run_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Have somebody end what is left of the run when this process is killed."""
+    """Run the orphan reaper, which ends the run's processes if this process is killed."""
     marks = (f"BRAID_RUN_ID={run_id}", f"BRAID_LAUNCHER_PID={os.getpid()}")  # see `rank_environ`
     reaper = subprocess.Popen(
         [sys.executable, "-I", "-S", REAPER, *marks],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # what ends this process by a signal to its group spares it
+        start_new_session=True,  # a signal to the group of this process spares the reaper
     )
     with reaper:  # closes its stdin and waits
         yield reaper

@@ -1,4 +1,4 @@
-"""What one end of a van says to the other: into nothing when that is gone, which the van tells by itself."""
+"""Sends messages to one peer of a van: the launcher, or an agent."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from braid.message import PipeVan, VanConfig
 
 __all__ = ["MESSAGES_PER_TURN", "AgentChannel", "van_config"]
 
-MESSAGES_PER_TURN = 64  # before signals and ranks have their turn
+MESSAGES_PER_TURN = 64  # number of messages that are processed before signals and ranks
 BEAT_S = 5.0
 
 
 def van_config(lost_after_s: float) -> VanConfig:
-    """For the van of a launcher or an agent.
+    """Return the configuration for the van of a launcher or an agent.
 
-    Neither may wait for the other: it would hear no signals. So the queue has no end, and who fills
-    it is paused instead: ranks that print.
+    A launcher or agent that blocks would miss signals. The send queue is therefore unbounded, and
+    the agent pauses ranks that print faster than the network carries.
+
+    Args:
+        lost_after_s: Seconds of silence after which the peer counts as lost.
     """
     return VanConfig(
         heartbeat_s=BEAT_S,
@@ -29,11 +32,11 @@ def van_config(lost_after_s: float) -> VanConfig:
 
 
 class AgentChannel:
-    """One peer of a van.
+    """Sends messages to one peer; messages to a lost peer are dropped.
 
     Args:
-        van: Carries the messages; not owned.
-        peer: Who is at the other end.
+        van: Van that carries the messages, and reports the loss of the peer; not owned.
+        peer: Name of the peer.
     """
 
     def __init__(self, van: PipeVan, peer: str) -> None:
@@ -42,10 +45,10 @@ class AgentChannel:
 
     @property
     def queued_bytes(self) -> int:
-        """What waits to be sent."""
+        """Number of bytes in the send queue."""
         return self._van.statistics(self._peer).queued_bytes
 
     def send(self, message: ToAgent | FromAgent, *buffers: bytes) -> None:
-        """Send a message as soon as there is room."""
+        """Queue a message and its buffers; never blocks."""
         with suppress(PeerLostError):
             self._van.try_send(self._peer, message, buffers=buffers, priority=priority_of(message))

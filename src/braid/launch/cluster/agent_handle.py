@@ -1,4 +1,4 @@
-"""The launcher's end of one agent: what it says, how it was started, whether it is still there."""
+"""The launcher's handle of one agent: its messages, the process that carries it, and its loss."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from braid.message import Delivery, Message, PeerLost, PipeStream, PipeVan
 
 __all__ = ["END_LIMIT_S", "SILENCE_S", "AgentHandle", "OnLost", "OnMessage"]
 
-SILENCE_S = 30.0  # as long as a stopped rank may be silent
-NUM_PINGS = 16  # one after the other; the shortest tells the time, to half of what it took
+SILENCE_S = 30.0  # as long as a rank may be stopped
+NUM_PINGS = 16  # the fastest one compares the clocks, with an error of half its duration
 READ_BYTES = 4096
-STATUS_LIMIT_S = 1.0  # between the end of its stream and the end of the process that carried it
+STATUS_LIMIT_S = 1.0  # between the end of the stream and the end of the process that carried it
 END_LIMIT_S = 5.0
 
 OnMessage = Callable[["AgentHandle", Message, Sequence[memoryview]], None]
@@ -30,23 +30,23 @@ OnLost = Callable[["AgentHandle", str], None]
 
 
 class AgentHandle:
-    """One agent.
+    """One agent, as the launcher sees it.
 
     Args:
-        node: Number of its host.
-        name: What to call its host.
-        van: Of the launcher; not owned.
-        peer: Its name there.
-        placed: The process that carries it, of which the van has nothing before its first line;
-            None for one that has come by itself. Owned.
+        node: Number of the agent's host.
+        name: Name of the host for messages.
+        van: Van of the launcher; not owned.
+        peer: Name of the agent on the van.
+        placed: Process that carries the agent; owned. Its pipes are attached to the van after the
+            agent's first line. None for a launcher that has joined.
         clock: Time source.
-        on_message: Called with what it says, and the buffers that follow.
-        on_lost: Called once when it is gone, with a sentence about why.
+        on_message: Called with each message and its buffers.
+        on_lost: Called once when the agent is lost, with the reason.
 
     Attributes:
-        alive: Whether it is not known to be gone.
-        offset_ns: What to add to its clock to get this one's.
-        said: Its first message; None until it came.
+        alive: Whether the agent is not known to be lost.
+        offset_ns: Difference of the launcher's clock and the agent's clock.
+        hello: First message of the agent; None until it arrives.
     """
 
     def __init__(
@@ -72,45 +72,45 @@ class AgentHandle:
         self._peer = peer
         self._channel = AgentChannel(van, peer)
         self._clock = clock
-        self._trips_ns: list[int] = []  # of pings, there and back
+        self._trips_ns: list[int] = []  # round-trip times of pings
         self._placed = placed
         self._first_line = FirstLine()
         self._is_attached = placed is None
         self._errors = b""
-        self._raw: dict[int, Callable[[], None]] = {}  # what is read here, and not by the van
+        self._raw: dict[int, Callable[[], None]] = {}  # descriptors that the van does not read
         if placed is not None:
             self._raw = {placed.reader: self._read_line, placed.errors: self._read_errors}
         self._selector: selectors.BaseSelector | None = None
 
     @property
-    def came_by_itself(self) -> bool:
-        """Whether nothing here carries it."""
+    def has_joined(self) -> bool:
+        """Whether the agent is a launcher that has joined, not a process started from here."""
         return self._placed is None
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Be watched by `selector` from now on."""
+        """Register the descriptors that the van does not read with `selector`."""
         self.unregister()
         self._selector = selector
         for fd, read in self._raw.items():
             selector.register(fd, selectors.EVENT_READ, read)
 
     def unregister(self) -> None:
-        """Be watched no more."""
+        """Unregister from the selector. Idempotent."""
         if self._selector is not None:
             for fd in self._raw:
                 self._selector.unregister(fd)
             self._selector = None
 
     def send(self, message: ToAgent, *buffers: bytes) -> None:
-        """Send a message, if it is there."""
+        """Send a message; no-op if the agent is lost."""
         self._channel.send(message, *buffers)
 
     def end(self, exit_code: int, text: str) -> None:
-        """Say good-bye; `close` waits for it to go."""
+        """Ask the agent to end, with the outcome of the run; `close` waits for its end."""
         self.send(Bye(exit_code, text))
 
     def hang_up(self) -> None:
-        """Close pipes that the van never had: an agent at their other end ends. Idempotent."""
+        """Close pipes that were never attached to the van, so that the agent ends. Idempotent."""
         self.unregister()
         placed = self._placed
         if placed is not None and not self._is_attached:
@@ -120,7 +120,7 @@ class AgentHandle:
             self._is_attached = True
 
     def receive(self, delivery: Delivery) -> None:
-        """Take what it says, or that it is gone."""
+        """Process a message of the agent, or the news of its loss."""
         message = delivery.message
         if isinstance(message, PeerLost):
             silent = f"has not answered for {SILENCE_S:g} s"
@@ -135,7 +135,10 @@ class AgentHandle:
             self.on_message(self, message, delivery.buffers)
 
     def close(self, deadline_ns: int) -> None:
-        """Close what the van does not, once that is closed: then the agent ends, or is ended at the deadline. Idempotent."""
+        """Wait for the agent's end, kill it at the deadline, and close its descriptors. Idempotent.
+
+        Call after the van is closed, which makes the agent end.
+        """
         self.hang_up()
         if self._placed is not None:
             self._placed.wait(max(0.0, (deadline_ns - self._clock.now_ns()) / 1e9))
@@ -148,7 +151,7 @@ class AgentHandle:
         self.on_lost(self, why)
 
     def _read_line(self) -> None:
-        """Look for the first line; then the van takes the pipes over."""
+        """Read until the agent's first line, then attach the pipes to the van."""
         placed = self._placed
         assert placed is not None
         line = self._first_line
@@ -158,7 +161,7 @@ class AgentHandle:
         self._forget(placed.reader)
         if not chunk:
             self._lose(self._why())
-        elif line.version != __version__:  # what it says after its line may mean something else
+        elif line.version != __version__:  # its messages may have another meaning
             self.on_message(self, AgentHello(line.version, self.name, 0), ())
         else:
             pipes = (placed.reader, placed.writer)
@@ -167,7 +170,7 @@ class AgentHandle:
             self._is_attached = True
 
     def _compare_clocks(self, pong: Pong) -> None:
-        """Compare the clocks: the agent read its own half-way, and most nearly so when that took least."""
+        """Update the clock offset from the fastest ping: the agent answers half-way through."""
         now_ns = self._clock.now_ns()
         trip_ns = now_ns - pong.t_ns
         if trip_ns < min(self._trips_ns, default=trip_ns + 1):
@@ -177,17 +180,17 @@ class AgentHandle:
             self.send(Ping(now_ns))
 
     def _forget(self, fd: int) -> None:
-        """Read it here no more."""
+        """Stop reading a descriptor."""
         del self._raw[fd]
         if self._selector is not None:
             self._selector.unregister(fd)
 
     def _why(self) -> str:
-        """What ended the stream, in words that stand behind the host's name."""
+        """Return the reason why the stream ended, as a clause to follow the host's name."""
         placed = self._placed
         if placed is None:
-            who = f" (pid {self.hello.pid})" if self.hello is not None else ""
-            return f"is gone: its launcher{who} has closed the connection"
+            pid = f" (pid {self.hello.pid})" if self.hello is not None else ""
+            return f"is gone: its launcher{pid} has closed the connection"
         status = placed.status_within(STATUS_LIMIT_S)
         self._read_errors()
         how = "has closed its pipe"
@@ -196,10 +199,8 @@ class AgentHandle:
         if status is not None and status < 0:
             how = f"was killed by signal {-status} ({signal_name(-status)})"
         command = shlex.join(placed.argv)
-        words = (
-            (self._errors + self._first_line.noise).decode(errors="replace").strip().splitlines()
-        )
-        last = f": {words[-1].strip()}" if words else ""
+        output = (self._errors + self._first_line.noise).decode(errors="replace").strip()
+        last = f": {output.splitlines()[-1].strip()}" if output else ""
         if self.hello is not None:
             return f"is gone: its agent (pid {self.hello.pid}) {how}{last}"
         hint = ""

@@ -1,4 +1,7 @@
-"""What a `Placement` starts on a host: `python -m braid.launch.cluster.agent_main`, an agent that speaks on stdin and stdout."""
+"""Program that a `Placement` starts on a host: an agent that communicates on stdin and stdout.
+
+python -m braid.launch.cluster.agent_main
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Serve on stdin and stdout; the exit code is that of the run."""
+    """Serve on stdin and stdout; return the exit code of the run."""
     reader, writer = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)  # what anything prints goes where errors go, and not between the frames
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # prints go to stderr, not between the frames
+    os.close(null)
     os.write(writer, first_line())
     bye = serve(PipeStream(reader, writer, "the launcher"))
     if bye.exit_code == LOST_EXIT_CODE and bye.text:
-        with suppress(OSError):  # nobody may be left to read it
+        with suppress(OSError):  # the reader of stderr may be gone
             os.write(2, f"{bye.text} ({socket.gethostname()})\n".encode())
     return bye.exit_code
 

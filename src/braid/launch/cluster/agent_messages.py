@@ -1,22 +1,24 @@
-"""What a launcher and its agents on other hosts tell each other.
+"""Messages between a launcher and its agents on other hosts.
 
-    launcher                                 agent
-                                     <----   AgentHello: who it is, and its braid
-      Greeting (the job's secret)    ---->
-                                     <----   HostAddresses: its addresses
-      ProbeRequest these addresses            ---->
-                                     <----   ProbeResult
-      Prepare                        ---->
-                                     <----   Prepared, or why this host cannot run the job
-      Start, Send (signals), StackRequest     ---->
-                                     <----   Started, Output, FinalRecord, ProcessChanged, OpenWaits, RankSnapshot
-      Ping                           ---->
-                                     <----   Pong
-      Finish                         ---->
-                                     <----   Finished
-      Bye                            ---->
+    launcher                          agent
+                              <----   AgentHello: its identity and its version of braid
+      Greeting: the secret    ---->
+                              <----   HostAddresses: its addresses
+      ProbeRequest            ---->
+                              <----   ProbeResult
+      Prepare                 ---->
+                              <----   Prepared, or the reason why the host cannot run the job
+      Start, Send (signals),
+      StackRequest            ---->
+                              <----   Started, NotStarted, Output, FinalRecord, ProcessChanged,
+                                      OpenWaits, RankSnapshot, Signalled
+      Ping                    ---->
+                              <----   Pong
+      Finish                  ---->
+                              <----   Finished
+      Bye                     ---->
 
-They are messages of the room `message`; bytes that may be many follow as buffers.
+The room `message` carries them; large data follow as buffers.
 """
 
 from __future__ import annotations
@@ -67,12 +69,12 @@ AGENT_ROLE = "agent"
 
 
 class Greeting(msgspec.Struct, tag=True, frozen=True):
-    """You may take part; the job's secret follows as a buffer, unless the agent has it.
+    """Accepts an agent; the job's secret follows as a buffer, unless the agent has it.
 
     Attributes:
         run_id: Name of the run.
         node: Number of the agent's host.
-        cwd: Where to run; empty to stay.
+        cwd: Working directory for ranks; empty for the agent's own.
     """
 
     run_id: str
@@ -81,16 +83,19 @@ class Greeting(msgspec.Struct, tag=True, frozen=True):
 
 
 class AgentHello(msgspec.Struct, tag=True, frozen=True):
-    """An agent speaks first; fields may be added, but never change.
+    """First message of an agent; fields may be added, but never change.
+
+    The last four fields repeat the user's options on the agent's host. They are empty if the
+    launcher has started the agent.
 
     Attributes:
-        version: Its braid.
-        hostname: What its host calls itself.
-        pid: Its process.
-        node_rank: Number of its host, as its user gave it; None when the launcher gives it.
-        num_nodes: Number of hosts, as its user gave it; 0 likewise.
-        slots: Number of ranks, as its user gave it; 0 likewise.
-        command: What its user wants to run there; empty likewise.
+        version: Version of the agent's braid.
+        hostname: Host name of the agent.
+        pid: Process id of the agent.
+        node_rank: Number of the agent's host, or None.
+        num_nodes: Number of hosts, or 0.
+        slots: Number of ranks on the agent's host, or 0.
+        command: Command of the ranks.
     """
 
     version: str
@@ -103,12 +108,12 @@ class AgentHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class HostAddresses(msgspec.Struct, tag=True, frozen=True):
-    """An agent says where it is.
+    """Addresses of an agent's host.
 
     Attributes:
-        machine: Equal for two agents that share network interfaces.
-        endpoints: Where it waits to be found.
-        problem: Why it cannot take part.
+        machine: Identifier of the machine; equal for agents that share network interfaces.
+        endpoints: Endpoints on which the agent listens for probes.
+        problem: Reason why the host cannot take part; empty if it can.
     """
 
     machine: str
@@ -117,31 +122,37 @@ class HostAddresses(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProbeRequest(msgspec.Struct, tag=True, frozen=True):
-    """ProbeRequest to reach these, all at once."""
+    """Request to try to reach endpoints, all at the same time.
+
+    Attributes:
+        targets: Endpoints to reach.
+        limit_s: Time limit in seconds.
+    """
 
     targets: tuple[Endpoint, ...]
     limit_s: float
 
 
 class ProbeResult(msgspec.Struct, tag=True, frozen=True):
-    """What came of it."""
+    """Answer to `ProbeRequest`: the results of all attempts."""
 
     attempts: tuple[Attempt, ...]
 
 
 class Prepare(msgspec.Struct, tag=True, frozen=True):
-    """Make ready for ranks.
+    """Request to prepare for ranks.
 
     Attributes:
-        command: What they will run.
-        kind: What `command[0]` is, see `JobSpec`.
-        num_ranks: How many of them here.
-        threads: OMP_NUM_THREADS of each; None to choose.
-        environ: Variables of the launcher's host that ranks shall have.
-        interface: The one that has the address of this host, for torch's own backends.
-        look_s: How often to tell what ranks wait for; 0 for never.
-        master_addr: Address to keep a port on for torch.distributed; empty on hosts without rank 0.
-        port: That port; 0 for any.
+        command: Command of the ranks.
+        kind: Kind of `command[0]`; see `JobSpec`.
+        num_ranks: Number of ranks on the host.
+        threads: OMP_NUM_THREADS of each rank; None lets the agent choose.
+        environ: Environment variables from the launcher's host.
+        interface: Network interface of the host's address, for torch's own backends.
+        look_s: Seconds between `OpenWaits` messages; 0 for none.
+        master_addr: Address on which to reserve a port for torch.distributed; empty on hosts
+            without rank 0.
+        port: Number of the port to reserve; 0 for any.
     """
 
     command: tuple[str, ...]
@@ -156,7 +167,13 @@ class Prepare(msgspec.Struct, tag=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, tag=True, frozen=True):
-    """AgentHello, unless there is a problem."""
+    """Answer to `Prepare`.
+
+    Attributes:
+        port: Number of the reserved port; 0 if there is none.
+        threads: OMP_NUM_THREADS of the ranks, with the reason for the choice.
+        problem: Reason why the host cannot run the job; empty if it can.
+    """
 
     port: int = 0
     threads: str = ""
@@ -164,7 +181,7 @@ class Prepared(msgspec.Struct, tag=True, frozen=True):
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Start a rank; the agent adds the descriptors."""
+    """Request to start a rank; the agent adds the descriptors to its settings."""
 
     environment: JobEnvironment
 
@@ -184,38 +201,38 @@ class NotStarted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Send(msgspec.Struct, tag=True, frozen=True):
-    """Send a signal to a rank."""
+    """Request to send a signal to a rank."""
 
     rank: int
     signum: int
 
 
 class StackRequest(msgspec.Struct, tag=True, frozen=True):
-    """StackRequest all ranks for their stacks, and say what is seen of them after a moment.
+    """Request for a `RankSnapshot` of all ranks, with stacks.
 
     Attributes:
-        handlers: Ranks that answer SIGUSR1, which would end the others.
+        handlers: Ranks that handle SIGUSR1; the signal would end any other rank.
     """
 
     handlers: tuple[int, ...]
 
 
 class Output(msgspec.Struct, tag=True, frozen=True):
-    """A rank wrote; the bytes follow."""
+    """Output of a rank to `stream` (1 or 2); the bytes follow as a buffer."""
 
     rank: int
     stream: int
 
 
 class FinalRecord(msgspec.Struct, tag=True, frozen=True):
-    """What a rank's black box holds; pieces of its ring (by offset) follow, then its stacks."""
+    """Contents of a rank's black box; buffers hold the pieces of its ring, then its stacks."""
 
     rank: int
     offsets: tuple[int, ...]
 
 
 class ProcessChanged(msgspec.Struct, tag=True, frozen=True):
-    """A rank stopped, went on or ended, at `t_ns` of the agent's clock; see `processes.Change`."""
+    """State change of a rank's process at `t_ns` on the agent's clock; see `processes.Change`."""
 
     rank: int
     kind: str
@@ -225,50 +242,50 @@ class ProcessChanged(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenWaits(msgspec.Struct, tag=True, frozen=True):
-    """Collectives that ranks are inside of, on the agent's clock; sent when they change."""
+    """Open collectives of the host's ranks, on the agent's clock; sent when they change."""
 
     waits: tuple[OpenWait, ...]
 
 
 class RankSnapshot(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `StackRequest`, on the agent's clock."""
+    """Answer to `StackRequest`, on the agent's clock."""
 
     views: tuple[RankView, ...]
 
 
 class Signalled(msgspec.Struct, tag=True, frozen=True):
-    """Somebody sent the agent a signal that asks a program to end."""
+    """The agent has received a signal that asks a program to end."""
 
     signum: int
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Are you there?"""
+    """Request for a `Pong`, to compare the clocks; `t_ns` is the launcher's time."""
 
     t_ns: int
 
 
 class Pong(msgspec.Struct, tag=True, frozen=True):
-    """Yes; the ping's time, and the agent's own."""
+    """Answer to `Ping`: the time of the ping, and the agent's own time."""
 
     t_ns: int
     now_ns: int
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):
-    """End what ranks have left behind."""
+    """Request to end all processes of the run on the host."""
 
 
 class Finished(msgspec.Struct, tag=True, frozen=True):
-    """Nothing of the run is left on the host."""
+    """Answer to `Finish`: no process of the run is left on the host."""
 
 
 class Bye(msgspec.Struct, tag=True, frozen=True):
-    """Go.
+    """Request to the agent to end.
 
     Attributes:
-        exit_code: That of the run.
-        text: How it ended, for a user at the agent's end.
+        exit_code: Exit code of the run.
+        text: Error block for a user at the agent's host; empty after success.
     """
 
     exit_code: int
@@ -276,7 +293,7 @@ class Bye(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The agent may not take part."""
+    """Refusal of an agent that has asked to join."""
 
     reason: str
 
@@ -301,12 +318,11 @@ FromAgent: TypeAlias = (
     | Finished
 )
 AGENT_SCHEMA = Schema(*get_args(ToAgent), *get_args(FromAgent))
-# That a rank has ended is told after what it wrote last, in which it says why; and that nothing is
-# left, after that.
+# The news of a rank's end follows its last output, which explains the end; `Finished` comes last.
 IN_TURN = (Output, FinalRecord, ProcessChanged, Finished)
 URGENT = NUM_PRIORITIES // 2
 
 
 def priority_of(message: ToAgent | FromAgent) -> int:
-    """Of two on their way, the greater leaves first: what ranks print waits for everything else."""
+    """Return the priority of a message in the send queue: output of ranks yields to all else."""
     return 0 if isinstance(message, IN_TURN) else URGENT

@@ -1,7 +1,7 @@
-"""The ranks of one host, as its agent sees them: children whose output, ends and memory go to the launcher.
+"""The ranks of one host, which its agent starts and reports on to the launcher.
 
-An agent decides nothing. It does for its children what only a parent on the same host can do
-(start, signal, wait, read pipes and memory) and says what it saw.
+An agent takes no decisions. It does for its children what only a parent on the same host can do:
+start, signal and reap them, and read their pipes and memory.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from braid.wire import Secret
 
 __all__ = ["AgentRanks"]
 
-MAX_QUEUED_BYTES = 8 << 20  # then ranks that print wait until the launcher has read
-FULL_LOOK_NS = 10_000_000  # a network of 100 MB/s carries the eighth that remains meanwhile
+MAX_QUEUED_BYTES = 8 << 20  # beyond which ranks that print are paused
+FULL_LOOK_NS = 10_000_000  # in which a network of 100 MB/s carries an eighth of the queue
 
 
 class _Kept(NamedTuple):
-    """A child and what is kept of it."""
+    """A child, its black box and its observer."""
 
     child: Child
     box: BlackBox
@@ -50,18 +50,18 @@ class _Kept(NamedTuple):
 
 
 class AgentRanks:
-    """Starts ranks and says what happens to them.
+    """Starts ranks and reports to the launcher what happens to them.
 
     Args:
-        job: What they run.
-        secret: The job's.
-        channel: To the launcher.
-        selector: Watches their pipes; the data of its keys is what to call.
+        job: Job of the ranks.
+        secret: Secret of the job.
+        channel: Channel to the launcher.
+        selector: Selector that polls the pipes of ranks; the data of a key is the function to call.
         clock: Time source.
-        look_s: How often to tell what ranks wait for; 0 for never.
+        look_s: Seconds between `OpenWaits` messages; 0 for none.
 
     Attributes:
-        threads: OMP_NUM_THREADS of each, and the reason.
+        threads: OMP_NUM_THREADS of each rank, with the reason for the choice.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class AgentRanks:
 
     @property
     def pids(self) -> list[int]:
-        """Processes of all ranks so far."""
+        """Process ids of all ranks so far."""
         return [kept.child.pid for kept in self._ranks.values()]
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due."""
+        """Time at which `poll` is due; None if it is not."""
         due = [self._look_ns] if self._ranks and self._every_ns else []
         if self._seen_ns is not None:
             due.append(self._seen_ns)
@@ -107,7 +107,7 @@ class AgentRanks:
         return min(due, default=None)
 
     def start(self, environment: JobEnvironment) -> None:
-        """Start a rank, or say why it cannot be."""
+        """Start a rank and report its process id, or the reason of the failure."""
         rank = environment.rank
         try:
             with ExitStack() as undo:
@@ -141,19 +141,19 @@ class AgentRanks:
             kept.child.signal(message.signum)
 
     def request_stack(self, handlers: tuple[int, ...]) -> None:
-        """StackRequest ranks for their stacks; the answer goes to the launcher after a moment."""
+        """Request stacks from the ranks `handlers`; `poll` sends the answer a moment later."""
         for rank, kept in self._ranks.items():
             kept.look.request_stack(alive=kept.child.alive, answers=rank in handlers)
         self._seen_ns = self._clock.now_ns() + STACKS_NS // 2
 
     def reap(self) -> None:
-        """Look what the ranks have done."""
+        """Report the state changes of all ranks."""
         for rank, kept in self._ranks.items():
             for change in changes_of(kept.child.pid) if kept.child.alive else ():
                 self._changed(rank, kept, change)
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Pause or resume ranks that print, and send the messages that are due."""
         now_ns = self._clock.now_ns()
         least = MAX_QUEUED_BYTES // 8 if self._is_full else MAX_QUEUED_BYTES
         self._is_full = self._channel.queued_bytes > least
@@ -172,7 +172,7 @@ class AgentRanks:
             self._channel.send(RankSnapshot(tuple(views)))
 
     def kill(self) -> None:
-        """End all that live, and take what they have written."""
+        """Kill all living ranks and report their last output."""
         for kept in self._ranks.values():
             kept.child.signal(SIGKILL)
         for rank, kept in self._ranks.items():
@@ -182,7 +182,7 @@ class AgentRanks:
                 self._changed(rank, kept, Change("killed", SIGKILL))
 
     def close(self) -> None:
-        """End all that live, and close everything. Idempotent."""
+        """Kill all living ranks and release all resources. Idempotent."""
         self.kill()
         for kept in self._ranks.values():
             kept.child.close()

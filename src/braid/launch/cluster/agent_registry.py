@@ -1,4 +1,4 @@
-"""The launcher's van: who is at its other ends, and who hears what each of them says."""
+"""Connects a launcher with all of its agents through one van."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ __all__ = ["AgentRegistry"]
 
 
 class AgentRegistry:
-    """All agents of a launcher, on one van; closing it ends them.
+    """All agents of a launcher, on one van; closing the registry ends the agents.
 
-    Agents have numbers of their own on the van: several may come and say that they are the same
-    host. One that has come by itself is forgotten when it is gone, so that it may come again
-    however often.
+    Agents have numbers of their own on the van, because several may claim to be the same host. A
+    launcher that has joined is removed when it is lost, so that it can join again.
 
     Args:
         clock: Time source.
@@ -42,26 +41,26 @@ class AgentRegistry:
 
         Args:
             node: Number of the host.
-            name: What to call it.
-            placement: How it comes to be there.
-            on_message: Called with what it says, and the buffers that follow.
-            on_lost: Called once when it is gone, with a sentence about why.
+            name: Name of the host for messages.
+            placement: Way to start a process on the host.
+            on_message: Called with each message and its buffers.
+            on_lost: Called once when the agent is lost, with the reason.
 
         Raises:
-            ConfigError: It cannot be started.
+            ConfigError: The agent cannot be started.
         """
         return self._add(self._new_peer(), node, name, placement.start(), on_message, on_lost)
 
     def admit(
         self, connection: SocketConnection, on_message: OnMessage, on_lost: OnLost
     ) -> AgentHandle:
-        """Take one that has come by itself, and knows the secret; otherwise like `start`."""
+        """Register a launcher that has connected and knows the secret; otherwise like `start`."""
         peer, node = self._new_peer(), connection.peer.rank
         self._van.attach(peer, connection)
         return self._add(peer, node, f"node {node}", None, on_message, on_lost)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Be watched by `selector` from now on, whose keys' data is what to call."""
+        """Register with `selector`; the data of a key is the function to call."""
         self.unregister()
         self._selector = selector
         selector.register(self._van, selectors.EVENT_READ, self._on_readable)
@@ -69,7 +68,7 @@ class AgentRegistry:
             agent.register(selector)
 
     def unregister(self) -> None:
-        """Be watched no more."""
+        """Unregister from the selector. Idempotent."""
         if self._selector is not None:
             self._selector.unregister(self._van)
             self._selector = None
@@ -77,7 +76,7 @@ class AgentRegistry:
                 agent.unregister()
 
     def close(self) -> None:
-        """Say good-bye to all; agents that are still there end their ranks, all at the same time. Idempotent."""
+        """Close all connections and wait for the agents, which end their ranks. Idempotent."""
         self.unregister()
         deadline_ns = self._clock.now_ns() + round(END_LIMIT_S * 1e9)
         with ExitStack() as stack:
@@ -114,12 +113,12 @@ class AgentRegistry:
         return agent
 
     def _on_readable(self) -> None:
-        """Take what has arrived."""
+        """Pass the messages that have arrived to their agents."""
         for _ in range(MESSAGES_PER_TURN):
             delivery = self._van.try_recv()
             if delivery is None:
                 return
             agent = self._agents[delivery.sender]
             agent.receive(delivery)
-            if not agent.alive and agent.came_by_itself:
+            if not agent.alive and agent.has_joined:
                 del self._agents[delivery.sender]

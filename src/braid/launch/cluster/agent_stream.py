@@ -1,10 +1,10 @@
-r"""How an agent that was started through another program begins to speak: with a line that nothing else prints.
+r"""Finds the begin of an agent's frames in the output of a remote shell.
 
-Problem: what reaches another host (ssh, `ip netns exec`, a batch system) offers stdin and stdout
-and nothing else, and the far shell may print a greeting of its own into the stream before braid
-speaks. Idea: the agent begins with a line that nothing else prints, with its version in it; what
-comes before is kept for the error message, what comes after belongs to the van that then takes the
-pipes over.
+Problem: a remote shell (ssh, `ip netns exec`, a batch system) offers only stdin and stdout, and may
+print a greeting into the stream first.
+
+Idea: the agent begins with a line that nothing else prints and that contains its version. The text
+before the line is kept for the error message; the bytes after it belong to the van.
 
     agent -> launcher    noise ... \0braid-agent 0.1.0\n frame frame ...
     launcher -> agent    frame frame ...
@@ -22,17 +22,17 @@ MAX_NOISE = 64 << 10
 
 
 def first_line() -> bytes:
-    """What an agent writes before its first frame."""
+    """Return the line that an agent writes before its first frame."""
     return MARK + __version__.encode() + b"\n"
 
 
 class FirstLine:
-    """Looks for the first line of an agent.
+    """Searches a stream for the first line of an agent.
 
     Attributes:
-        version: The agent's braid, once its line has come.
-        noise: What came before the line.
-        rest: What came after it.
+        version: Version of the agent's braid; empty until the line has arrived.
+        noise: Bytes before the line.
+        rest: Bytes after the line.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class FirstLine:
         self.rest = b""
 
     def feed(self, chunk: bytes) -> bool:
-        """Take what has arrived; whether the line is there."""
+        """Add bytes of the stream; return whether the line has arrived."""
         self.noise += chunk
         before, mark, after = self.noise.partition(MARK)
         line, newline, rest = after.partition(b"\n")

@@ -1,4 +1,7 @@
-"""Gathers the hosts of a job: starts or awaits an agent on each, and carries out what `HostRendezvousState` decides."""
+"""Gathers the hosts of a job: starts or awaits an agent on each host, until ranks can start there.
+
+`HostRendezvousState` takes all decisions; this module executes them.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +53,16 @@ from braid.wire import SECRET_BYTES, Secret
 
 __all__ = ["HostRendezvous"]
 
-PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions, and within the 10 s of a report
-PATIENCE_NS = 10_000_000_000  # then the user is told who is missing, and three times as late again
+PROBE_LIMIT_S = 4.0  # twice a lost SYN and its repetitions; a report appears within 10 s
+PATIENCE_NS = 10_000_000_000  # until the first notice about missing nodes; then three times longer
 
 
 class HostRendezvous:
     """Gathers hosts; a context manager that owns their agents.
 
     Args:
-        job: What they will run.
-        where: The hosts.
+        job: Job that the hosts will run.
+        where: Hosts of the job.
         inbox: Signals of this process.
         clock: Time source.
         notice: Shows a text to the user.
@@ -126,14 +129,15 @@ class HostRendezvous:
         """Wait until all hosts are ready.
 
         Args:
-            join_listener: Where launchers come in that were started by hand; not owned.
+            join_listener: Listener for launchers that were started by hand; not owned. None if this
+                launcher starts all agents.
 
         Returns:
-            The backend; its agents are still this object's to close.
+            Backend for the gathered hosts; this object still owns the agents.
 
         Raises:
-            ConfigError: Some host cannot take part; the message names all that cannot.
-            KeyboardInterrupt: The user has given up.
+            ConfigError: A host cannot take part; the message names all such hosts.
+            KeyboardInterrupt: The user has pressed Ctrl-C.
         """
         self._join_listener = join_listener
         if join_listener is not None:
@@ -165,7 +169,7 @@ class HostRendezvous:
                 self._agents,
                 self._state.reach.addresses,
                 self._places,
-                max(said.port for said in self._prepared.values()),
+                max(prepared.port for prepared in self._prepared.values()),
                 self._threads(),
                 self._where.listen,
                 join_listener,
@@ -175,11 +179,11 @@ class HostRendezvous:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks on all hosts, once they are gathered."""
+        """Number of ranks on all hosts, once the hosts are gathered."""
         return len(self._places)
 
     def close(self) -> None:
-        """Close all agents, which end their ranks. Idempotent."""
+        """Close all agents, which then end their ranks. Idempotent."""
         self._stack.close()
 
     def __enter__(self) -> HostRendezvous:
@@ -203,33 +207,32 @@ class HostRendezvous:
         )
 
     def _judge(self, agent: AgentHandle) -> str:
-        """Why a launcher that has come may not take part; empty when it may, and then it is one of the agents."""
-        said, node = agent.hello, agent.node
-        assert said is not None
+        """Accept a launcher that asks to join, or return the reason for the refusal."""
+        hello, node = agent.hello, agent.node
+        assert hello is not None
         assert isinstance(self._where, Nodes)
         num_nodes = self._where.meeting.num_nodes
-        taken = self._state.hello_of(node) if node in self._agents else None
-        if said.num_nodes != num_nodes:
-            return f"expected --nnodes {num_nodes}, found --nnodes {said.num_nodes} on node {node}"
+        if hello.num_nodes != num_nodes:
+            return (
+                f"expected --nnodes {num_nodes} as on node 0, got --nnodes {hello.num_nodes} on "
+                f"node {node}"
+            )
         if not 0 < node < num_nodes:
-            return f"expected --node-rank 1 to {num_nodes - 1}, found {node}"
+            return f"--node-rank must be 1 to {num_nodes - 1}, got {node}"
         if node in self._agents:
-            who = f"{taken.hostname} (pid {taken.pid})" if taken is not None else "another"
+            first = self._state.hello_of(node)
+            other = f"{first.hostname} (pid {first.pid})" if first is not None else "another node"
             return (
-                f"expected one node with --node-rank {node}, found {who} and {said.hostname} "
-                f"(pid {said.pid})"
+                f"two nodes have --node-rank {node}: {other} and {hello.hostname} (pid {hello.pid})"
             )
-        if said.command != self._job.command:
-            ours, theirs = " ".join(self._job.command), " ".join(said.command)
-            return (
-                f"expected the same command on all nodes, found `{ours}` on node 0 and "
-                f"`{theirs}` on node {node}"
-            )
+        if hello.command != self._job.command:
+            ours, theirs = " ".join(self._job.command), " ".join(hello.command)
+            return f"the command differs: `{ours}` on node 0, `{theirs}` on node {node}"
         names = {agent.name for agent in self._agents.values()}
-        agent.name = said.hostname if said.hostname not in names else f"{said.hostname}#{node}"
+        agent.name = hello.hostname if hello.hostname not in names else f"{hello.hostname}#{node}"
         agent.on_message, agent.on_lost = self._on_message, self._on_lost
         self._agents[node] = agent
-        self._on_message(agent, said, ())
+        self._on_message(agent, hello, ())
         return ""
 
     def _end_probing(self) -> None:
@@ -278,13 +281,13 @@ class HostRendezvous:
             if signum == SIGINT:
                 raise KeyboardInterrupt
             if signum != SIGCHLD:
-                msg = f"{signal_name(signum)} was received before all hosts were ready"
+                msg = f"{signal_name(signum)} received before all hosts were ready"
                 raise ConfigError(msg)
 
     def _on_lost(self, agent: AgentHandle, why: str) -> None:
         gathering = self._state.phase is HostRendezvousPhase.GATHERING
-        if self._by_hand and agent.node != 0 and gathering:  # its user may start it again
-            self._notice(f"node {agent.node} ({agent.name}) {why}; waiting for it to come again")
+        if self._by_hand and agent.node != 0 and gathering:  # the user may start it again
+            self._notice(f"node {agent.node} ({agent.name}) {why}; waiting for it to join again")
             self._state.forget(agent.node)
             del self._agents[agent.node]
             return
@@ -294,7 +297,7 @@ class HostRendezvous:
         self,
         agent: AgentHandle,
         message: Message,
-        buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
+        buffers: Sequence[memoryview],  # noqa: ARG002 - these messages have none
     ) -> None:
         now_ns = self._clock.now_ns()
         if isinstance(message, AgentHello):
@@ -317,9 +320,9 @@ class HostRendezvous:
                 self._prepare(instruction.node, instruction.address)
 
     def _greet(self, agent: AgentHandle) -> None:
-        came = self._by_hand and agent.node != 0
-        cwd = "" if came else str(Path.cwd())
-        key = () if came else (_key(self._secret),)
+        has_joined = self._by_hand and agent.node != 0
+        cwd = "" if has_joined else str(Path.cwd())
+        key = () if has_joined else (_key(self._secret),)
         agent.send(Greeting(self._run_id, agent.node, cwd), *key)
 
     def _probe(self, probe: Probe) -> None:
@@ -357,21 +360,21 @@ class HostRendezvous:
         )
 
     def _slots(self, node: int) -> int:
-        said = self._agents[node].hello
+        hello = self._agents[node].hello
         assert isinstance(self._where, Nodes)
-        return said.slots if said is not None and said.slots else self._where.slots
+        return hello.slots if hello is not None and hello.slots else self._where.slots
 
     def _threads(self) -> str:
-        said = list(dict.fromkeys(self._prepared[node].threads for node in sorted(self._prepared)))
-        if len(said) == 1:
-            return said[0]
+        choices = {prepared.threads for prepared in self._prepared.values()}
+        if len(choices) == 1:
+            return choices.pop()
         return ", ".join(
             f"{self._prepared[n].threads} on {self._agents[n].name}" for n in sorted(self._prepared)
         )
 
 
 def _key(secret: Secret) -> bytes:
-    """The secret itself, for the stdin of an agent; nothing else may see it."""
+    """Return the bytes of the secret; only for the stdin of an agent."""
     fd = secret.to_fd()
     try:
         return os.pread(fd, SECRET_BYTES, 0)

@@ -1,19 +1,21 @@
-"""Gathering the hosts of a job, as a state machine: what agents say in, what to tell them out.
+"""State machine that gathers the hosts of a job: messages of agents in, instructions out.
 
 Problem: a job over several hosts can fail to start in a dozen ways, most of which show as silence.
-Idea: one table of what is known of each host; the job starts when nothing is missing, and what is
-missing is said once, for all hosts, by name.
 
-    phase       event                          instructions                          next
-    GATHERING   an agent is ready              Greet it                              GATHERING
-    GATHERING   all have said where they are   Probe: all try to reach each other     PROBING
-    PROBING     all have tried                 PrepareHost, with an address each       PREPARING
-    PREPARING   all are prepared               -                                     READY
-    any         nothing more can come          -                                     FAILED
-    any         deadline                       -                                     FAILED
+Idea: keep one table of what is known of each host. The job starts when nothing is missing; else one
+message names all hosts with problems.
 
-In GATHERING a host that cannot take part does not end the wait for the others: their problems are
-reported as well.
+    phase       event                           instructions               next
+    GATHERING   an agent says hello             Greet                      GATHERING
+    GATHERING   the addresses of all are known  Probe, for each host       PROBING
+    PROBING     all have sent their results     PrepareHost, for each      PREPARING
+    PREPARING   all are prepared                -                          READY
+    any         no host is outstanding, but     -                          FAILED
+                some have problems
+    any         deadline                        -                          FAILED
+
+In GATHERING, a host that cannot take part does not end the wait for other hosts, so that their
+problems are reported too.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ __all__ = [
 
 
 class HostRendezvousPhase(Enum):
-    """How far it has come."""
+    """Phase of the rendezvous."""
 
     GATHERING = "gathering"
     PROBING = "probing"
@@ -53,7 +55,7 @@ class HostRendezvousPhase(Enum):
 
 
 class HostRendezvousLimits(NamedTuple):
-    """Durations, in nanoseconds."""
+    """Time limits of the phases, in nanoseconds."""
 
     gather_ns: int
     probe_ns: int = 8_000_000_000
@@ -61,20 +63,20 @@ class HostRendezvousLimits(NamedTuple):
 
 
 class Greet(NamedTuple):
-    """Greet the agent of `node`."""
+    """Send a greeting to the agent of `node`."""
 
     node: int
 
 
 class Probe(NamedTuple):
-    """Have `node` try to reach `targets`; the launcher is a node as well."""
+    """Let `node` (an agent's, or the launcher) try to reach `targets`."""
 
     node: int
     targets: tuple[Endpoint, ...]
 
 
 class PrepareHost(NamedTuple):
-    """Have `node` prepare to listen on `address`."""
+    """Let `node` prepare for ranks that listen on `address`."""
 
     node: int
     address: str
@@ -87,18 +89,18 @@ class HostRendezvousState:
     """Decides when a job over several hosts can start.
 
     Args:
-        names: Names of the hosts, by number, as far as they are known; the others are called `node
-        2`.
-        num_nodes: How many hosts there shall be.
-        here: The launcher's own place.
-        version: The launcher's braid.
-        wanted: Interfaces or networks to restrict the choice to; empty for any.
-        limits: How long everything may take.
-        now_ns: Now.
+        names: Names of the hosts, by number, as far as known; a host without name is `node 2`.
+        num_nodes: Number of hosts.
+        own_addresses: Addresses of the launcher.
+        version: Version of the launcher's braid.
+        wanted: Interfaces or networks to which addresses are restricted; empty for any.
+        limits: Time limits of the phases.
+        now_ns: Current time.
 
     Attributes:
-        phase: How far it has come.
-        reach: Addresses of all hosts, once they are known.
+        phase: Phase of the rendezvous.
+        reach: Chosen addresses of all hosts; empty until PREPARING.
+        deadline_ns: Time at which the current phase ends.
     """
 
     def __init__(
@@ -122,73 +124,76 @@ class HostRendezvousState:
         self.deadline_ns = now_ns + limits.gather_ns
         self._gather_s = limits.gather_ns / 1e9
         self._ready: dict[int, AgentHello] = {}
-        self._here: dict[int, HostAddresses] = {LAUNCHER: own_addresses}
+        self._addresses: dict[int, HostAddresses] = {LAUNCHER: own_addresses}
         self._attempts: dict[int, tuple[Attempt, ...]] = {}
         self._prepared: dict[int, Prepared] = {}
         self._problems: dict[int, str] = {}
         self._text = ""
 
     def name(self, node: int) -> str:
-        """What to call a host."""
+        """Return the name of a host for messages."""
         return self._names.get(node, f"node {node}")
 
     @property
     def missing(self) -> list[int]:
-        """Hosts that have not come."""
+        """Numbers of the hosts whose agents have not said hello."""
         return [node for node in self._nodes if node not in self._ready]
 
     @property
     def problem(self) -> str:
-        """Why the job cannot start; empty unless FAILED."""
+        """Reason why the job cannot start; empty unless FAILED."""
         return self._text
 
     @property
     def shared_machines(self) -> list[list[str]]:
-        """Hosts that are the same machine under several names, whose ranks will share its devices."""
+        """Groups of host names that mean the same machine; their ranks will share its devices."""
         by_machine: dict[str, list[str]] = {}
-        for node in sorted(set(self._here) - {LAUNCHER}):
-            by_machine.setdefault(self._here[node].machine, []).append(self.name(node))
+        for node in sorted(set(self._addresses) - {LAUNCHER}):
+            by_machine.setdefault(self._addresses[node].machine, []).append(self.name(node))
         return [names for names in by_machine.values() if len(names) > 1]
 
     def hello_of(self, node: int) -> AgentHello | None:
-        """Who is `node` already; None when nobody is."""
+        """Return the hello of the agent of `node`; None if there is none yet."""
         return self._ready.get(node)
 
     def on_hello(
-        self, node: int, said: AgentHello, now_ns: int, name: str = ""
+        self, node: int, hello: AgentHello, now_ns: int, name: str = ""
     ) -> list[Instruction]:
-        """An agent has come; `name` is what to call its host from now on."""
-        self._ready[node] = said
-        self._names[node] = name or self._names.get(node, said.hostname)
-        if said.version != self._version:
-            problem = f"has braid {said.version}, expected {self._version}: install the same braid"
+        """Process the hello of an agent; `name` replaces the name of its host."""
+        self._ready[node] = hello
+        self._names[node] = name or self._names.get(node, hello.hostname)
+        if hello.version != self._version:
+            problem = (
+                f"has braid {hello.version}, but the launcher has {self._version}: install the "
+                "same version"
+            )
             return self.on_lost(node, problem, now_ns)
         return [Greet(node)]
 
     def forget(self, node: int) -> None:
-        """An agent has gone, and may come again."""
-        for known in (self._ready, self._here, self._problems):
+        """Forget an agent that has gone, so that it may join again."""
+        for known in (self._ready, self._addresses, self._problems):
             known.pop(node, None)
 
-    def on_addresses(self, node: int, said: HostAddresses, now_ns: int) -> list[Instruction]:
-        """An agent says where it is."""
-        self._here[node] = said
-        if said.problem:
-            self._problems.setdefault(node, said.problem)
+    def on_addresses(self, node: int, addresses: HostAddresses, now_ns: int) -> list[Instruction]:
+        """Process the addresses of a host."""
+        self._addresses[node] = addresses
+        if addresses.problem:
+            self._problems.setdefault(node, addresses.problem)
         return self._gathered(now_ns)
 
     def on_probe_result(
         self, node: int, attempts: tuple[Attempt, ...], now_ns: int
     ) -> list[Instruction]:
-        """A host has tried to reach the others."""
+        """Process the results of a host's attempts to reach all other hosts."""
         self._attempts[node] = attempts
         return self._probed(now_ns)
 
-    def on_prepared(self, node: int, said: Prepared) -> list[Instruction]:
-        """A host is ready for ranks, or says why not."""
-        self._prepared[node] = said
-        if said.problem:
-            self._problems[node] = said.problem
+    def on_prepared(self, node: int, prepared: Prepared) -> list[Instruction]:
+        """Process a host's answer that it is ready for ranks, or why not."""
+        self._prepared[node] = prepared
+        if prepared.problem:
+            self._problems[node] = prepared.problem
         if len(self._prepared) == len(self._nodes):
             if self._problems:
                 self._fail()
@@ -197,7 +202,7 @@ class HostRendezvousState:
         return []
 
     def on_lost(self, node: int, reason: str, now_ns: int) -> list[Instruction]:
-        """A host cannot take part."""
+        """Process the loss of a host, or another reason why it cannot take part."""
         self._problems.setdefault(node, reason)
         if self.phase is HostRendezvousPhase.GATHERING:
             return self._gathered(now_ns)
@@ -205,51 +210,56 @@ class HostRendezvousState:
         return []
 
     def tick(self, now_ns: int) -> list[Instruction]:
-        """Time has passed."""
+        """Advance to time `now_ns`."""
         if now_ns < self.deadline_ns or self.phase in {
             HostRendezvousPhase.READY,
             HostRendezvousPhase.FAILED,
         }:
             return []
-        if self.phase is HostRendezvousPhase.PROBING:  # who has not answered has reached nobody
-            for node in set(self._here) - set(self._attempts):
+        if self.phase is HostRendezvousPhase.PROBING:  # hosts without answer have reached no host
+            for node in set(self._addresses) - set(self._attempts):
                 self._attempts[node] = ()
             return self._probed(now_ns)
-        answered = self._here if self.phase is HostRendezvousPhase.GATHERING else self._prepared
+        answered = (
+            self._addresses if self.phase is HostRendezvousPhase.GATHERING else self._prepared
+        )
         for node in self._nodes:
             if node not in answered:
-                came = "did not answer" if node in self._ready else "did not come"
-                self._problems.setdefault(node, f"{came} within {self._gather_s:g} s")
+                missed = "did not answer" if node in self._ready else "did not join"
+                self._problems.setdefault(node, f"{missed} within {self._gather_s:g} s")
         self._fail()
         return []
 
     def _gathered(self, now_ns: int) -> list[Instruction]:
-        if any(node not in self._here and node not in self._problems for node in self._nodes):
+        if any(node not in self._addresses and node not in self._problems for node in self._nodes):
             return []
         if self._problems:
             self._fail()
             return []
-        one_machine = len({here.machine for here in self._here.values()}) == 1
-        everything = [e for node in sorted(self._here) for e in self._here[node].endpoints]
+        one_machine = len({addresses.machine for addresses in self._addresses.values()}) == 1
+        everything = [
+            e for node in sorted(self._addresses) for e in self._addresses[node].endpoints
+        ]
         self._endpoints = eligible(everything, self._wanted, one_machine=one_machine)
-        for node in self._here:
+        for node in self._addresses:
             if not any(e.node == node for e in self._endpoints):
-                listed = ", ".join(f"{e.interface} {e.ip}" for e in self._here[node].endpoints)
-                asked = f" on {', '.join(self._wanted)}" if self._wanted else " but loopback"
-                self._problems[node] = f"has no address{asked}, found {listed or 'none'}"
+                listed = ", ".join(f"{e.interface} {e.ip}" for e in self._addresses[node].endpoints)
+                kind = f" on {', '.join(self._wanted)}" if self._wanted else " but loopback"
+                self._problems[node] = f"has no address{kind}; it has {listed or 'none'}"
         if self._problems:
             self._fail()
             return []
         self.phase, self.deadline_ns = HostRendezvousPhase.PROBING, now_ns + self._limits.probe_ns
         return [
-            Probe(node, tuple(e for e in self._endpoints if e.node != node)) for node in self._here
+            Probe(node, tuple(e for e in self._endpoints if e.node != node))
+            for node in self._addresses
         ]
 
     def _probed(self, now_ns: int) -> list[Instruction]:
-        if len(self._attempts) < len(self._here):
+        if len(self._attempts) < len(self._addresses):
             return []
         attempts = [attempt for node in self._attempts for attempt in self._attempts[node]]
-        names = {node: self.name(node) for node in sorted(self._here)}
+        names = {node: self.name(node) for node in sorted(self._addresses)}
         self.reach = decide(names, self._endpoints, attempts)
         if self.reach.problem:
             self.phase, self._text = HostRendezvousPhase.FAILED, self.reach.problem
@@ -262,11 +272,11 @@ class HostRendezvousState:
 
     def _fail(self) -> None:
         self.phase = HostRendezvousPhase.FAILED
-        said = [f"{self._title(node)} {why}" for node, why in sorted(self._problems.items())]
-        came = [self.name(node) for node in self._nodes if node not in self._problems]
-        if came:
-            said.append(f"nothing is wrong with {', '.join(came)}")
-        self._text = "the job cannot start on all of its hosts:\n" + "\n".join(said)
+        lines = [f"{self._title(node)} {why}" for node, why in sorted(self._problems.items())]
+        good = [self.name(node) for node in self._nodes if node not in self._problems]
+        if good:
+            lines.append(f"nothing is wrong with {', '.join(good)}")
+        self._text = "the job cannot start on all of its hosts:\n" + "\n".join(lines)
 
     def _title(self, node: int) -> str:
         if node == LAUNCHER:

@@ -1,4 +1,4 @@
-"""Launchers that were started by hand: node 0's opens a join_listener, the others go there and become its agents."""
+"""Launchers that were started by hand: node 0 listens, all other launchers join as its agents."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from braid.wire import Address, Identity, Secret, SocketConnection, connect
 
 __all__ = ["INSECURE_WARNING", "join_first_node", "open_join_listener"]
 
-FIRST_LIMIT_S = 5.0  # then the user is told that node 0 cannot be reached yet
+FIRST_LIMIT_S = 5.0  # until the first notice that node 0 cannot be reached
 INSECURE_WARNING = (
-    "--insecure-network: whoever reaches the ports of this job can take part in it and run "
-    "programs as you. "
-    "Use it on a network of your own only"
+    "--insecure-network: anyone who reaches the ports of this job can join it and run programs "
+    "as you. Use it only on a network of your own"
 )
 
 
@@ -32,18 +31,18 @@ INSECURE_WARNING = (
 def open_join_listener(
     nodes: Nodes, clock: Clock, meeting: FileMeeting | None = None
 ) -> Iterator[JoinListener]:
-    """Listen for the other nodes.
+    """Listen for the launchers of all other nodes.
 
     Args:
-        nodes: What the user said.
+        nodes: Options of the user.
         clock: Time source.
-        meeting: Where to leave the addresses, for a meeting by file.
+        meeting: File in which to publish the addresses; None if the address is an option.
 
     Raises:
-        ConfigError: The address is not this host's, or in use.
+        ConfigError: The address is not one of this host, or is in use.
     """
     with ExitStack() as stack:
-        if meeting is not None:  # however this ends, the next run may use the file's name
+        if meeting is not None:  # in any case, so that the next run can use the file's name
             stack.callback(meeting.remove)
         point = nodes.meeting
         addresses = [str(Address(host=nodes.listen or point.host, port=point.port))]
@@ -63,17 +62,17 @@ def join_first_node(
     notice: Callable[[str], None],
     meeting: FileMeeting | None = None,
 ) -> Bye:
-    """Go to node 0, and run the ranks of this node for it.
+    """Join node 0 as an agent, and run the ranks of this node until the run ends.
 
     Args:
-        job: What this node's user wants to run.
-        nodes: What he said of the nodes.
+        job: Job to run; must equal that of node 0.
+        nodes: Options of the user.
         clock: Time source.
-        notice: Shows a text.
-        meeting: Where to find the addresses, for a meeting by file.
+        notice: Shows a text to the user.
+        meeting: File with the addresses of node 0; None if the address is an option.
 
     Raises:
-        ConfigError: Node 0 cannot be reached, or does not want this node.
+        ConfigError: Node 0 cannot be reached, or refuses this node.
     """
     secret = node_secret(nodes)
     node = nodes.meeting.node_rank if meeting is None else meeting.node_rank
@@ -82,16 +81,15 @@ def join_first_node(
         _check_name(nodes.meeting.host)
         addresses = [nodes.meeting.address]
     else:
-        theirs, *found = meeting.find(nodes.join_limit_s)
-        addresses = found
-        if theirs != machine():  # loopback leads to oneself
-            addresses = [a for a in found if not Address.parse(a).is_loopback]
+        theirs, *published = meeting.find(nodes.join_limit_s)
+        addresses = published
+        if theirs != machine():  # loopback leads to this machine
+            addresses = [a for a in published if not Address.parse(a).is_loopback]
         if not addresses:
             msg = (
-                f"expected an address of node 0 in {nodes.meeting.path} that leads there from "
-                f"node {node}, found "
-                f"{', '.join(found) or 'none'}: see that node 0 is in a network, and is told of "
-                "it by --network-interface if at all"
+                f"node {node} cannot reach node 0: {nodes.meeting.path} lists "
+                f"{', '.join(published) or 'no address'}. Connect node 0 to a network, and check "
+                "its --network-interface"
             )
             raise ConfigError(msg)
     link = _dial(addresses, secret, node, nodes.join_limit_s, notice)
@@ -107,27 +105,26 @@ def _dial(
     limit_s: float,
     notice: Callable[[str], None],
 ) -> SocketConnection:
-    """Connect to node 0 at the first address that leads there."""
-    who = Identity(JOIN_RUN_ID, AGENT_ROLE, node)
+    """Connect to node 0 at the first address that works."""
+    identity = Identity(JOIN_RUN_ID, AGENT_ROLE, node)
     first_s = min(FIRST_LIMIT_S, limit_s / 2)
     problems: dict[str, str] = {}
-    found = ""
+    failures = ""
     for share_s in (first_s, limit_s - first_s):
         for address in addresses:
             try:
-                return connect(address, secret, who, timeout_s=share_s / len(addresses))
+                return connect(address, secret, identity, timeout_s=share_s / len(addresses))
             except RendezvousError as exc:
-                if exc.__cause__ is None:  # somebody answered, and does not trust us
+                if exc.__cause__ is None:  # a program answered and refused this node
                     msg = f"node {node} was turned away at {address}: {exc}"
                     raise ConfigError(msg) from exc
                 problems[address] = getattr(exc.__cause__, "strerror", None) or "timed out"
-        before, found = found, "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
+        before, failures = failures, "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())
         if not before:
-            notice(f"node {node} cannot reach node 0 yet ({found}), trying for {limit_s:g} s")
+            notice(f"node {node} cannot reach node 0 yet ({failures}), trying for {limit_s:g} s")
     msg = (
-        f"expected to reach the launcher of node 0 from node {node} within {limit_s:g} s, found "
-        f"{found}: "
-        "is it running, has it ended, and is its port open?"
+        f"node {node} cannot reach the launcher of node 0 within {limit_s:g} s: {failures}. Check "
+        "that it is running and that its port is open"
     )
     raise ConfigError(msg)
 
@@ -136,18 +133,15 @@ def _check_name(host: str) -> None:
     try:
         socket.getaddrinfo(host, None)
     except OSError as exc:
-        msg = (
-            f"expected the host of node 0, found that the name {host!r} is not resolvable: "
-            f"{exc.strerror}"
-        )
+        msg = f"the host name {host!r} of node 0 is not resolvable: {exc.strerror}"
         raise ConfigError(msg) from exc
 
 
 def _own_addresses(nodes: Nodes) -> list[str]:
-    """All addresses of this host that may be used, loopback too: nodes may share a host."""
+    """Return all usable addresses of this host, including loopback, because nodes may share it."""
     own = [Endpoint(LAUNCHER, i.name, i.ip, i.prefix, 0) for i in interfaces()]
-    found = eligible(own, nodes.interfaces, one_machine=True)
-    if not found:
-        msg = f"expected an address on {', '.join(nodes.interfaces)}, found none on this host"
+    usable = eligible(own, nodes.interfaces, one_machine=True)
+    if not usable:
+        msg = f"this host has no address on {', '.join(nodes.interfaces)}"
         raise ConfigError(msg)
-    return [str(Address(host=e.ip)) for e in sorted(found, key=lambda e: e.is_loopback)]
+    return [str(Address(host=e.ip)) for e in sorted(usable, key=lambda e: e.is_loopback)]

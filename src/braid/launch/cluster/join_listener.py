@@ -1,4 +1,4 @@
-"""Where launchers that were started by hand on other hosts come in, one of them early, one late, one a stranger."""
+"""Listens for launchers that were started by hand on other hosts and ask to join the job."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from braid.wire import Identity, Listener, Secret
 
 __all__ = ["JOIN_RUN_ID", "JoinListener"]
 
-JOIN_RUN_ID = "braid-nodes"  # the run's own name is told to those who are let in
-MAX_NOTICES = 20  # somebody may be scanning ports
+JOIN_RUN_ID = "braid-nodes"  # accepted launchers then receive the run's own name
+MAX_NOTICES = 20  # limit for a host that scans ports
 Judge = Callable[[AgentHandle], str]
 
 
 class JoinListener:
-    """Listens for launchers, and asks whether each may take part.
+    """Accepts connections of launchers that know the secret, and lets a judge admit them.
 
     Args:
-        addresses: Where to listen.
-        secret: Known to all nodes.
+        addresses: Addresses to listen on.
+        secret: Secret of all nodes.
         clock: Time source.
 
     Raises:
@@ -52,12 +52,12 @@ class JoinListener:
 
     @property
     def addresses(self) -> list[str]:
-        """Where it listens, with the real ports."""
+        """Addresses of the listener, with the actual ports."""
         return [listener.address for listener in self._listeners]
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due though nothing is readable."""
+        """Time at which `poll` is due even if no descriptor is readable."""
         due = [listener.next_deadline_ns() for listener in self._listeners]
         return min((ns for ns in due if ns is not None), default=None)
 
@@ -68,14 +68,14 @@ class JoinListener:
         judge: Judge,
         notice: Callable[[str], None],
     ) -> None:
-        """Be watched by `selector` from now on.
+        """Register with a selector; call `poll` when a listener is readable.
 
         Args:
-            selector: Its keys' data is what to call.
-            registry: Where those who come in are heard.
-            judge: Asked about each that has said who it is: why it may not take part, or empty;
-            then it is the judge's.
-            notice: Told of those who were turned away.
+            selector: Selector that polls the listeners; the data of a key is the function to call.
+            registry: Registry that receives the messages of the launchers.
+            judge: Called with each launcher that has said hello. Returns the reason for a refusal,
+                or an empty string after taking the launcher over.
+            notice: Shows a text about refused launchers to the user.
         """
         self.unregister()
         self._selector, self._registry = selector, registry
@@ -84,14 +84,14 @@ class JoinListener:
             selector.register(listener, selectors.EVENT_READ, self.poll)
 
     def unregister(self) -> None:
-        """Be watched no more."""
+        """Unregister from the selector. Idempotent."""
         if self._selector is not None:
             for listener in self._listeners:
                 self._selector.unregister(listener)
             self._selector = None
 
     def poll(self) -> None:
-        """Let in who has proven that it knows the secret; tell of those who have not."""
+        """Accept launchers that have proven their knowledge of the secret; report all others."""
         for listener in self._listeners:
             for connection in listener.accept_ready():
                 assert self._registry is not None
@@ -100,13 +100,13 @@ class JoinListener:
             self._report_refusals(listener)
 
     def close(self) -> None:
-        """Turn everybody away. Idempotent."""
+        """Stop listening. Idempotent."""
         self.unregister()
         for listener in self._listeners:
             listener.close()
 
     def _report_refusals(self, listener: Listener) -> None:
-        """SendToRank of strangers, as far as there are not too many."""
+        """Notify the user of connections that were refused, up to a limit."""
         refusals = listener.refusals
         if self._notice is None or self._reported.get(listener.address, ()) == refusals:
             return
@@ -119,7 +119,7 @@ class JoinListener:
         self,
         agent: AgentHandle,
         message: Message,
-        buffers: Sequence[memoryview],  # noqa: ARG002 - none follow
+        buffers: Sequence[memoryview],  # noqa: ARG002 - a hello has none
     ) -> None:
         if not isinstance(message, AgentHello) or self._judge is None or agent not in self._pending:
             return
@@ -127,12 +127,12 @@ class JoinListener:
         if not reason:
             self._pending.remove(agent)
             return
-        agent.send(Refused(reason))  # it hangs up when it has read that
+        agent.send(Refused(reason))  # the launcher closes the connection when it reads this
         if self._notice is not None:
             self._notice(
                 f"turned away {agent.name} ({message.hostname}, pid {message.pid}): {reason}"
             )
 
-    def _on_lost(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - it was nobody yet
+    def _on_lost(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - not yet admitted
         if agent in self._pending:
             self._pending.remove(agent)

@@ -1,4 +1,4 @@
-"""On which hosts a job runs, and how they are found: what the options of `braid run` say beyond one host."""
+"""Options of `braid run` for several hosts."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from braid.wire import Secret
 
 __all__ = ["Hosts", "Nodes", "forwarded", "node_secret"]
 
-# What makes ranks behave alike; anything else belongs to the host that it was set on.
+# Variables that make ranks behave alike; any other variable belongs to the host on which it is set.
 FORWARDED = ("PYTHONPATH", "PYTHONHASHSEED", "BRAID_PORTABLE")
 FORWARDED_PREFIXES = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosts:
-    """Hosts that this launcher reaches itself.
+    """Hosts on which this launcher starts agents.
 
     Attributes:
-        hosts: The hosts, in the order of their ranks.
-        num_ranks: Number of ranks; all slots when None.
-        rsh: Command that reaches a host, see `RshPlacement`.
-        remote_python: Interpreter there, as words; that of the launcher when empty.
-        interfaces: Names of interfaces or networks to restrict the choice of addresses to.
-        listen: Address that the launcher's store listens on, such as 0.0.0.0; when empty the one
-        that hosts reach it at.
-        environ: Names of further variables that ranks shall have from here.
-        start_limit_s: How long hosts may take to answer.
+        hosts: Hosts in the order of their ranks.
+        num_ranks: Number of ranks; the number of all slots when None.
+        rsh: Command that runs a program on a host; see `RshPlacement`.
+        remote_python: Command of the interpreter on the hosts; that of the launcher when empty.
+        interfaces: Names of interfaces or networks to which addresses are restricted.
+        listen: Address on which the launcher's store listens, such as 0.0.0.0; the address at which
+            hosts reach the launcher when empty.
+        environ: Names of further environment variables that ranks receive from this host.
+        start_limit_s: Seconds that hosts have to answer.
     """
 
     hosts: tuple[Host, ...]
@@ -57,7 +57,7 @@ class Hosts:
         _check_limit("start_limit_s", self.start_limit_s)
 
     def placement(self, host: Host) -> Placement:
-        """How to reach a host; this one is reached without a command, unless one was given."""
+        """Return the way to start an agent on a host; on this host, without `rsh` by default."""
         if self.rsh == DEFAULT_RSH and is_here(host.name):
             return LocalPlacement()
         return RshPlacement(host.name, self.rsh, self.remote_python)
@@ -68,15 +68,14 @@ class Nodes:
     """Hosts on each of which the user has started a launcher.
 
     Attributes:
-        meeting: Where the launchers meet.
+        meeting: Meeting point of the launchers.
         slots: Number of ranks of this node.
-        secret_file: File with the secret of all nodes, mode 0600; empty when the network is
-        trusted.
-        insecure_network: Whether to trust whoever comes.
-        interfaces: Names of interfaces or networks to restrict the choice of addresses to.
-        listen: Address that node 0 listens on, such as 0.0.0.0; when empty the one that nodes reach
-        it at.
-        join_limit_s: How long nodes may take to come.
+        secret_file: File with the secret of all nodes, mode 0600; empty on a trusted network.
+        insecure_network: Whether to accept any node without a secret.
+        interfaces: Names of interfaces or networks to which addresses are restricted.
+        listen: Address on which node 0 listens, such as 0.0.0.0; the address at which nodes reach
+            it when empty.
+        join_limit_s: Seconds that nodes have to join.
     """
 
     meeting: MeetingPoint
@@ -90,12 +89,11 @@ class Nodes:
     def __post_init__(self) -> None:
         problems = []
         if not 1 <= self.slots <= 4096:
-            problems.append(f"-n is {self.slots}, expected 1 to 4096 ranks on this node")
+            problems.append(f"-n must be 1 to 4096 ranks on this node, got {self.slots}")
         if bool(self.secret_file) == self.insecure_network:
             problems.append(
-                "nodes trust each other by a secret: set BRAID_SECRET_FILE to a file that all of "
-                "them have "
-                "(`(umask 077; head -c 32 /dev/urandom > job.secret)`), or say --insecure-network"
+                "nodes need a common secret: set BRAID_SECRET_FILE to a file that all nodes have "
+                "(`(umask 077; head -c 32 /dev/urandom > job.secret)`), or give --insecure-network"
                 if not self.secret_file
                 else "BRAID_SECRET_FILE and --insecure-network exclude each other"
             )
@@ -106,14 +104,18 @@ class Nodes:
 
 
 def forwarded(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    """The variables that ranks on other hosts shall have from here.
+    """Return the environment variables that ranks on other hosts receive from this host.
+
+    Args:
+        environ: Environment variables of this host.
+        names: Names of variables that the user wants to pass.
 
     Raises:
-        ConfigError: One that was named is not set.
+        ConfigError: A variable of `names` is not set.
     """
     missing = [name for name in names if name not in environ]
     if missing:
-        msg = f"expected the variables {', '.join(missing)} to be set, as --env names them"
+        msg = f"--env names variables that are not set: {', '.join(missing)}"
         raise ConfigError(msg)
     return {
         name: value
@@ -123,10 +125,10 @@ def forwarded(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, s
 
 
 def node_secret(nodes: Nodes) -> Secret:
-    """The secret of all nodes; one that everybody knows on a network that is trusted.
+    """Return the secret of all nodes; a well-known one with `--insecure-network`.
 
     Raises:
-        ConfigError: The file is missing, readable by others, or holds no secret.
+        ConfigError: The file is missing, readable by other users, or contains no secret.
     """
     if nodes.insecure_network:
         return Secret(hashlib.sha256(b"braid --insecure-network").digest())
@@ -137,11 +139,11 @@ def _check_listen(listen: str) -> None:
     try:
         _ = listen and ipaddress.ip_address(listen)
     except ValueError as exc:
-        msg = f"expected an IP address to --listen on, found {listen!r}"
+        msg = f"--listen must be an IP address, got {listen!r}"
         raise ConfigError(msg) from exc
 
 
 def _check_limit(name: str, value_s: float) -> None:
     if not value_s > 0:
-        msg = f"{name} is {value_s:g}, expected more than 0"
+        msg = f"{name} must be more than 0, got {value_s:g}"
         raise ConfigError(msg)

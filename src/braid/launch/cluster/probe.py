@@ -1,8 +1,10 @@
-"""Trying to reach other hosts: which of their addresses lead to them, and why the others do not.
+"""Probes the addresses of other hosts: which of them work, and why any other does not.
 
-Problem: that something accepts a connection proves nothing: every host has a container bridge at
-172.17.0.1, and connects to its own. Idea: whoever answers proves with the job's secret which host
-it is; all addresses are tried at once, and each is given its reason.
+Problem: an accepted connection proves nothing. Every host has a container bridge at 172.17.0.1 and
+would connect to its own.
+
+Idea: the answering host proves its identity with the job's secret. All addresses are tried at the
+same time, and each result has a reason.
 """
 
 from __future__ import annotations
@@ -26,59 +28,62 @@ __all__ = ["ProbeListener", "Prober"]
 
 PROBE_ROLE = "probe"
 NONCE_BYTES = 32
-AGAIN_NS = 200_000_000  # a listener that is busy closes the connection and is worth another try
-FINAL = {"no route", "timed out"}  # the system has tried for long enough
+AGAIN_NS = 200_000_000  # until the next attempt: a busy listener closes connections
+FINAL = {"no route", "timed out"}  # reasons after which another attempt is useless
 
 
 class ProbeListener:
-    """Listens on each address of this host, so that others can find out which of them lead here.
+    """Answers probes on each address of this host.
 
     Args:
         node: Number of this host.
-        found: Its addresses; those that cannot be bound are left out.
+        addresses: Addresses of this host; those that cannot be bound are left out.
         run_id: Name of the run.
-        secret: The job's.
+        secret: Secret of the job.
         clock: Time source.
+
+    Attributes:
+        endpoints: Addresses and ports of the listener.
     """
 
     def __init__(
-        self, node: int, found: Iterable[Interface], run_id: str, secret: Secret, clock: Clock
+        self, node: int, addresses: Iterable[Interface], run_id: str, secret: Secret, clock: Clock
     ) -> None:
         self.endpoints: list[Endpoint] = []
         self._clock = clock
         self._listeners: list[Listener] = []
         self._selector: selectors.BaseSelector | None = None
         identity = Identity(run_id, PROBE_ROLE, node)
-        for name, ip, prefix in found:
+        for name, ip, prefix in addresses:
             try:
                 address = str(Address(host=ip))
                 listener = Listener(address, secret, identity, listen_anywhere=True, clock=clock)
-            except ConfigError:  # an address that is being set up, say: it leads nowhere
+            except ConfigError:  # for example an address that is being configured
                 continue
             port = Address.parse(listener.address).port
             self._listeners.append(listener)
             self.endpoints.append(Endpoint(node, name, ip, prefix, port))
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Be watched by `selector` from now on, whose keys' data is what to call."""
+        """Register with `selector`; the data of a key is the function to call."""
         self._selector = selector
         for listener in self._listeners:
             selector.register(listener, selectors.EVENT_READ, self.poll)
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due though nothing is readable."""
+        """Time at which `poll` is due even if no descriptor is readable."""
         due = [listener.next_deadline_ns() for listener in self._listeners]
         return min((ns for ns in due if ns is not None), default=None)
 
     def poll(self) -> None:
-        """Answer who has come."""
+        """Answer the probes that have arrived."""
         for listener in self._listeners:
             for connection in listener.accept_ready():
-                connection.close()  # it knows now
+                connection.close()  # the handshake was the answer
 
     def close(self) -> None:
-        """Answer nobody any more. Idempotent."""
+        """Stop answering. Idempotent."""
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             if self._selector is not None:
@@ -87,16 +92,19 @@ class ProbeListener:
 
 
 class Prober:
-    """Tries to reach addresses, all at once.
+    """Tries to reach endpoints, all at the same time.
 
     Args:
         node: Number of this host.
-        targets: What to reach.
+        targets: Endpoints to reach.
         run_id: Name of the run.
-        secret: The job's.
-        limit_s: How long to try.
+        secret: Secret of the job.
+        limit_s: Time limit in seconds.
         clock: Time source.
-        selector: Watches the attempts; the data of its keys is what to call.
+        selector: Selector that polls the sockets; the data of a key is the function to call.
+
+    Attributes:
+        deadline_ns: Time at which the attempts end.
     """
 
     def __init__(
@@ -121,12 +129,12 @@ class Prober:
 
     @property
     def next_ns(self) -> int:
-        """When `poll` is due."""
+        """Time at which `poll` is due."""
         again = [t.again_ns for t in self._tries if t.again_ns is not None]
         return min([self.deadline_ns, *again])
 
     def poll(self) -> list[Attempt] | None:
-        """Do what is due; all results once there are all."""
+        """Make the attempts that are due; return all results once they are complete, else None."""
         now_ns = self._clock.now_ns()
         over = now_ns >= self.deadline_ns
         for attempt in self._tries:
@@ -143,13 +151,20 @@ class Prober:
         ]
 
     def close(self) -> None:
-        """Stop trying. Idempotent."""
+        """Stop all attempts. Idempotent."""
         for attempt in self._tries:
             attempt.end()
 
 
 class _Try:
-    """One address. `result` is empty when it was reached, None while it is open; `last` is why not yet."""
+    """Attempts to reach one endpoint.
+
+    Attributes:
+        target: Endpoint to reach.
+        result: Reason of the failure; empty after success, None while undecided.
+        last: Reason of the last failure that may pass.
+        again_ns: Time of the next attempt; None while one is under way.
+    """
 
     def __init__(
         self,
@@ -172,7 +187,7 @@ class _Try:
         self.begin()
 
     def begin(self) -> None:
-        """Connect, without waiting."""
+        """Begin to connect, without blocking."""
         self.again_ns = None
         with ExitStack() as undo:
             try:
@@ -208,7 +223,7 @@ class _Try:
         self._selector.modify(sock, selectors.EVENT_READ, self._readable)
         try:
             self._execute(handshake.start())
-        except OSError as exc:  # a listener that is busy may have closed it already
+        except OSError as exc:  # a busy listener may have closed the connection already
             self._not_now(exc)
 
     def _readable(self) -> None:
@@ -237,7 +252,7 @@ class _Try:
                 self._conclude("another program answers at this address")
 
     def _not_now(self, exc: OSError) -> None:
-        """Note the reason; what may pass is tried again until the deadline."""
+        """Record the reason of a failure, and plan another attempt unless the failure is final."""
         self.end()
         why = why_unreachable(exc.errno or 0)
         if why in FINAL:

@@ -1,10 +1,10 @@
-"""Which hosts a job runs on, and which rank stands where.
+"""Parses lists of hosts and assigns ranks to them.
 
-Problem: mpirun, horovodrun and deepspeed each read host lists in a way of their own, and start on
-what they understood of a
-slip: a host that is named twice becomes two, a missing number becomes one. Idea: one small grammar,
-everything that is wrong with it said at once, and ranks numbered host by host, so that neighbours
-in rank are neighbours in memory.
+Problem: mpirun, horovodrun and deepspeed each read host lists in their own way and guess at the
+meaning of mistakes. A host that is named twice becomes two hosts, a missing number becomes one.
+
+Idea: one small grammar, and one error message that lists all mistakes. Ranks are numbered host by
+host, so that consecutive ranks share memory.
 
     -H a:2,b:2            hostfile:  a slots=2      # a comment
                                      b slots=2      or  b:2
@@ -20,19 +20,18 @@ from braid.errors import ConfigError
 
 __all__ = ["Host", "Place", "assign", "parse_hostfile", "parse_hosts"]
 
-# user@name, an IPv4 address, or an IPv6 address in brackets; never an option for the command that
-# reaches it
+# user@name, an IPv4 address, or an IPv6 address in brackets; never an option of the remote shell
 NAME = re.compile(r"(?:[\w.+][\w.+-]*@)?(?:\[[0-9A-Fa-f:.%\w]+\]|\w[\w.-]*)", re.ASCII)
 LINE = re.compile(r"(\S+)(?:\s+slots\s*=\s*(\S+))?", re.ASCII)
 SLOTS = re.compile(r"[1-9][0-9]{0,3}", re.ASCII)
 
 
 class Host(NamedTuple):
-    """A machine, as the user names it.
+    """A host in the user's list.
 
     Attributes:
-        name: As given to the command that reaches it.
-        slots: How many ranks it may have.
+        name: Name of the host, as the remote shell knows it.
+        slots: Largest number of ranks on the host.
     """
 
     name: str
@@ -43,13 +42,13 @@ class Host(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank stands.
+    """Host of a rank.
 
     Attributes:
         rank: Global rank.
-        node: Number of its host.
-        local_rank: Rank among those of its host.
-        local_world_size: Number of ranks of its host.
+        node: Number of the host.
+        local_rank: Index of the rank on its host.
+        local_world_size: Number of ranks on the host.
     """
 
     rank: int
@@ -59,11 +58,11 @@ class Place(NamedTuple):
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `a:2,b:2`; one slot where there is no number.
+    """Parse a list such as `a:2,b:2`; a host without number has one slot.
 
     Raises:
-        ConfigError: An item that is empty or malformed, or a host that is named twice; the message
-            lists all.
+        ConfigError: An item is empty or malformed, or a host is named twice; the message lists all
+            mistakes.
     """
     problems: list[str] = []
     hosts = [_item(item.strip(), f"-H {text}", problems) for item in text.split(",")]
@@ -71,14 +70,14 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts of a file with lines `a slots=2` or `a:2`; `#` begins a comment.
+    """Parse a file with lines such as `a slots=2` or `a:2`; `#` begins a comment.
 
     Args:
-        text: What the file holds.
-        name: How errors call the file.
+        text: Contents of the file.
+        name: Name of the file for error messages.
 
     Raises:
-        ConfigError: A line that is malformed, a host that is named twice, or no host at all.
+        ConfigError: A line is malformed, a host is named twice, or the file names no host.
     """
     problems: list[str] = []
     hosts = []
@@ -88,18 +87,18 @@ def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
         if line is not None:
             hosts.append(_item(":".join(filter(None, line.groups())), where, problems))
         elif text:
-            problems.append(f"{where}: {text!r} is no line such as `a slots=2`")
+            problems.append(f"{where}: {text!r} is not a line such as `a slots=2`")
     if not hosts and not problems:
         problems.append(f"{name} names no host: write lines such as `a slots=2`")
     return _checked(hosts, problems)
 
 
 def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[Place, ...]:
-    """Give ranks their places, host by host; hosts that get none are left out.
+    """Assign ranks to slots, host by host; hosts without ranks do not appear in the result.
 
     Args:
-        hosts: In order.
-        num_ranks: Number of ranks; all slots when None.
+        hosts: Hosts in the order of their ranks.
+        num_ranks: Number of ranks; the number of all slots when None.
 
     Raises:
         ConfigError: There are fewer slots than ranks.
@@ -108,9 +107,7 @@ def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[Place, 
     wanted = slots if num_ranks is None else num_ranks
     if not 1 <= wanted <= slots:
         listed = ",".join(map(str, hosts))
-        msg = (
-            f"expected 1 to {slots} ranks on {listed}, found -n {wanted}: name more hosts or slots"
-        )
+        msg = f"{listed} have 1 to {slots} ranks, got -n {wanted}: name more hosts or slots"
         raise ConfigError(msg)
     places: list[Place] = []
     for node, host in enumerate(hosts):
@@ -126,9 +123,9 @@ def _item(item: str, where: str, problems: list[str]) -> Host:
     if not item:
         problems.append(f"{where} has an empty item")
     elif NAME.fullmatch(name) is None:
-        problems.append(f"{where}: {name!r} is no name of a host")
+        problems.append(f"{where}: {name!r} is not the name of a host")
     elif SLOTS.fullmatch(slots) is None:
-        problems.append(f"{where}: {name} has {slots!r} slots, expected a number from 1 to 9999")
+        problems.append(f"{where}: slots of {name} must be a number from 1 to 9999, got {slots!r}")
     else:
         return Host(name, int(slots))
     return Host(name)
@@ -141,6 +138,6 @@ def _checked(hosts: Sequence[Host], problems: list[str]) -> tuple[Host, ...]:
         f"{name} is named {names.count(name)} times: give its slots once" for name in twice
     ]
     if problems:
-        msg = f"expected hosts such as a:2,b:2, found: {'; '.join(problems)}"
+        msg = f"{'; '.join(problems)}. Write hosts as a:2,b:2"
         raise ConfigError(msg)
     return tuple(hosts)

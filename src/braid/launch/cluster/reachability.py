@@ -1,13 +1,12 @@
-"""Who can reach whom, and at which address each host shall listen: a pure function of what all of them have tried.
+"""Chooses the address on which each host listens, from the results of all probes.
 
-Problem: a machine has many addresses (loopback, containers' bridges, tunnels, a second network for
-storage), and a job that picks the wrong one hangs in its first collective until a time-out that
-names no host. Guessing from routing tables or interface names fails on the next cluster, because
-every host has a 172.17.0.1 of its own.
+Problem: a machine has many addresses (loopback, container bridges, tunnels, a storage network). A
+job that chooses the wrong one hangs in its first collective, until a time-out that names no host.
+Guesses from routing tables or interface names fail, because every host has its own 172.17.0.1.
 
-Idea: every host tries to reach every address of every other one and proves there who it is. What
-remains is a choice among facts: first a network that all share, then any address that all others
-can reach; else a table of hosts by hosts that says why not.
+Idea: every host tries to reach every address of every other host and proves its identity there.
+Prefer a network that all hosts share, then any address that all other hosts can reach. If there is
+none, print a table of hosts by hosts with the reasons.
 
 Source: Horovod's driver and task services (horovod/runner/driver), which intersect the names of
 interfaces.
@@ -24,19 +23,19 @@ from braid.diagnose import reach_table
 __all__ = ["LAUNCHER", "Attempt", "Endpoint", "Reachability", "decide", "eligible", "matrix_text"]
 
 LAUNCHER = -1  # number of the launcher among the hosts
-# the more a reason says about the way that should work, the earlier
-TELLING = ("another host", "refused", "no route", "timed out", "name not resolvable")
+# reasons for the table, the most informative first
+BY_INFORMATION = ("another host", "refused", "no route", "timed out", "name not resolvable")
 
 
 class Endpoint(NamedTuple):
-    """A port of a host, at which it waits to be found.
+    """An address and port on which a host listens for probes.
 
     Attributes:
         node: Number of the host; `LAUNCHER` for the launcher.
         interface: Name of the interface.
-        ip: Address.
-        prefix: Bits of the address that are those of its network.
-        port: Port.
+        ip: IP address.
+        prefix: Number of leading bits that identify the network.
+        port: Number of the port.
     """
 
     node: int
@@ -47,23 +46,23 @@ class Endpoint(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other host can reach it."""
+        """Whether only processes on the same host can reach the address."""
         return ipaddress.ip_address(self.ip).is_loopback
 
     @property
     def network(self) -> str:
-        """Its network, as `10.0.0.0/24`."""
+        """Network of the address, such as `10.0.0.0/24`."""
         return str(ipaddress.ip_interface(f"{self.ip}/{self.prefix}").network)
 
 
 class Attempt(NamedTuple):
-    """What came of an attempt.
+    """Result of one host's attempt to reach an address of another host.
 
     Attributes:
-        source: Number of the host that tried.
-        target: Number of the host that it tried to reach.
-        ip: Address that it tried.
-        reason: Why it could not; empty when it could.
+        source: Number of the host that tried to connect.
+        target: Number of the host to which the address belongs.
+        ip: Address that was tried.
+        reason: Reason of the failure; empty after success.
     """
 
     source: int
@@ -73,12 +72,12 @@ class Attempt(NamedTuple):
 
 
 class Reachability(NamedTuple):
-    """What follows from all attempts.
+    """Addresses that the probes have shown to work.
 
     Attributes:
-        addresses: Where each host shall listen; empty when there is a problem.
-        interfaces: Names of their interfaces.
-        problem: Why there are no addresses; the first line says it in a sentence.
+        addresses: Address on which each host listens; empty if there is a problem.
+        interfaces: Names of the interfaces with these addresses.
+        problem: Reason why there are no addresses; the first line is a sentence.
     """
 
     addresses: Mapping[int, str]
@@ -89,29 +88,28 @@ class Reachability(NamedTuple):
 def eligible(
     endpoints: Sequence[Endpoint], wanted: Collection[str], *, one_machine: bool
 ) -> list[Endpoint]:
-    """Those that may be used at all.
+    """Return the endpoints that a job may use.
 
     Args:
-        endpoints: All of all hosts.
+        endpoints: All endpoints of all hosts.
         wanted: Names of interfaces or networks such as `10.0.0.0/8`; empty for any.
-        one_machine: Whether all hosts are the same machine, so that loopback addresses lead
-            somewhere.
+        one_machine: Whether all hosts are the same machine, so that loopback addresses work.
     """
-    found = [e for e in endpoints if _is_wanted(e, wanted)]
-    if one_machine:  # loopback first: it is always there and nobody else can reach it
-        return sorted(found, key=lambda e: not e.is_loopback)
-    return [e for e in found if not e.is_loopback]
+    usable = [e for e in endpoints if _is_wanted(e, wanted)]
+    if one_machine:  # loopback first: it always exists and no other host can reach it
+        return sorted(usable, key=lambda e: not e.is_loopback)
+    return [e for e in usable if not e.is_loopback]
 
 
 def decide(
     names: Mapping[int, str], endpoints: Sequence[Endpoint], attempts: Sequence[Attempt]
 ) -> Reachability:
-    """Choose an address for each host, or say why there is none.
+    """Choose an address for each host, or explain why there is none.
 
     Args:
         names: Names of all hosts, by number.
-        endpoints: Where they waited to be found, the preferred ones first.
-        attempts: What came of trying.
+        endpoints: Endpoints of all hosts, in order of preference.
+        attempts: Results of all probes.
     """
     reached: dict[tuple[int, str], set[int]] = {}
     for attempt in attempts:
@@ -127,7 +125,7 @@ def decide(
     }
     if not all(by_all.values()):
         return Reachability({}, {}, _problem(names, endpoints, attempts, by_all))
-    chosen = _in_shared_network(by_all) or {node: found[0] for node, found in by_all.items()}
+    chosen = _in_shared_network(by_all) or {node: usable[0] for node, usable in by_all.items()}
     return Reachability(
         {node: e.ip for node, e in chosen.items()},
         {node: e.interface for node, e in chosen.items()},
@@ -137,7 +135,7 @@ def decide(
 def matrix_text(
     names: Mapping[int, str], endpoints: Sequence[Endpoint], attempts: Sequence[Attempt]
 ) -> str:
-    """The table of hosts by hosts: a row tries, a column is tried."""
+    """Return a table of hosts by hosts: the host of a row tries to reach the host of a column."""
     failed = {
         (row, column): cell
         for row, source in enumerate(names)
@@ -166,11 +164,11 @@ def _is_wanted(endpoint: Endpoint, wanted: Collection[str]) -> bool:
 def _in_shared_network(by_all: Mapping[int, Sequence[Endpoint]]) -> dict[int, Endpoint] | None:
     first = next(iter(by_all.values()))
     for network in dict.fromkeys(e.network for e in first):
-        found = {
-            node: next((e for e in usable if e.network == network), None)
+        chosen = {
+            node: e
             for node, usable in by_all.items()
+            if (e := next((e for e in usable if e.network == network), None)) is not None
         }
-        chosen = {node: e for node, e in found.items() if e is not None}
         if len(chosen) == len(by_all):
             return chosen
     return None
@@ -198,7 +196,7 @@ def _problem(
                 if a.target == node and not a.reason
             ]
             lines.append(
-                f"{names[node]} has no address that all others can reach: it is found at "
+                f"{names[node]} has no address that all other hosts can reach: it is reached at "
                 f"{', '.join(seen)}"
             )
     has = {
@@ -207,9 +205,9 @@ def _problem(
     }
     listed = "\n".join(f"  {names[n]:<12} {', '.join(e) or 'no address'}" for n, e in has.items())
     return (
-        f"expected hosts that can reach each other, found that {'; '.join(lines)}\n"
+        f"hosts cannot reach each other: {'; '.join(lines)}\n"
         f"{matrix_text(names, endpoints, attempts)}\n{listed}\n"
-        "open the ports between them, or name the network they share with --network-interface"
+        "open the ports between the hosts, or name their shared network with --network-interface"
     )
 
 
@@ -223,8 +221,8 @@ def _cell(
         return "ok"
     if not any(e.node == target for e in endpoints):
         return "no address"
-    for words in TELLING:
+    for begin in BY_INFORMATION:
         for reason in reasons:
-            if reason.startswith(words):
+            if reason.startswith(begin):
                 return reason
     return reasons[0] if reasons else "not tried"

@@ -1,4 +1,4 @@
-"""A backend on several hosts: an agent on each, and what they say as if it had happened here."""
+"""Backend for several hosts: starts ranks through the agents and reports what the agents see."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ FINISH_NS = 10_000_000_000
 
 
 class HostsReady(NamedTuple):
-    """What is known once all hosts are ready.
+    """Result of a rendezvous: all hosts are ready for ranks.
 
     Attributes:
         run_id: Name of the run.
-        secret: Its secret.
-        registry: Through which they are heard.
-        agents: Of all hosts, by number.
-        addresses: Where each host listens; the launcher as well.
-        places: Of all ranks.
-        master_port: Kept by the agent of rank 0's host.
-        threads: OMP_NUM_THREADS of the ranks, and the reason.
-        listen: Address that the store shall listen on instead of the launcher's in `addresses`;
-        empty for that one.
-        join_listener: Where latecomers knock; None when agents are started, not awaited.
+        secret: Secret of the run.
+        registry: Registry of the agents.
+        agents: Agents of all hosts, by number.
+        addresses: Address on which each host and the launcher listen.
+        places: Hosts of all ranks.
+        master_port: Port that the agent of rank 0's host has reserved.
+        threads: OMP_NUM_THREADS of the ranks, with the reason for the choice.
+        listen: Address on which the store listens; empty for the launcher's in `addresses`.
+        join_listener: Listener that refuses late launchers; None if the launcher started all
+            agents.
     """
 
     run_id: str
@@ -68,10 +68,10 @@ class HostsReady(NamedTuple):
 
 
 class RemoteBackend:
-    """Starts ranks through agents; the agents are its to close.
+    """Starts ranks through agents, which the caller closes.
 
     Args:
-        hosts_ready: What is known of the hosts.
+        hosts_ready: Result of the rendezvous.
         clock: Time source.
     """
 
@@ -94,17 +94,17 @@ class RemoteBackend:
 
     @property
     def store_address(self) -> str:
-        """The launcher's address in the network that all hosts share, unless another was named."""
+        """Address of the launcher in the network of all hosts, unless the user named another."""
         return str(Address(host=self._hosts_ready.listen or self._hosts_ready.addresses[LAUNCHER]))
 
     def address_for_rank(self, listening: str) -> str:
-        """How ranks reach the store, which may listen on more addresses than lead there."""
+        """Return the address at which ranks reach the store that listens at `listening`."""
         port = Address.parse(listening).port
         return str(Address(host=self._hosts_ready.addresses[LAUNCHER], port=port))
 
     @property
     def hosts(self) -> tuple[RunHost, ...]:
-        """Where ranks are, in their order."""
+        """Hosts of the ranks, in rank order."""
         sizes = {p.node: p.local_world_size for p in self._hosts_ready.places}
         addresses = self._hosts_ready.addresses
         return tuple(
@@ -114,7 +114,7 @@ class RemoteBackend:
 
     @property
     def deadline_ns(self) -> int | None:
-        """When `poll` is due."""
+        """Time at which `poll` is due; None if it is not."""
         join_listener = self._hosts_ready.join_listener
         if self._asking():
             return 0
@@ -128,7 +128,7 @@ class RemoteBackend:
         on_signal: OnSignal,
         notice: Callable[[str], None],
     ) -> None:
-        """Say what happens to ranks from now on."""
+        """Report events of the ranks from now on."""
         self._on_change, self._on_signal = on_change, on_signal
         registry, join_listener = self._hosts_ready.registry, self._hosts_ready.join_listener
         registry.register(selector)
@@ -136,14 +136,14 @@ class RemoteBackend:
             join_listener.register(selector, registry, self._refuse_late, notice)
 
     def detach(self) -> None:
-        """Say nothing any more."""
+        """Stop reporting events, and unregister from the selector."""
         self._on_change, self._on_signal = _ignore, _ignore
         self._hosts_ready.registry.unregister()
         if self._hosts_ready.join_listener is not None:
             self._hosts_ready.join_listener.unregister()
 
     def placement(self, rank: int) -> RankPlacement:
-        """Where a rank stands."""
+        """Return the placement of a rank."""
         place = self._hosts_ready.places[rank]
         addresses = self._hosts_ready.addresses
         return RankPlacement(
@@ -157,7 +157,7 @@ class RemoteBackend:
         )
 
     def start(self, spec: RankSpec) -> Rank:
-        """Have a rank started."""
+        """Let the agent of the rank's host start the rank."""
         agent = self._agents[self._hosts_ready.places[spec.environment.rank].node]
         rank = self._ranks[spec.environment.rank] = RemoteRank(spec, agent)
         self._by_node[agent.node].append(rank)
@@ -165,10 +165,10 @@ class RemoteBackend:
         return rank
 
     def reap(self) -> None:
-        """Nothing to do: the end of an agent's stream says more than that of its carrier."""
+        """Do nothing: an agent's loss is noticed at the end of its stream, not of its process."""
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Send the stack requests that are due, and refuse late launchers."""
         for node in self._asking():
             asked = [r for r in self._by_node[node] if r.wants_stacks]
             handlers = tuple(r.rank for r in asked if r.has_joined and r.alive)
@@ -179,11 +179,15 @@ class RemoteBackend:
             self._hosts_ready.join_listener.poll()
 
     def memory_kill(self) -> MemoryKill | None:
-        """Agents look for themselves, on their hosts."""
+        """Return None: agents detect out-of-memory kills on their hosts."""
         return None
 
     def finish(self) -> Iterator[int]:
-        """Have all agents end what ranks have left behind; wait for those that answer."""
+        """Let all agents end the processes that ranks have left behind, and wait for the agents.
+
+        Yields:
+            Time until which the caller should poll descriptors before the next step.
+        """
         deadline_ns = self._clock.now_ns() + FINISH_NS
         for agent in self._agents.values():
             agent.send(Finish())
@@ -193,7 +197,7 @@ class RemoteBackend:
             yield deadline_ns
 
     def dismiss(self, exit_code: int, text: str) -> None:
-        """SendToRank all hosts how the run ended."""
+        """Tell all agents how the run ended."""
         for agent in self._agents.values():
             agent.end(exit_code, text)
 
@@ -227,14 +231,10 @@ class RemoteBackend:
         return [n for n, ranks in self._by_node.items() if any(r.wants_stacks for r in ranks)]
 
     def _refuse_late(self, agent: AgentHandle) -> str:
-        said = agent.hello
-        node = said.node_rank if said is not None else None
+        node = agent.hello.node_rank if agent.hello is not None else None
         names = ", ".join(agent.name for agent in self._agents.values())
-        return (
-            f"expected node {node} before the start, found that the job has started "
-            f"on {names}: start all nodes again"
-        )
+        return f"node {node} is late: the job has started on {names}; start all nodes again"
 
 
 def _ignore(*args: object) -> None:
-    """Before a run joins and after it leaves, nobody listens."""
+    """Ignore an event before `attach` or after `detach`."""

@@ -1,4 +1,4 @@
-"""A rank on another host: its agent is its parent, and what the agent says is all that is known of its process."""
+"""A rank on another host, whose agent reports everything about its process."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ OfRank: TypeAlias = Started | NotStarted | Output | FinalRecord | ProcessChanged
 
 
 class RemoteRank(Rank):
-    """A rank that an agent has been told to start.
+    """A rank that an agent starts.
 
     Args:
-        spec: Everything that is ready for it; its box becomes a copy of the one on its host.
-        agent: The agent of its host.
+        spec: Objects of the rank; its box becomes a copy of the black box on the rank's host.
+        agent: Agent of the rank's host.
+
+    Attributes:
+        wants_stacks: Whether a stack request for the rank has not been sent yet.
     """
 
     def __init__(self, spec: RankSpec, agent: AgentHandle) -> None:
@@ -61,7 +64,11 @@ class RemoteRank(Rank):
         return self._pid
 
     def on_agent_message(self, message: OfRank, buffers: Sequence[memoryview]) -> Change | None:
-        """What its agent says of it; a change of its process, on the launcher's clock, is returned."""
+        """Process a message of the agent about this rank.
+
+        Returns:
+            State change of the process, on the launcher's clock; None if there is none.
+        """
         if isinstance(message, Started):
             self._pid = message.pid
         elif isinstance(message, Output):
@@ -70,8 +77,8 @@ class RemoteRank(Rank):
             pieces = list(zip(message.offsets, map(bytes, buffers), strict=False))
             self.box.load(pieces, bytes(buffers[-1]))
         elif isinstance(message, NotStarted):
-            words = f"braid: cannot start this rank: {message.problem}\n"
-            self.output.feed(2, words.encode(), self._clock.now_ns())
+            text = f"braid: cannot start this rank: {message.problem}\n"
+            self.output.feed(2, text.encode(), self._clock.now_ns())
             return Change("exited", CANNOT_START)
         else:
             t_ns = min(message.t_ns + self._agent.offset_ns, self._clock.now_ns())
@@ -79,53 +86,53 @@ class RemoteRank(Rank):
         return None
 
     def on_open_waits(self, waits: list[OpenWait]) -> None:
-        """It is inside of these, on its own clock."""
+        """Record the open collectives of the rank, on its host's clock."""
         self._waits = waits
 
     def on_snapshot(self, view: RankView) -> None:
-        """Its agent has looked at it."""
+        """Record the agent's answer to a stack request."""
         self._view = view
 
     def on_host_lost(self, why: str) -> Change:
-        """Its host is gone, and it with it."""
+        """Return the state change of a rank whose host is lost for the reason `why`."""
         self._lost = why
         return Change("lost", 0, self._clock.now_ns())
 
     def signal(self, signum: int) -> None:
-        """Have it sent a signal, unless it has ended."""
+        """Let the agent send the rank a signal, unless the rank has ended."""
         if self.alive:
             self._agent.send(Send(self.rank, signum))
 
     def drain(self) -> None:
-        """Nothing to do: what it wrote came before the news of its end."""
+        """Do nothing: output of the rank arrives before the news of its end."""
 
     def error(self) -> ParsedError | None:
-        """What it said of its failure; that its host is gone, when it said nothing."""
+        """Return the rank's error; the loss of its host if the rank has reported none."""
         if self._lost and self.failure is None:
             return ParsedError(type="HostLost", message=self._lost)
         return super().error()
 
     def ended(self, change: Change, facts: RankFacts) -> RankEnd:
-        """Note how it ended."""
+        """Record how the rank ended."""
         self._waits = []
         return super().ended(change, facts)
 
     def waits(self) -> list[OpenWait]:
-        """Collectives that it was inside of, a second ago at most."""
+        """Return the open collectives of the rank, at most a second old."""
         return [self._here(wait) for wait in self._waits]
 
     def request_stack(self) -> None:
-        """Have it asked for its stack, with all others of its host."""
+        """Request a stack dump; the backend sends one request for all ranks of a host."""
         self._view = None
         self.wants_stacks = True
 
     @property
     def has_answered(self) -> bool:
-        """Whether its agent has said what it saw."""
+        """Whether the agent has answered the last stack request."""
         return not self.alive or self._view is not None
 
     def view(self) -> RankView:
-        """What its agent saw; what it has left, when it has ended."""
+        """Return the agent's last snapshot; the contents of the black box if the rank has ended."""
         ended = clause(self.end) if self.end is not None else ""
         view = self._view
         if view is None or not self.alive:
@@ -136,14 +143,14 @@ class RemoteRank(Rank):
         return view._replace(spans=spans, ended=ended)
 
     def lasted_ns(self, wait: OpenWait) -> int | None:
-        """From its record, of which there is a copy here once it has ended."""
+        """Return the duration of a wait; None while the rank lives, whose record is remote."""
         if self.alive:
             return None
         look = RankObserver(self.rank, self.pid, self.box, self._clock)
         return look.lasted_ns(wait._replace(t_ns=wait.t_ns - self._agent.offset_ns))
 
     def close(self) -> None:
-        """End it if it lives, and close everything. Idempotent."""
+        """Kill the rank if it lives, and release all resources. Idempotent."""
         self.signal(SIGKILL)
         self._hang_up()
         self.output.close(self._clock.now_ns())

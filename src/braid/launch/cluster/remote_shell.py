@@ -1,7 +1,7 @@
-"""How an agent comes to be on a host: started here, or by a command that reaches there.
+"""Starts an agent on a host, directly or through a remote shell.
 
-This is the seam for batch systems: whatever can start a process on a host, hand it two pipes, and
-end it, can carry a job. Nothing but the agent is started this way; the ranks are its children.
+A batch system can replace the remote shell: it must be able to start a process on a host, connect
+two pipes, and end it. Only the agent is started this way; the ranks are children of the agent.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ __all__ = [
 ]
 
 AGENT = ("-m", "braid.launch.cluster.agent_main")
-# asks for no password, and notices within half a minute that the other host is gone
+# asks for no password, and notices the loss of the other host within half a minute
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=10 {host}"
-# of this host, and no fault of the command
+# errors of this host, not of the command
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
-JOINS_WORDS = frozenset({"ssh", "rsh"})  # they hand their arguments, joined, to a shell
+JOINS_WORDS = frozenset({"ssh", "rsh"})  # these join their arguments and pass them to a shell
 
 
 class Placed:
-    """An agent, or the command that reaches it: a process of this host, and its pipes.
+    """A process on this host that is an agent or connects to one, and its pipes.
 
     Args:
-        argv: What to run here.
+        argv: Program and arguments.
 
     Attributes:
-        reader: Descriptor of what it writes; the caller closes it.
-        writer: Descriptor of what it reads; the caller closes it.
-        errors: Descriptor of its stderr, which does not block; the caller closes it.
+        argv: Program and arguments.
+        reader: Descriptor of the process's stdout; the caller closes it.
+        writer: Descriptor of the process's stdin; the caller closes it.
+        errors: Non-blocking descriptor of the process's stderr; the caller closes it.
 
     Raises:
-        OSError: It cannot be run.
+        OSError: The program cannot be started.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -63,7 +64,7 @@ class Placed:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C is the launcher's to pass on
+            start_new_session=True,  # the launcher forwards Ctrl-C
         )
         pipes = (self._popen.stdin, self._popen.stdout, self._popen.stderr)
         self.writer, self.reader, self.errors = (os.dup(p.fileno()) for p in pipes if p is not None)
@@ -74,26 +75,26 @@ class Placed:
 
     @property
     def pid(self) -> int:
-        """Process id, on this host."""
+        """Process id on this host."""
         return self._popen.pid
 
     def status(self) -> int | None:
-        """How it ended, as `Popen.returncode`; None while it lives."""
+        """Return the exit status, as `Popen.returncode`; None while the process lives."""
         return self._popen.poll()
 
     def status_within(self, limit_s: float) -> int | None:
-        """How it ended, when it does so within `limit_s`."""
+        """Return the exit status if the process ends within `limit_s` seconds; else None."""
         with suppress(subprocess.TimeoutExpired):
             return self._popen.wait(limit_s)
         return None
 
     def signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the process a signal, unless it has ended."""
         with suppress(ProcessLookupError):
             self._popen.send_signal(signum)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait until it has ended; after the time-out it is killed."""
+        """Wait for the end of the process, kill it after `timeout_s`, and return its status."""
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -102,49 +103,51 @@ class Placed:
 
 
 class Placement(Protocol):
-    """A way to have an agent on a host."""
+    """A way to start an agent on a host."""
 
     def start(self) -> Placed:
-        """Start it.
+        """Start the agent.
 
         Raises:
-            ConfigError: It cannot be started.
+            ConfigError: The agent cannot be started.
         """
         ...
 
 
 class LocalPlacement:
-    """An agent on this host."""
+    """Starts an agent on this host."""
 
     def start(self) -> Placed:
-        """Start it."""
+        """Start the agent."""
         return _placed([sys.executable, *AGENT], "this host", "is there an interpreter?")
 
 
 class RshPlacement:
-    """An agent on another host, reached by a command.
+    """Starts an agent on another host through a remote shell.
 
     Args:
-        host: Name of the host, as the command knows it.
-        rsh: The command, with `{host}` where the name goes; runs the words that are put behind it.
-        python: The interpreter there, as words: one in which braid is installed.
+        host: Name of the host, as the remote shell knows it.
+        rsh: Command of the remote shell, with `{host}` in place of the name; must run the program
+            that is appended to it.
+        python: Command of an interpreter on the host that has braid installed; that of this process
+            when empty.
 
     Raises:
-        ConfigError: `rsh` has no `{host}`, or cannot be read as words.
+        ConfigError: `rsh` has no `{host}`, or cannot be split into words.
     """
 
     def __init__(self, host: str, rsh: str = DEFAULT_RSH, python: str = "") -> None:
         self._host = host
         words = _words(rsh, "--rsh")
         if not any("{host}" in word for word in words):
-            msg = f"expected {{host}} in --rsh, found {rsh!r}: write for example 'ssh {{host}}'"
+            msg = f"--rsh must contain {{host}}, got {rsh!r}: write for example 'ssh {{host}}'"
             raise ConfigError(msg)
         self._words = [word.replace("{host}", host) for word in words]
         self._python = _words(python, "--remote-python") if python else [sys.executable]
 
     @property
     def argv(self) -> list[str]:
-        """What is run here."""
+        """Command that runs on this host."""
         command = [*self._python, *AGENT]
         if Path(self._words[0]).name in JOINS_WORDS:
             command = [shlex.quote(word) for word in command]
@@ -157,11 +160,11 @@ class RshPlacement:
 
 
 def is_here(name: str) -> bool:
-    """Whether `name` is this host, as far as can be said without asking the network."""
+    """Whether `name` is a name or address of this host, as far as known without the network."""
     own = socket.gethostname()
     if name in {"localhost", own, own.partition(".")[0]}:
         return True
-    addresses = (a.address for found in psutil.net_if_addrs().values() for a in found)
+    addresses = (a.address for interface in psutil.net_if_addrs().values() for a in interface)
     return name.strip("[]") in set(addresses)
 
 
@@ -181,9 +184,9 @@ def _words(text: str, option: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as exc:
-        msg = f"expected words in {option}, found {text!r}: {exc}"
+        msg = f"{option} cannot be split into words: {exc}, got {text!r}"
         raise ConfigError(msg) from exc
     if not words:
-        msg = f"expected a command in {option}, found {text!r}"
+        msg = f"{option} must be a command, got {text!r}"
         raise ConfigError(msg)
     return words

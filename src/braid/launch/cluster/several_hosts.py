@@ -1,6 +1,7 @@
-"""The launcher for several hosts, whether it reaches them itself or is one of several that meet.
+"""The launcher for several hosts.
 
-It stands apart from `Supervisor` so that a run on one host does not load what it does not use.
+The launcher reaches the hosts itself, or is one of several launchers that the user has started by
+hand. This module is separate from `Supervisor` so that a run on one host does not import it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class HostsSupervisor:
     """Runs jobs on several hosts.
 
     Args:
-        console: Where output and notices go; kept in memory when None.
-        clock: Time source; the host's when None.
+        console: Console for output and notices; kept in memory when None.
+        clock: Time source; the monotonic clock of the host when None.
     """
 
     def __init__(self, console: Console | None = None, *, clock: Clock | None = None) -> None:
@@ -36,35 +37,35 @@ class HostsSupervisor:
         self._clock = clock or MonotonicClock()
 
     def run(self, job: JobSpec, hosts: Hosts) -> Outcome:
-        """Run a job to its end on hosts that are reached from here.
+        """Run a job to its end on hosts that this launcher reaches.
 
         Args:
-            job: What to run; how many ranks there are is said by `hosts`.
-            hosts: Where.
+            job: Job to run; `hosts` determines its number of ranks.
+            hosts: Hosts of the job.
 
         Returns:
-            What came of it; failures of ranks and losses of hosts are outcomes, not exceptions.
+            Outcome of the run; failures of ranks and losses of hosts are outcomes, not exceptions.
 
         Raises:
-            ConfigError: Some host cannot take part; the message names all that cannot, and nothing
+            ConfigError: A host cannot take part; the message names all such hosts, and no process
                 is left running.
         """
         with SignalInbox() as inbox, self._rendezvous(job, hosts, inbox) as rendezvous:
             return self._carry_out(job, inbox, rendezvous, None)
 
     def meet(self, job: JobSpec, nodes: Nodes) -> tuple[int, str]:
-        """Run a job on nodes each of which has a launcher, started by hand: this is one of them.
+        """Run a job together with launchers that were started by hand on the other nodes.
 
         Args:
-            job: What to run, the same on all nodes.
-            nodes: Where they meet, and how many ranks this one has.
+            job: Job to run, the same on all nodes.
+            nodes: Meeting point of the launchers, and number of ranks of this node.
 
         Returns:
             Exit code of the run, and the error block if it failed.
 
         Raises:
-            ConfigError: Nodes are missing, late or there twice, or cannot see each other; nothing
-                is left running.
+            ConfigError: A node is missing, late or present twice, or nodes cannot reach each other;
+                no process is left running.
         """
         if nodes.insecure_network:
             self._console.notice(INSECURE_WARNING)

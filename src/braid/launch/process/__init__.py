@@ -1,1 +1,1 @@
-"""One process on this host, and what the launcher can observe of it."""
+"""Starts and observes the process of one rank on this host."""

@@ -1,1 +1,1 @@
-"""One run: its ranks, its supervisor, its hang reports and its end."""
+"""Supervises one run: its ranks, hang reports and end."""
