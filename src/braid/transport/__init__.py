@@ -1,4 +1,4 @@
-"""Memory and sleep shared by the ranks of a host, and mirrors of those of others; what collectives are built from.
+"""Memory that ranks share or mirror, and how they wait: what collectives are built from.
 
 Public names: `MemoryTransport` (a rank's end), `Arena` and `Block` (tensors that peers can read),
 `Wait`, `WaitAny`, `Steps` and `Waiter` (how to wait), `Health` and `Loss` (who is gone), `Fabric`

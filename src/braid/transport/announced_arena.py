@@ -1,10 +1,9 @@
-"""Arenas of which peers keep mirrors: they are told of new extents, and may look at words before any came.
+"""Arenas of which peers keep mirrors: peers are told of each new extent.
 
 A mirror is zero where nothing has been sent. Slots are never read before they have been published,
-but a group's first page
-is: its members learn of it through the store or another group. It is therefore allocated where
-nothing has ever been (`AnnouncedArena.fresh`), so that it is zero everywhere until its owner says
-otherwise.
+but a group's first page is: its members learn of it through the store or another group. It is
+therefore allocated where nothing has ever been (`AnnouncedArena.fresh`), so that it is zero
+everywhere until its owner publishes something else.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class AnnouncedArena(Arena):
     """An arena of which some peers keep a mirror.
 
     Args:
-        rank: Rank that owns it.
-        root: Its root.
-        peers: Mirrors of the others' memory.
+        rank: Rank that owns the arena.
+        root: Root of that rank.
+        peers: Mirrors of the peers' memory.
         announce: Called with the number of a new extent, before anything in it is given out.
     """
 
@@ -37,7 +36,7 @@ class AnnouncedArena(Arena):
         self._untouched: tuple[int, int] = (0, EXTENT_BYTES)  # extent, first byte nobody has had
 
     def fresh(self, nbytes: int) -> Block:
-        """Memory that has never been given out before; freed, it becomes like any other."""
+        """Reserve memory that has never been given out before."""
         size = -(-nbytes // LINE_BYTES) * LINE_BYTES
         with self._lock:
             number, offset = self._untouched
@@ -54,13 +53,13 @@ class AnnouncedArena(Arena):
 
 
 class PrivateArena(AnnouncedArena):
-    """An arena in ordinary memory: nothing in it can be read by peers unless it is published."""
+    """An arena in ordinary memory, of which peers can read only what is published."""
 
     def adopt(self, x: torch.Tensor) -> None:
         """Leave `x` where it is: there is no better place."""
 
     def locate(self, x: torch.Tensor) -> int:  # noqa: ARG002 - as in Arena
-        """Always 0: peers cannot read tensors of this rank."""
+        """Return 0: peers cannot read tensors of this rank."""
         return 0
 
     def _new_file(self, nbytes: int) -> MemoryFile:

@@ -1,14 +1,14 @@
-"""Tensors in memory that peers can read: allocated here, found there by one 64-bit word.
+"""Tensors in memory that peers can read, each named by one 64-bit word.
 
 Problem: a collective on ordinary tensors copies them into shared staging and out again. Tensors
 that already lie in shared memory (gradient buckets, flat parameters, staging slots) need no copy,
 but every rank must learn where its peers' tensors are, and negotiating each allocation would make
 `empty()` a collective.
 
-Idea: memory is allocated by each rank alone. A `Block` names a place by (extent, offset), which
-fits into one word of the control line that peers read anyway; they map the extent when they first
-meet it. Extents are never renamed, so a word never changes its meaning. A block returns to the free
-list when the last tensor that views it dies.
+Idea: each rank allocates memory alone. A `Block` names a place by (extent, offset), which fits into
+one word of the control line that peers read anyway. Peers map the extent when they first meet it.
+Extents are never renamed, so a word never changes its meaning. A block returns to the free list
+when the last tensor that views it dies.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Block(NamedTuple):
 
     Attributes:
         extent: Number of the extent, from 1.
-        offset: First byte in it, a multiple of 64.
-        nbytes: Length.
+        offset: First byte in the extent, a multiple of 64.
+        nbytes: Length in bytes.
     """
 
     extent: int
@@ -79,11 +79,11 @@ class OwnExtent:
 
     @property
     def vacated(self) -> bool:
-        """Whether its guest has died: other memory may lie at the same address by now."""
+        """Whether the adopted storage has died, so that other memory may lie at the same address."""
         return self._guest is not None and bool(self._guest.expired())
 
     def take(self, nbytes: int) -> int:
-        """First fit; -1 when there is no room."""
+        """Reserve the first free piece that fits; return its offset, -1 if there is none."""
         for index, (offset, room) in enumerate(self.free):
             if room >= nbytes:
                 if room == nbytes:
@@ -94,7 +94,7 @@ class OwnExtent:
         return -1
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Return a piece and join it with its free neighbours."""
+        """Free a piece and join it with its free neighbours."""
         index = bisect.bisect(self.free, (offset, 0))
         self.free.insert(index, (offset, nbytes))
         if index + 1 < len(self.free) and offset + nbytes == self.free[index + 1][0]:
@@ -106,12 +106,12 @@ class OwnExtent:
 
 
 class Arena:
-    """This rank's shared memory, and the window to its peers'.
+    """This rank's shared memory, and its window to the memory of peers.
 
     Args:
-        rank: Rank that owns it.
-        root: Its root, in whose directory new extents are entered.
-        peers: How the memory of others is reached.
+        rank: Rank that owns the arena.
+        root: Root of that rank, in whose directory new extents are entered.
+        peers: Access to the memory of peers.
     """
 
     def __init__(self, rank: int, root: Root, peers: PeerMemory) -> None:
@@ -128,10 +128,10 @@ class Arena:
         self._views: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Tensor of `shape` in shared memory; its block is freed when the last view of it dies.
+        """Return a tensor in shared memory, whose block is freed when its last view dies.
 
         Raises:
-            CommError: The memory is not to be had.
+            CommError: There is not enough memory.
         """
         numel = 1
         for extent in shape:
@@ -147,7 +147,10 @@ class Arena:
         return torch.frombuffer(holder, dtype=dtype).view(tuple(shape))
 
     def allocate(self, nbytes: int) -> Block:
-        """Reserve `nbytes` bytes; the caller frees them. Cost: no communication."""
+        """Reserve `nbytes` bytes, which the caller frees.
+
+        Cost: no communication.
+        """
         unit = PAGE_BYTES if nbytes >= PAGE_BYTES else LINE_BYTES
         size = -(-nbytes // unit) * unit
         with self._lock:
@@ -160,18 +163,19 @@ class Arena:
             return Block(extent.number, extent.take(size), size)
 
     def fresh(self, nbytes: int) -> Block:
-        """Like `allocate`, for words that peers may look at before they have been told what is there."""
+        """Reserve memory for words that peers may look at before they have been told of them."""
         return self.allocate(nbytes)
 
     def adopt(self, x: torch.Tensor) -> None:
-        """Move the storage of `x` into shared memory, in place: every tensor on it follows.
+        """Move the storage of `x` into shared memory, in place; all its tensors follow.
 
-        For tensors that others allocate, such as the gradient buckets of torch's DDP. Torch keeps
-        such storages in files of /dev/shm without a name, so that is where the space must be. Cost:
-        one copy.
+        This is for tensors that others allocate, such as the gradient buckets of torch's DDP. Torch
+        keeps such storages in files of /dev/shm without a name, so that is where the space must be.
 
         Raises:
             CommError: There is too little space.
+
+        Cost: one copy.
         """
         if self.locate(x):
             return
@@ -186,11 +190,11 @@ class Arena:
             self._enter(OwnExtent(number, file, storage))
 
     def free(self, block: Block) -> None:
-        """Return a block."""
+        """Free a block."""
         self._dead.append(block)
 
     def locate(self, x: torch.Tensor) -> int:
-        """Word of the place where a contiguous tensor begins, or 0 if it is not in this arena."""
+        """Return the word of a contiguous tensor's first byte, or 0 if it is not in this arena."""
         address = x.data_ptr()
         bases, extents = self._by_base
         index = bisect.bisect(bases, address) - 1
@@ -203,7 +207,10 @@ class Arena:
         return extent.number << OFFSET_BITS | offset // LINE_BYTES
 
     def origin(self, address: int) -> tuple[int, int, int] | None:
-        """(rank, extent, byte) behind an address of this process, None if it is not shared memory. For tools."""
+        """Return (rank, extent, byte) behind an address of this process, for tools.
+
+        Returns None if it is not shared memory.
+        """
         for extent in self._extents:
             if 0 <= address - extent.base < extent.file.nbytes:
                 return self.rank, extent.number, address - extent.base
@@ -213,7 +220,7 @@ class Arena:
         return None
 
     def view(self, rank: int, word: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Flat tensor over memory of `rank` that begins at `word`; mapped at first use."""
+        """Return a flat tensor over memory of `rank` that begins at `word`; mapped at first use."""
         key = (rank, word, numel, dtype)
         tensor = self._views.get(key)
         if tensor is None:
@@ -226,11 +233,11 @@ class Arena:
         return tensor
 
     def words(self, rank: int, word: int, count: int) -> memoryview:
-        """`count` 64-bit words of `rank` that begin at `word`, for control lines."""
+        """Return `count` 64-bit words of `rank` that begin at `word`."""
         return self.piece(rank, word, 8 * count).cast("Q")
 
     def piece(self, rank: int, word: int, nbytes: int) -> memoryview:
-        """`nbytes` bytes of `rank` that begin at `word`."""
+        """Return `nbytes` bytes of `rank` that begin at `word`."""
         start = (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES
         extent_map = (
             self._extents[(word >> OFFSET_BITS) - 1].file.map
@@ -240,11 +247,11 @@ class Arena:
         return memoryview(extent_map)[start : start + nbytes]
 
     def fds(self) -> list[int]:
-        """Descriptors of the extents."""
+        """Return the descriptors of the extents."""
         return [extent.file.fd for extent in self._extents if extent.file.fd >= 0]
 
     def statistics(self) -> dict[str, int]:
-        """Bytes reserved and in use, number of extents, number of peers' extents mapped."""
+        """Return bytes reserved and in use, and the numbers of extents and of peers' extents mapped."""
         with self._lock:
             self._collect()
             total = sum(e.file.nbytes for e in self._extents if not e.vacated)
@@ -313,7 +320,7 @@ class Arena:
         return tensor
 
     def _forget_vacated(self, rank: int) -> None:
-        """Unmap what `rank` has given back, such as the buckets of a model that it has dropped."""
+        """Unmap extents that `rank` has given back, such as the buckets of a dropped model."""
         root = self._peers.root(rank)
         gone = {
             key for key in list(self._maps) if key[0] == rank and not root.extent(key[1]).nbytes
@@ -326,7 +333,7 @@ class Arena:
 
 
 def _require_space(nbytes: int) -> None:
-    """Torch would find out by a bus error in the middle of a step."""
+    """Raise if there is too little space, which torch would notice by a bus error in the middle of a step."""
     space = os.statvfs(SHARED_FILES)
     free = space.f_bavail * space.f_frsize
     if free < nbytes + SPARE_BYTES:

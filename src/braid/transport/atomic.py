@@ -41,12 +41,19 @@ _LOCK = threading.Lock()
 
 
 def is_atomic_between_processes() -> bool:
-    """Whether `fetch_add` may be used on memory that another process changes, too."""
+    """Return whether `fetch_add` may be used on memory that another process changes, too."""
     return _FETCH_ADD is not None
 
 
 def fetch_add(address: int, amount: int) -> int:
-    """Add to the 32-bit word at `address`, which is a multiple of 4, and return what it held before, as a number from 0 to `MASK`.
+    """Add to the 32-bit word at `address`, and return its value before.
+
+    Args:
+        address: Address of the word, a multiple of 4.
+        amount: Number to add.
+
+    Returns:
+        A number from 0 to `MASK`.
 
     >>> word = ctypes.c_uint32(MASK)
     >>> fetch_add(ctypes.addressof(word), 3) == MASK, word.value

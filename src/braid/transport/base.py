@@ -1,9 +1,9 @@
-"""What a rank has to communicate through memory: arena, doorbells, and a way to its peers' memory.
+"""What a rank has to communicate through memory: an arena, doorbells, and access to peers' memory.
 
-Processes and threads differ in one thing only, how peers' memory is found (`PeerMemory`): `shm`
-opens it through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what
-ranks of other hosts have sent. Everything above runs on all of them, so every collective can be
-tested with threads and used with processes.
+Processes and threads differ only in how peers' memory is found (`PeerMemory`): `shm` opens it
+through the kernel, `inproc` looks it up in a dictionary, `hosts` keeps copies of what ranks of
+other hosts have sent. Everything above runs on all of them, so every collective can be tested with
+threads and used with processes.
 """
 
 from __future__ import annotations
@@ -100,23 +100,23 @@ class MemoryTransport:
 
     @property
     def names(self) -> NameTable:
-        """Own name table: texts that peers may want to read."""
+        """Name table of this rank: texts that peers may want to read."""
         return self._root.names
 
     def names_of(self, rank: int) -> NameTable:
-        """Name table of `rank`."""
+        """Return the name table of `rank`."""
         return self._root.names if rank == self.rank else self._peers.root(rank).names
 
     def shares_with(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - with all of them
-        """Whether this rank and `ranks` can read each other's tensors in the arena where they lie."""
+        """Return whether this rank and `ranks` can read each other's tensors in place."""
         return True
 
     def backlog(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002 - nothing waits to be sent
-        """Whether something published for `ranks` still waits in this rank's memory to be sent."""
+        """Return whether something published for `ranks` still waits here to be sent."""
         return False
 
     def audience(self, ranks: Sequence[int]) -> Audience:
-        """Some peers, to be handed to `publish`."""
+        """Return some peers in the form that `publish` takes."""
         return [(rank, self._peers.root(rank).words) for rank in ranks]
 
     def publish(
@@ -129,18 +129,18 @@ class MemoryTransport:
         *,
         changes: bool = False,  # noqa: ARG002
     ) -> None:
-        """Let `audience` see a line, and a block of the arena before it; wake those that sleep.
+        """Let `audience` see a line, and a block of the arena before it; wake peers that sleep.
 
-        Call it after both have been stored. What is not published may be seen by peers or not.
+        Call this after both have been stored. Peers may or may not see what is not published.
 
         Args:
-            audience: Made by `audience`.
-            line: Place of the line of eight words in the arena; `ROOT_LINE` for the root's first.
-            block: Place of what the line is about; 0 for nothing.
-            nbytes: Its length.
-            parts: First and last byte of what each of the audience needs of it; None for all.
-            changes: Whether it may be written to before the audience has seen it, so that a copy
-                must be sent.
+            audience: Peers, made by `audience`.
+            line: Address of the line of eight words in the arena; `ROOT_LINE` for the root's first.
+            block: Address of the data that the line is about; 0 for none.
+            nbytes: Length of that data.
+            parts: First and last byte of it that each peer needs; None for all.
+            changes: Whether it may be written to before the peers have seen it, so that a copy must
+                be sent.
         """
         self._fence.acquire()  # a full fence: our store before our look at their announcement
         self._fence.release()
@@ -150,9 +150,11 @@ class MemoryTransport:
                 self._peers.ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill the contiguous tensor `out` from private memory of `rank`, which keeps it there meanwhile.
+        """Fill the contiguous tensor `out` from private memory of `rank`, where `may_pull` permits it.
 
-        Only where `may_pull`. Cost: one copy by the kernel.
+        The peer keeps that memory meanwhile.
+
+        Cost: one copy by the kernel.
         """
         self._peers.pull(rank, address, out)
 
@@ -182,7 +184,7 @@ class MemoryTransport:
         self.waiter.until(all_gone, lambda: None)
 
     def close(self) -> None:
-        """Give everything back. Peers that still map this memory keep it until they unmap it."""
+        """Free everything. Peers that still map this memory keep it until they unmap it."""
         self.arena.close()
         self._peers.close()
         self.bells.close()

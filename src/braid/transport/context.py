@@ -1,4 +1,4 @@
-"""What a rank is: handed to everything that communicates, so that nothing has to be ambient."""
+"""The context of a rank, which is handed to everything that communicates, so that nothing is ambient."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ class Loss(NamedTuple):
     Attributes:
         rank: Global rank.
         reason: What happened, as a clause: "was killed by signal 9 (SIGKILL)".
-        left: It ended on purpose after `shutdown()`; only who still waits for it is hurt.
+        left: Whether it ended on purpose after `shutdown()`; only ranks that wait for it are
+            affected.
     """
 
     rank: int
@@ -41,23 +42,23 @@ class Loss(NamedTuple):
 
 
 class Witness(Protocol):
-    """Someone who hears of losses: the launcher's socket, a heartbeat monitor."""
+    """A source of losses, such as the launcher's socket or a heartbeat monitor."""
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when there is news, -1 when closed."""
+        """Return the descriptor that becomes readable when there is news, -1 when closed."""
         ...
 
     def losses(self) -> list[Loss]:
-        """News since the last call; never blocks."""
+        """Return the losses since the last call, without blocking."""
         ...
 
 
 class Health:
-    """What this rank knows about the life of the others.
+    """What this rank knows about the life of the other ranks.
 
     Args:
         rank: This rank.
-        clock: Used to wait a moment for the launcher's word on the cause.
+        clock: Clock for waiting a moment until the launcher names the cause.
     """
 
     def __init__(self, rank: int, clock: Clock) -> None:
@@ -84,14 +85,14 @@ class Health:
             return  # a kernel before 5.3, a sandbox or another system: the launcher's word remains
 
     def expect_end(self, rank: int, pid: int) -> None:
-        """Watch a process whose end somebody else will notice and report by `ended`."""
+        """Note a process whose end somebody else will notice and report by `ended`."""
         self._pids[rank] = pid
 
     def ended(self, rank: int, how: str, *, left: bool = False) -> None:
-        """Take the sign that the connection to a watched process has ended; `collect` makes it a verdict.
+        """Report that the connection to a watched process has ended; `collect` makes it a verdict.
 
         Args:
-            rank: Whose it is.
+            rank: Global rank of the process.
             how: Clause on the process, if nobody knows better: "died".
             left: See `Loss`.
         """
@@ -110,7 +111,7 @@ class Health:
         self._on_loss.append(wake)
 
     def report(self, loss: Loss) -> None:
-        """Take a sign of loss; the first on a rank stands."""
+        """Report a sign of loss; the first sign on a rank is the verdict."""
         if loss.rank == self.rank or loss.rank in self.lost:
             return
         self.lost[loss.rank] = loss
@@ -119,13 +120,13 @@ class Health:
             wake()
 
     def fds(self) -> list[int]:
-        """Descriptors that become readable when there is news."""
+        """Return the descriptors that become readable when there is news."""
         fds = [fd for rank, fd in self._pidfds.items() if rank not in self.lost]
         fds += [fd for fd in (w.fileno() for w in self._witnesses) if fd >= 0]
         return fds
 
     def collect(self) -> None:
-        """Look at every source once, without blocking beyond `REASON_GRACE_S`; one thread at a time."""
+        """Look at every source once; one thread at a time, blocking for at most `REASON_GRACE_S`."""
         if not self._looking.acquire(blocking=False):
             return
         try:
@@ -136,7 +137,7 @@ class Health:
             self._looking.release()
 
     def confirm(self, rank: int) -> Loss | None:
-        """Wait until the death of `rank`, whose memory is gone already, is what everybody can see.
+        """Wait until every rank can see the death of `rank`, whose memory is gone already.
 
         Otherwise this rank might be gone before the others know why, and be blamed by them.
 
@@ -181,7 +182,7 @@ class Health:
                 self.report(loss)
 
     def _ended(self) -> list[int]:
-        """Ranks whose process has ended, or that have said that they leave and linger for a moment."""
+        """Return ranks whose process has ended, or that have told that they leave."""
         poller = select.poll()
         ranks = {}
         ended = []

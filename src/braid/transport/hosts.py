@@ -4,10 +4,10 @@ Problem: where memory cannot be shared, every collective would need a second for
 and ranks of which some share memory and some do not would need a third.
 
 Idea: there is one form. What a rank publishes is seen at once by the peers that map its memory, its
-*near* ones; for all others, the *far* ones, it is written into a mirror that they keep (`mirror`),
-over one connection per pair (`links`). Arena, lines, channels and everything above do not know the
-difference, except that algorithms which read or write a peer's tensors where they lie are for
-groups of near ranks only (`shares_with`).
+*local* ones; for all others, the *remote* ones, it is written into a mirror that they keep
+(`mirror`), over one connection per pair (`links`). Arena, lines, channels and everything above do
+not know the difference, except that algorithms which read or write a peer's tensors where they lie
+are for groups of local ranks only (`shares_with`).
 
            host a                                   host b
     +---------------------+                 +---------------------+
@@ -17,7 +17,7 @@ groups of near ranks only (`shares_with`).
     |  mirrors of 2, 3    |                 |  mirrors of 0, 1    |
     +---------------------+                 +---------------------+
 
-Portable mode is the case in which nobody is near: macOS, ARM and some sandboxes have neither files
+Portable mode is the case in which nobody is local: macOS, ARM and some sandboxes have neither files
 without a name nor processors that keep the order of stores.
 """
 
@@ -46,15 +46,15 @@ from braid.transport.memory import (
 from braid.transport.mirror import ROOT_EXTENT, MirroredMemory, Writes
 from braid.transport.wait import Doorbells
 
-__all__ = ["HostsMemory", "HostsTransport", "Near"]
+__all__ = ["HostsMemory", "HostsTransport", "LocalPeers"]
 
 
-class Near(NamedTuple):
+class LocalPeers(NamedTuple):
     """The peers of this host.
 
     Attributes:
         ranks: Global ranks, this one included.
-        memory: How their memory is reached; None where nothing is shared.
+        memory: Access to their memory; None where nothing is shared.
         may_pull: Whether they may read each other's private memory.
         close: Called last, for what serves them.
     """
@@ -66,28 +66,28 @@ class Near(NamedTuple):
 
 
 class HostsMemory:
-    """Peers' memory: that of near ones is mapped, of far ones there are mirrors.
+    """Peers' memory: that of local ones is mapped, of remote ones there are mirrors.
 
     Args:
         rank: This rank.
         root: Own root.
-        near: See above.
-        far: See above.
+        local: See above.
+        remote: See above.
     """
 
-    def __init__(self, rank: int, root: Root, near: Near, far: MirroredMemory) -> None:
+    def __init__(self, rank: int, root: Root, local: LocalPeers, remote: MirroredMemory) -> None:
         self._rank = rank
         self._root = root
-        self._near = near.memory
-        self._near_ranks = near.ranks
-        self._far = far
+        self._local = local.memory
+        self._local_ranks = local.ranks
+        self._remote = remote
 
     def root(self, rank: int) -> Root:
-        """Root of `rank`, or its mirror."""
+        """Return the root of `rank`, or its mirror."""
         return self._root if rank == self._rank else self._of(rank).root(rank)
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """An extent of `rank`, or its mirror."""
+        """Return an extent of `rank`, or its mirror."""
         return self._of(rank).extent(rank, extent_id)
 
     def forget(self, rank: int, extent_id: int) -> None:
@@ -95,42 +95,44 @@ class HostsMemory:
         self._of(rank).forget(rank, extent_id)
 
     def ring(self, rank: int, slots: int) -> None:
-        """Wake threads of a near rank; what arrives wakes those of others."""
+        """Wake threads of a local rank; data that arrives wakes those of remote ones."""
         self._of(rank).ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of a near rank."""
+        """Fill `out` from private memory of a local rank."""
         self._of(rank).pull(rank, address, out)
 
     def close(self) -> None:
         """Unmap everything."""
-        self._far.close()
-        if self._near is not None:
-            self._near.close()
+        self._remote.close()
+        if self._local is not None:
+            self._local.close()
 
     def _of(self, rank: int) -> PeerMemory:
-        return self._near if self._near is not None and rank in self._near_ranks else self._far
+        return (
+            self._local if self._local is not None and rank in self._local_ranks else self._remote
+        )
 
 
 class _Audience(NamedTuple):
-    """Some peers; parts of what is published are told by their position among all."""
+    """Some peers, with their positions among all."""
 
-    near: list[tuple[int, memoryview]]
-    far: list[tuple[int, Link]]
+    local: list[tuple[int, memoryview]]
+    remote: list[tuple[int, Link]]
 
 
 class HostsTransport(MemoryTransport):
-    """A rank's end where not all ranks share memory.
+    """A rank's end of the transport where not all ranks share memory.
 
     Args:
         rank: Global rank.
         world_size: Number of ranks.
         hosts: Number of each rank's host, in the order of their first ranks.
-        root: Own root.
-        bells: Own doorbells.
-        near: The peers of this host.
-        mirrors: Copies of the others' memory.
-        links: Connections to them.
+        root: Root of this rank.
+        bells: Doorbells of this rank.
+        local: Peers of this host.
+        mirrors: Copies of the memory of the other peers.
+        links: Connections to those.
         clock: Time source of all waits.
         health: Where lost peers are reported.
         crowded: Whether there are more ranks than cores here.
@@ -144,15 +146,15 @@ class HostsTransport(MemoryTransport):
         hosts: tuple[int, ...],
         root: Root,
         bells: Doorbells,
-        near: Near,
+        local: LocalPeers,
         mirrors: MirroredMemory,
         links: Links,
         clock: Clock,
         health: Health,
         crowded: bool,
     ) -> None:
-        memory = HostsMemory(rank, root, near, mirrors)
-        arena = PrivateArena if near.memory is None else AnnouncedArena
+        memory = HostsMemory(rank, root, local, mirrors)
+        arena = PrivateArena if local.memory is None else AnnouncedArena
         super().__init__(
             rank,
             world_size,
@@ -162,22 +164,22 @@ class HostsTransport(MemoryTransport):
             clock=clock,
             health=health,
             crowded=crowded,
-            may_pull=near.may_pull,
-            on_close=near.close,
+            may_pull=local.may_pull,
+            on_close=local.close,
             arena=arena(rank, root, memory, self._announce),
             waiter=LinkWaiter(
-                bells, health, clock, links, crowded=crowded, near=len(near.ranks) > 1
+                bells, health, clock, links, crowded=crowded, local=len(local.ranks) > 1
             ),
         )
         self.hosts = hosts
-        self._near = near.ranks
-        self._shares = near.memory is not None
+        self._local = local.ranks
+        self._shares = local.memory is not None
         self._links = links
         self._memory = memoryview(root.file.map)
 
     def shares_with(self, ranks: Sequence[int]) -> bool:
-        """Whether all `ranks` are near, and anything is shared at all."""
-        return self._shares and self._near.issuperset(ranks)
+        """Return whether all `ranks` are local, and memory is shared at all."""
+        return self._shares and self._local.issuperset(ranks)
 
     def backlog(self, ranks: Sequence[int]) -> bool:
         """Whether something published for `ranks` still waits in this rank's memory to be sent."""
@@ -185,10 +187,10 @@ class HostsTransport(MemoryTransport):
         return any(r in links and links[r].open and links[r].backlog for r in ranks)
 
     def audience(self, ranks: Sequence[int]) -> Audience:
-        """Some peers, to be handed to `publish`."""
-        near = [(r, self._peers.root(r).words) for r in ranks if r in self._near]
-        far = [(i, self._links.by_rank[r]) for i, r in enumerate(ranks) if r not in self._near]
-        return _Audience(near, far)
+        """Return some peers in the form that `publish` takes."""
+        local = [(r, self._peers.root(r).words) for r in ranks if r in self._local]
+        remote = [(i, self._links.by_rank[r]) for i, r in enumerate(ranks) if r not in self._local]
+        return _Audience(local, remote)
 
     def publish(
         self,
@@ -200,32 +202,35 @@ class HostsTransport(MemoryTransport):
         *,
         changes: bool = False,
     ) -> None:
-        """Let near ones of `audience` look, and send the others a block of the arena and a line; see `MemoryTransport`."""
-        if audience.near:
-            super().publish(audience.near, line)
-        if not audience.far:
+        """Show a line and a block to local peers, and send both to the others.
+
+        See `MemoryTransport.publish`.
+        """
+        if audience.local:
+            super().publish(audience.local, line)
+        if not audience.remote:
             return
         small = [(*_place(line), self._line(line))]
         if not nbytes:
-            self._links.send([(link, Writes([], small), ()) for _, link in audience.far])
+            self._links.send([(link, Writes([], small), ()) for _, link in audience.remote])
             return
         extent, offset = _place(block)
         data = self.arena.piece(self.rank, block, nbytes)
         if changes:
             data = memoryview(bytes(data))
         frames = []
-        for position, link in audience.far:
+        for position, link in audience.remote:
             start, end = parts[position] if parts else (0, nbytes)
             large = [(extent, offset + start)] if start < end else []
             frames.append((link, Writes(large, small), [data[start:end]] if large else []))
         self._links.send(frames)
 
     def fds(self) -> list[int]:
-        """Descriptors that a forked child must not keep."""
+        """Return the descriptors that a forked child must not keep."""
         return [*super().fds(), *self._links.fds()]
 
     def close(self) -> None:
-        """Say goodbye and give everything back."""
+        """Tell the peers, and free everything."""
         if not self.forked:
             if self._root.words[STATE] == RUNNING:
                 self._root.words[STATE] = CLOSED
@@ -240,7 +245,7 @@ class HostsTransport(MemoryTransport):
         return bytes(self.arena.piece(self.rank, place, LINE_BYTES))
 
     def _announce(self, number: int) -> None:
-        """Tell far peers of an extent: they may hear of places in it by other ways."""
+        """Tell remote peers of an extent: they may hear of places in it by other ways."""
         offset = ROOT_WORDS_BYTES + 16 * number
         entry = bytes(self._memory[offset : offset + 16])
         writes = Writes([], [(ROOT_EXTENT, offset, entry)])
@@ -248,5 +253,5 @@ class HostsTransport(MemoryTransport):
 
 
 def _place(word: int) -> tuple[int, int]:
-    """Extent and first byte."""
+    """Return the extent and the first byte of a word."""
     return word >> OFFSET_BITS, (word & (1 << OFFSET_BITS) - 1) * LINE_BYTES

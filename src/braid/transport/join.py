@@ -1,7 +1,8 @@
-"""Which way the ranks of a job reach each other, and the way there.
+"""Chooses how the ranks of a job reach each other, and connects them.
 
-shared memory   inside a host, Linux on x86-64 with the C++ runtime: ranks map each other's memory (`shm`)
-sockets         between hosts, and everywhere else or where it is asked for: ranks send each other copies (`hosts`)
+shared memory   inside a host, Linux on x86-64 with the C++ runtime: ranks map each other's
+                memory (`shm`)
+sockets         between hosts, elsewhere, and on request: ranks send each other copies (`hosts`)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from braid.store import Store
 from braid.transport.atomic import is_atomic_between_processes
 from braid.transport.base import MemoryTransport
 from braid.transport.health import Health
-from braid.transport.hosts import HostsTransport, Near
+from braid.transport.hosts import HostsTransport, LocalPeers
 from braid.transport.links import Link, Links
 from braid.transport.meeting import Meeting, host_name
 from braid.transport.memory import ROOT_BYTES, MemoryFile, Root, has_ordered_stores
@@ -79,13 +80,13 @@ def connect(
         here = hosts.count(hosts[rank])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     crowded = here > (cores or 1)
-    near = [r for r in range(world_size) if hosts[r] == hosts[rank]]
+    local = [r for r in range(world_size) if hosts[r] == hosts[rank]]
     with contextlib.ExitStack() as undo:
         undo.callback(health.close)
-        shared = _alone(rank) if apart else share(meeting, near, pass_descriptors=pass_descriptors)
+        shared = _alone(rank) if apart else share(meeting, local, pass_descriptors=pass_descriptors)
         undo.callback(_close, shared)
-        if len(near) == world_size and not apart:
-            transport = _near_only(meeting, shared, crowded=crowded)
+        if len(local) == world_size and not apart:
+            transport = _local_only(meeting, shared, crowded=crowded)
         else:
             mirrors = MirroredMemory(r for r in range(world_size) if hosts[r] != hosts[rank])
             undo.callback(mirrors.close)
@@ -100,37 +101,37 @@ def connect(
                     shared.root,
                     mirrors,
                     host=call.host if call.host != socket.gethostname() else "",
-                    abroad=call.abroad,
+                    over_network=call.over_network,
                 )
                 health.expect_end(peer, call.pid)
-            transport = _with_far(meeting, shared, hosts, mirrors, links, crowded=crowded)
+            transport = _with_remote(meeting, shared, hosts, mirrors, links, crowded=crowded)
         undo.pop_all()
     return transport
 
 
 def _alone(rank: int) -> Shared:
     root = Root(MemoryFile.private(ROOT_BYTES, f"braid-root-{rank}"))
-    return Shared(root, Doorbells(root), Near(frozenset([rank])))
+    return Shared(root, Doorbells(root), LocalPeers(frozenset([rank])))
 
 
-def _near_only(meeting: Meeting, shared: Shared, *, crowded: bool) -> MemoryTransport:
-    near = shared.near
-    assert near.memory is not None
+def _local_only(meeting: Meeting, shared: Shared, *, crowded: bool) -> MemoryTransport:
+    local = shared.local
+    assert local.memory is not None
     return MemoryTransport(
         meeting.rank,
         meeting.world_size,
         root=shared.root,
         bells=shared.bells,
-        peers=near.memory,
+        peers=local.memory,
         clock=meeting.clock,
         health=meeting.health,
         crowded=crowded,
-        may_pull=near.may_pull,
-        on_close=near.close,
+        may_pull=local.may_pull,
+        on_close=local.close,
     )
 
 
-def _with_far(
+def _with_remote(
     meeting: Meeting,
     shared: Shared,
     hosts: Sequence[int],
@@ -146,7 +147,7 @@ def _with_far(
         hosts=tuple(hosts),
         root=shared.root,
         bells=shared.bells,
-        near=shared.near,
+        local=shared.local,
         mirrors=mirrors,
         links=Links(rank, links, memory=mirrors, bells=shared.bells, health=health, clock=clock),
         clock=clock,
@@ -157,8 +158,8 @@ def _with_far(
 
 def _close(shared: Shared) -> None:
     shared.bells.close()
-    if shared.near.memory is not None:
-        shared.near.memory.close()
-    if shared.near.close is not None:
-        shared.near.close()
+    if shared.local.memory is not None:
+        shared.local.memory.close()
+    if shared.local.close is not None:
+        shared.local.close()
     shared.root.close()

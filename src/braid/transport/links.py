@@ -35,7 +35,7 @@ from braid.wire import SocketConnection
 __all__ = ["Link", "LinkWaiter", "Links"]
 
 SPIN_NS = 200_000  # the answer of a peer that is there takes some 50 microseconds
-NEAR_LOOKS = 8
+LOCAL_LOOKS = 8
 PAUSE_MS = 2  # of the pump while somebody else receives
 TURN_S = 1e-3  # how long to wait for a thread that is receiving just now
 FLUSH_MS = 50  # between two looks at the deadline
@@ -48,18 +48,18 @@ class Link:
     Attributes:
         rank: Global rank of the peer.
         host: Name of its host; empty if it is this one.
-        abroad: Whether there is a network on the way, which may break, too.
+        over_network: Whether there is a network on the way, which may break, too.
         fd: Descriptor of the socket.
-        backlog: Bytes that the socket has not taken yet.
-        open: Whether anything can come of it.
+        backlog: Number of bytes that the socket has not taken yet.
+        open: Whether the connection is in use.
 
     Args:
-        rank: See above.
-        connection: After its handshake; owned by this object.
-        root: Own root, whose name table the peer is sent as far as it has not got it.
-        memory: Where to put what comes.
-        host: Name of the peer's host; empty if it is this one.
-        abroad: See above.
+        rank: See the attribute.
+        connection: Connection after its handshake; owned by this object.
+        root: Root of this rank, whose name table is sent to the peer as it grows.
+        memory: Mirrors into which received data is written.
+        host: See the attribute.
+        over_network: See the attribute.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Link:
         memory: MirroredMemory,
         *,
         host: str = "",
-        abroad: bool = False,
+        over_network: bool = False,
     ) -> None:
         self.rank = rank
-        self.abroad = abroad
+        self.over_network = over_network
         self.host = host
         self.fd = connection.fileno()
         self.backlog = 0
@@ -87,7 +87,9 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, writes: Writes, buffers: Sequence[memoryview]) -> None:
-        """Send writes, or put them in line; the buffers stay as they are until the peer has them. A peer that has gone gets nothing.
+        """Send writes, or queue them; a peer that has gone gets nothing.
+
+        The buffers must not change until the peer has them.
 
         Raises:
             PeerLostError: The connection broke for another reason.
@@ -103,11 +105,11 @@ class Link:
             self.backlog = self._connection.flush()
 
     def receive(self) -> bool:
-        """Take what has come; whether it was anything whole.
+        """Receive what has come; return whether there was a whole frame.
 
         Raises:
             PeerLostError: The connection has ended.
-            CommError: What came makes no sense.
+            CommError: The data makes no sense.
         """
         came = False
         while (frame := self._connection.try_recv(self._targets)) is not None:
@@ -122,7 +124,7 @@ class Link:
         self._connection.close()
 
     def _send_names(self) -> None:
-        """Texts first: the count of bytes says which of them may be read."""
+        """Send new names; texts go first, since the count of bytes tells which of them may be read."""
         used, sent = self._names_used[0], self._names_sent
         start = NAMES_START + 8 + sent
         writes = Writes(
@@ -173,11 +175,11 @@ class Links:
             self._pump.start()
 
     def fds(self) -> list[int]:
-        """All descriptors."""
+        """Return all descriptors."""
         return [*self._wake, *(link.fd for link in self.by_rank.values() if link.open)]
 
     def interests(self) -> list[tuple[int, int]]:
-        """What to poll for: (descriptor, events)."""
+        """Return what to poll for: (descriptor, events)."""
         return [
             (link.fd, select.POLLIN | select.POLLOUT if link.backlog else select.POLLIN)
             for link in self._by_fd.values()
@@ -185,7 +187,7 @@ class Links:
         ]
 
     def send(self, frames: Iterable[tuple[Link, Writes, Sequence[memoryview]]]) -> None:
-        """Send each peer its writes; never waits, and does not mind those that are gone."""
+        """Send each peer its writes, without waiting; peers that are gone are ignored."""
         backlog = False
         for link, writes, buffers in frames:
             if link.open:
@@ -198,7 +200,7 @@ class Links:
             self._wake_pump()
 
     def drain(self) -> bool:
-        """Take what has come from all peers and send what is in line; whether there was news. Never waits for long."""
+        """Receive from all peers and send what is queued; return whether there was news."""
         if not self._receiving.acquire(timeout=TURN_S):  # another thread is at it
             return False
         news = False
@@ -219,22 +221,22 @@ class Links:
         return news
 
     def begin_waiting(self) -> None:
-        """The calling thread receives from now on."""
+        """Note that the calling thread receives from now on."""
         with self._counting:
             self._num_waiting += 1
 
     def end_waiting(self) -> None:
-        """It does no longer."""
+        """Note that the calling thread does not receive any longer."""
         with self._counting:
             self._num_waiting -= 1
         if not self._num_waiting and any(link.backlog for link in self._by_fd.values()):
             self._wake_pump()
 
     def close(self, linger_s: float) -> None:
-        """Send what is in line, close all connections, join the pump.
+        """Send what is queued, close all connections, and join the pump.
 
         Args:
-            linger_s: Seconds that peers have to take it.
+            linger_s: Seconds that peers have to receive it.
         """
         deadline_ns = self._clock.now_ns() + round(linger_s * 1e9)
         self.drain()
@@ -271,7 +273,7 @@ class Links:
         link.close()
         where = f"on {link.host} " if link.host else ""
         if how or state != CLOSED:
-            usual = "died, or the connection to it broke" if link.abroad else "died"
+            usual = "died, or the connection to it broke" if link.over_network else "died"
             self._health.ended(link.rank, where + (how or usual))
         else:
             self._health.ended(link.rank, f"{where}has closed its connections", left=True)
@@ -298,7 +300,7 @@ class Links:
 
 
 def silence(exc: PeerLostError) -> str:
-    """What is to be said of a peer whose host has stopped to answer; nothing of one that has ended itself."""
+    """Return the reason if a peer's host has stopped answering; empty if the peer has ended itself."""
     cause = exc.__cause__
     if isinstance(cause, OSError) and cause.errno in _SILENT:
         return f"cannot be reached any more: its host or the network is down ({cause.strerror})"
@@ -306,15 +308,16 @@ def silence(exc: PeerLostError) -> str:
 
 
 class LinkWaiter(Waiter):
-    """Waits for what comes by links, and receives meanwhile.
+    """Waits for data that comes by links, and receives meanwhile.
 
     Args:
         bells: Doorbells of this rank.
         health: Verdicts on peers.
-        clock: For the times of waits.
-        links: See the module.
-        crowded: More ranks than cores: sleep at once, unless there are peers on this host.
-        near: Whether some peers share memory with this rank.
+        clock: Clock for the times of waits.
+        links: Connections to all peers.
+        crowded: Whether there are more ranks than cores, so that a thread without peers on this
+            host sleeps at once.
+        local: Whether some peers share memory with this rank.
     """
 
     def __init__(
@@ -325,12 +328,12 @@ class LinkWaiter(Waiter):
         links: Links,
         *,
         crowded: bool,
-        near: bool = False,
+        local: bool = False,
     ) -> None:
         super().__init__(bells, health, clock, crowded=crowded)
         self._links = links
-        self._spin_ns = 0 if crowded and not near else SPIN_NS
-        self._looks = NEAR_LOOKS if near else 1
+        self._spin_ns = 0 if crowded and not local else SPIN_NS
+        self._looks = LOCAL_LOOKS if local else 1
 
     def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
         """See `Waiter.until`."""
@@ -341,7 +344,7 @@ class LinkWaiter(Waiter):
         links.begin_waiting()
         try:
             while self._now_ns() - start < self._spin_ns:
-                # a near peer needs no call of the system to be seen; and who waits leaves the core
+                # a local peer needs no call of the system to be seen; and who waits leaves the core
                 # to those who work
                 for _ in range(self._looks):
                     yield_core()

@@ -1,8 +1,8 @@
 """Where the ranks of a job meet before they have anything in common but a store.
 
-Each rank says where it is and by which way it can be reached; each hears the others, compares, and
-refuses what cannot work with the same words on every rank. Whoever waits here also listens to the
-launcher, since a rank that died on its way will never come.
+Each rank tells which host it is on and how it can be reached. All ranks compare, and refuse what
+cannot work with the same words on every rank. A rank that waits here also listens to the launcher,
+since a rank that died on its way will never come.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ PARTING_S = 5.0
 
 
 class Meeting:
-    """One rank's part in it.
+    """One rank's part in the meeting.
 
     Args:
         rank: Global rank of this process.
         world_size: Number of ranks that will come.
-        store: Shared by all of them.
-        clock: For the deadline.
-        health: Where the launcher's word on ranks that have ended arrives.
+        store: Store that all of them share.
+        clock: Clock for the deadline.
+        health: Where the launcher's reports on ranks that have ended arrive.
         timeout_s: Seconds to wait for the others, in each step.
 
     Raises:
@@ -64,19 +64,19 @@ class Meeting:
             raise RendezvousError(msg)
 
     def hosts(self, way: str, name: str) -> tuple[int, ...]:
-        """Tell all ranks of which host this one is, and hear it of them.
+        """Tell all ranks which host this one is on, and return the host of each.
 
         Args:
-            way: How ranks of one host reach each other; must be the same on all, and so must
-                braid's version.
-            name: Of the host; equal on ranks that can share memory.
+            way: How ranks of one host reach each other; must be the same on all, as must braid's
+                version.
+            name: Name of the host; equal on ranks that can share memory.
 
         Returns:
             Number of each rank's host, in the order of their first ranks.
 
         Raises:
             RendezvousError: Some ranks did not come; they are named.
-            ConfigError: They disagree.
+            ConfigError: The ranks disagree.
         """
         word = f"{__version__}|{way}|{name}"
         try:
@@ -105,7 +105,7 @@ class Meeting:
         return tuple(numbers.setdefault(word[2], len(numbers)) for word in said)
 
     def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
-        """Tell all ranks, or `ranks`, a word and hear theirs; each topic once."""
+        """Tell all ranks, or `ranks`, a text and return theirs; each topic is used once."""
         members = list(range(self.world_size) if ranks is None else ranks)
         try:
             return self._exchange(topic, word, members)
@@ -114,7 +114,10 @@ class Meeting:
             raise RendezvousError(msg) from exc
 
     def part(self) -> None:
-        """Before all ranks raise the same error: rank 0, which may serve the store, goes when the others know it, too."""
+        """Wait, before all ranks raise the same error, until all know it.
+
+        Rank 0, which may serve the store, leaves last.
+        """
         self.store.set(f"shm/parted/{self.rank}", b"")
         if self.rank == 0:
             with contextlib.suppress(BraidError):
@@ -155,7 +158,7 @@ def _disagreement(words: list[str], claim: str, advice: str) -> str:
 
 
 def host_name() -> str:
-    """Name of this host, of its present boot and of its network; equal for processes that share memory."""
+    """Return the name of this host, its boot and its network; equal where memory can be shared."""
     path = Path("/proc/sys/kernel/random/boot_id")
     boot = path.read_text().strip() if path.exists() else ""
     network = "/proc/self/ns/net"

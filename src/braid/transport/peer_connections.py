@@ -1,4 +1,4 @@
-"""Connections between ranks that do not share memory: each rank calls the far ones before it, and answers those behind.
+"""Connections between ranks that do not share memory: each rank calls the remote ones before it, and answers those behind.
 
 Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host,
 where nobody else can listen, 32 random bytes that rank 0 puts into the store do as well, so that
@@ -55,13 +55,13 @@ class Call(NamedTuple):
     Attributes:
         pid: Process id of the peer, on its host.
         host: Name of its host.
-        abroad: Whether there is a network on the way.
+        over_network: Whether there is a network on the way.
         connection: After the handshake.
     """
 
     pid: int
     host: str
-    abroad: bool
+    over_network: bool
     connection: SocketConnection
 
 
@@ -94,7 +94,7 @@ def call_all(
         ConfigError: There is no secret, or no address to listen on.
     """
     me = meeting.rank
-    far = [r for r, host in enumerate(hosts) if host != hosts[me]]
+    remote = [r for r, host in enumerate(hosts) if host != hosts[me]]
     found, job = _agree_on_secret(meeting, secret, network)
     who = Identity(job, ROLE, me)
     with contextlib.ExitStack() as stack:
@@ -118,27 +118,32 @@ def call_all(
         if me == 0:  # all have read it
             meeting.store.delete_key("shm/secret")
         said = [_Said.parse(word) for word in words]
-        abroad = _require_one_network(meeting, said)
-        if abroad:
+        over_network = _require_one_network(meeting, said)
+        if over_network:
             _require_reach(meeting, hosts, said)
         calls: dict[int, SocketConnection] = {}
         with contextlib.ExitStack() as undo:
-            for peer in (r for r in far if r < me):
+            for peer in (r for r in remote if r < me):
                 calls[peer] = _call(meeting, peer, said[peer].address, found, who)
                 undo.callback(calls[peer].close)
-            while len(calls) < len(far):
-                connection = _answer(meeting, listener, [r for r in far if r not in calls])
+            while len(calls) < len(remote):
+                connection = _answer(meeting, listener, [r for r in remote if r not in calls])
                 peer = connection.peer.rank
-                if peer <= me or peer in calls or peer not in far or connection.peer.role != ROLE:
+                if (
+                    peer <= me
+                    or peer in calls
+                    or peer not in remote
+                    or connection.peer.role != ROLE
+                ):
                     connection.close()
                     continue
                 calls[peer] = connection
                 undo.callback(connection.close)
             undo.pop_all()
-    if abroad:
+    if over_network:
         for connection in calls.values():
             connection.end_if_silent(LOST_AFTER_S)
-    return {r: Call(said[r].pid, said[r].host, abroad, calls[r]) for r in far}
+    return {r: Call(said[r].pid, said[r].host, over_network, calls[r]) for r in remote}
 
 
 def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
@@ -220,8 +225,8 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     first = (
         hosts.index(mine) == meeting.rank
     )  # one of a host knocks: nobody answers before the meeting is over
-    far = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
-    failed = {str(rank): why for rank, why in probe(far, meeting.clock).items()}
+    remote = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
+    failed = {str(rank): why for rank, why in probe(remote, meeting.clock).items()}
     words = meeting.all_say("shm/reach", json.dumps(failed))
     found: dict[tuple[int, int], str] = {}
     for rank, word in enumerate(words):

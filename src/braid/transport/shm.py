@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from braid.errors import CommError, PeerLostError
 from braid.transport.fd_service import FdService, open_through_services
-from braid.transport.hosts import Near
+from braid.transport.hosts import LocalPeers
 from braid.transport.meeting import Meeting
 from braid.transport.memory import (
     BASE,
@@ -42,12 +42,12 @@ class Shared(NamedTuple):
     Attributes:
         root: Own root.
         bells: Own doorbells.
-        near: The others.
+        local: The others.
     """
 
     root: Root
     bells: Doorbells
-    near: Near
+    local: LocalPeers
 
 
 def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = False) -> Shared:
@@ -89,7 +89,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
                 health.watch(other, where.pid)
         undo.pop_all()
     close = service.close if service else None
-    return Shared(root, bells, Near(frozenset(ranks), peers, may_pull=may_pull, close=close))
+    return Shared(root, bells, LocalPeers(frozenset(ranks), peers, may_pull=may_pull, close=close))
 
 
 def start_time(pid: int) -> int:

@@ -89,10 +89,10 @@ def hierarchical(
     yield from run.window.open()
     for turn in range(len(run.chunks) + run.last_turn):
         yield from run.stage(turn)
-        yield from run.sum_near(turn - 1)
-        yield from run.sum_far(turn - 1 - DEPTH)
+        yield from run.sum_local(turn - 1)
+        yield from run.sum_remote(turn - 1 - DEPTH)
         if run.gathers:
-            yield from run.gather_far(turn - 1 - 2 * DEPTH)
+            yield from run.gather_remote(turn - 1 - 2 * DEPTH)
         yield from run.copy_out(turn - run.last_turn)
     run.window.leave()
 
@@ -234,7 +234,7 @@ class _Run:
             self._view(self.ch.rank, j, 0, chunk.numel()).copy_(chunk)
         self.values["staged", j] = self.window.publish(self.other_local_peers)
 
-    def sum_near(self, j: int) -> Steps:
+    def sum_local(self, j: int) -> Steps:
         """Sum this rank's slice of chunk `j` over the local peers, and send the sum."""
         if not 0 <= j < len(self.chunks):
             return
@@ -252,7 +252,7 @@ class _Run:
                 self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("near", k))
         self.values["sent", j] = self._send(j, self.places.sent)
 
-    def sum_far(self, j: int) -> Steps:
+    def sum_remote(self, j: int) -> Steps:
         """Add the cross-node peers' sums of the whole slice, or of this rank's row of it."""
         if not 0 <= j < len(self.chunks):
             return
@@ -273,7 +273,7 @@ class _Run:
         else:
             self.values["done", j] = self.window.publish(self.other_local_peers)
 
-    def gather_far(self, j: int) -> Steps:
+    def gather_remote(self, j: int) -> Steps:
         """Collect the rows of this rank's slice from the cross-node peers that have summed them."""
         if not 0 <= j < len(self.chunks):
             return
