@@ -159,11 +159,11 @@ def test_the_three_meeting_points_are_read():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        (("tcp://a:0",), "port 0, which the others cannot know"),
-        (("tcp://a:29400", 2, 2), "--node-rank is 2, expected 0 to 1 (--nnodes 2)"),
+        (("tcp://a:0",), "port 0, but all nodes must know the port"),
+        (("tcp://a:29400", 2, 2), "--node-rank must be 0 to 1 (--nnodes 2), got 2"),
         (("tcp://a:29400", 2, None), "--node-rank is not given"),
         (("tcp://a:29400", None, 0), "--nnodes is not given"),
-        (("tcp://a:29400", 0, 0), "--nnodes is 0, expected at least 1"),
+        (("tcp://a:29400", 0, 0), "--nnodes must be at least 1, got 0"),
         (("etcd://a:29400",), "--rdzv is 'etcd://a:29400': write tcp://host:port"),
         (("file://relative",), "--rdzv is 'file://relative'"),
     ],
@@ -177,7 +177,7 @@ def test_a_meeting_point_that_cannot_be_is_refused(told, words):
 def test_everything_that_is_missing_in_the_environment_is_one_message():
     with pytest.raises(ConfigError) as caught:
         meeting("env://", None, None, MASTER_PORT="x")
-    expected = ("MASTER_PORT is 'x'", "MASTER_ADDR is not set", "NODE_RANK is not set", "NNODES is not set")  # fmt: skip
+    expected = ("MASTER_PORT must be a number, got 'x'", "MASTER_ADDR is not set", "NODE_RANK is not set", "NNODES is not set")  # fmt: skip
     assert [words for words in expected if words not in str(caught.value)] == []
 
 

@@ -219,21 +219,24 @@ def test_a_rank_that_is_there_twice_is_refused(job):
     for fd in fds:
         os.close(fd)
     assert first is not children[0]
-    assert "RendezvousError: expected one process with rank 1" in errors
+    assert "RendezvousError: two processes have rank 1" in errors
 
 
 def test_an_environment_that_makes_no_sense_is_refused(job):
     (child,) = _by_contract(job, 2, [0], WORLD_SIZE="abc")
     _, errors = child.communicate()
     assert child.returncode == 1
-    assert "ConfigError: the launcher's environment cannot work: WORLD_SIZE is 'abc'" in errors
+    assert (
+        "ConfigError: the launcher's environment cannot work: WORLD_SIZE must be an integer >= 0, got 'abc'"
+        in errors
+    )
 
 
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ({"RANK": "7"}, "RANK is 7"),
+        ({"RANK": "7"}, "RANK must be 0 <= RANK < 1 .* got 7"),
         ({"WORLD_SIZE": "2", "MASTER_PORT": ""}, "MASTER_PORT is not set"),
     ],
 )
@@ -246,7 +249,7 @@ def test_other_variables_that_make_no_sense_are_refused(procs, job, variables, p
 def test_a_port_that_is_taken_is_named(procs, job):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        with pytest.raises(RendezvousError, match=f"expected to serve the store .*{port}"):
+        with pytest.raises(RendezvousError, match=f"cannot serve the store .*{port}"):
             run_program(procs, 1, job, "plain", WORLD_SIZE="2", MASTER_PORT=port)
 
 

@@ -1,4 +1,4 @@
-"""rendezvous: how a process finds its place in a job and the others of it."""
+"""Makes a process a rank of its job: reads the launcher's environment and connects to all ranks."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What launcher and rank tell each other while the job runs.
+"""Control messages between the launcher and the ranks while a job runs.
 
-Problem: survivors learn of a death from their sockets, seconds later and without its cause; the
-launcher learns of an exception by guessing from a log. Idea: a few small messages over one
-authenticated connection per rank. The launcher sees an exit first and says why it happened; a rank
-says what it raised and what it saved. Losing the launcher is no error here: ranks of a dead
-launcher are killed by the kernel, and everything else goes on without it.
+Problem: surviving ranks notice a death from their sockets, seconds later and without its cause. The
+launcher must guess an exception from a log.
+
+Idea: a few small messages over one authenticated connection per rank. The launcher notices an exit
+first and sends its cause; a rank sends its exceptions and its checkpoints. The loss of the launcher
+is not an error here: the kernel kills the ranks of a dead launcher.
 
     rank -> launcher   Hello  Saved  Failed  Left
     launcher -> rank   RankLost  Stop
@@ -35,11 +36,11 @@ __all__ = [
 ]
 
 CONTROL_ROLE = "control"
-MAX_TEXT = 16 << 10  # characters of one text; escaped UTF-8 stays below the limit of a frame's meta
+MAX_TEXT = 16 << 10  # characters of one text; as escaped UTF-8 it fits into the meta of a frame
 
 
 class Hello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True):
-    """The rank is up and answers SIGUSR1 by dumping its stacks."""
+    """The rank is up and handles SIGUSR1 by dumping its stacks."""
 
     pid: int
 
@@ -69,10 +70,9 @@ class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
     """A rank has ended.
 
     Attributes:
-        rank: Its global rank.
-        reason: A clause: `was killed by signal 9 (SIGKILL)`, `exited with code 3`, `raised
-        ValueError: ...`.
-        left: It ended with exit code 0: only who still needs it is hurt.
+        rank: Global rank that has ended.
+        reason: Clause such as `was killed by signal 9 (SIGKILL)` or `raised ValueError: ...`.
+        left: Whether the rank ended with exit code 0. Only ranks that still need it then fail.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class RankLost(msgspec.Struct, tag_field="kind", tag="rank_lost", frozen=True):
 
 
 class Stop(msgspec.Struct, tag_field="kind", tag="stop", frozen=True):
-    """Save what must be saved and end."""
+    """Request to save and end."""
 
     reason: str
 
@@ -94,7 +94,7 @@ _FROM_LAUNCHER = msgspec.json.Decoder(RankLost | Stop)
 
 
 def encode(message: FromRank | FromLauncher) -> bytes:
-    """The message as the meta of a frame; texts that would not fit are shortened in the middle."""
+    """Encode a message as the meta of a frame; long texts are shortened in the middle."""
     cut = {
         name: _shorten(value)
         for name in message.__struct_fields__
@@ -104,21 +104,21 @@ def encode(message: FromRank | FromLauncher) -> bytes:
 
 
 def decode_from_rank(meta: bytes) -> FromRank:
-    """The message that a rank sent.
+    """Decode a message from a rank.
 
     Raises:
-        CommError: It is none.
+        CommError: `meta` is not a control message.
     """
     try:
         message: FromRank = _FROM_RANK.decode(meta)
     except msgspec.MsgspecError as exc:
-        msg = f"expected a control message of a rank, found {meta[:80]!r}: {exc}"
+        msg = f"{meta[:80]!r} is not a control message of a rank: {exc}"
         raise CommError(msg) from exc
     return message
 
 
 class ControlClient:
-    """The rank's end: news without waiting, and reports that never fail.
+    """A rank's end of the control connection; no method blocks or fails on a lost launcher.
 
     Args:
         connection: Connection to the launcher with role `control`; owned and closed by this object.
@@ -134,35 +134,38 @@ class ControlClient:
         """Connect to the launcher at `address`.
 
         Raises:
-            RendezvousError: The launcher is not there or does not trust this process.
+            RendezvousError: The launcher cannot be reached or does not accept this process.
         """
         role = identity._replace(role=CONTROL_ROLE)
         return cls(connect(address, secret, role, timeout_s=timeout_s))
 
     @property
     def connected(self) -> bool:
-        """Whether the launcher was there when last looked."""
+        """Whether the connection was open at the last `poll` or `send`."""
         return self._connection is not None
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when there is news; -1 once the launcher is gone."""
+        """Return the descriptor that becomes readable with messages; -1 if the launcher is lost."""
         return -1 if self._connection is None else self._connection.fileno()
 
     def poll(self) -> list[FromLauncher]:
-        """All messages that have arrived; never waits, never fails."""
-        news: list[FromLauncher] = []
+        """Return all messages that have arrived; never blocks, never fails."""
+        messages: list[FromLauncher] = []
         try:
             while self._connection is not None:
                 frame = self._connection.try_recv()
                 if frame is None:
                     break
-                news.append(_FROM_LAUNCHER.decode(frame.meta))
+                messages.append(_FROM_LAUNCHER.decode(frame.meta))
         except (BraidError, msgspec.MsgspecError):
             self.close()
-        return news
+        return messages
 
     def send(self, message: FromRank) -> bool:
-        """Tell the launcher; False when it is gone. `poll` then has what it said last, and ends the connection."""
+        """Send a message to the launcher; return False if the launcher is lost.
+
+        `poll` then returns the launcher's last messages and closes the connection.
+        """
         connection = self._connection
         if connection is None:
             return False

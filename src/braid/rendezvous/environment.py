@@ -1,12 +1,11 @@
-"""Where a rank finds itself: the variables that a launcher sets, read once and checked as a whole.
+"""Reads and checks the environment variables that a launcher sets for a rank.
 
-Problem: every launcher speaks through the environment, and a job that was started half by hand has
-some of the variables and not the others. Programs then hang in their first collective, or all of
-them become rank 0, because each variable was read where it was needed, with a default.
+Problem: a job that was started partly by hand has some of the launcher's variables and lacks others.
+If each variable is read where it is needed, with a default, programs hang in their first collective
+or all become rank 0.
 
-Idea: one frozen value, parsed from one mapping; everything that is wrong is said in one message.
-torchrun's names are the contract in both directions: braid runs under torchrun, and torch programs
-run under braid.
+Idea: parse one frozen value from one mapping, and report all problems in one message. Variables have
+torchrun's names, so braid runs under torchrun and torch programs run under braid.
 
 Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "Environment
 Variables").
@@ -28,35 +27,33 @@ CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEnvironment:
-    """What a launcher told this process.
+    """Settings that a launcher passes to a rank.
 
     Attributes:
         rank: Global rank.
         world_size: Number of ranks of the job.
-        local_rank: Rank among those of this host.
+        local_rank: Index of the rank on this host.
         local_world_size: Number of ranks on this host.
         node_rank: Number of this host.
-        num_nodes: Number of hosts; 1 when not told.
+        num_nodes: Number of hosts; 1 if unknown.
         run_id: Name of the run, the same on all ranks.
-        master_addr: Host of rank 0, for `torch.distributed`; empty when not told.
-        master_port: Port for `torch.distributed` on `master_addr`; 0 when not told.
-        store_address: Where braid's launcher serves the store and control; empty without it.
-        secret_fd: Descriptor of the job's secret, None without braid's launcher.
-        events_fd: Descriptor of the memory for this rank's events, None without braid's launcher.
-        stacks_fd: Descriptor to dump stacks to, None without braid's launcher.
-        log_dir: Directory of the run's logs; empty when not told.
+        master_addr: Host of rank 0, for `torch.distributed`; empty if unknown.
+        master_port: Port for `torch.distributed` on `master_addr`; 0 if unknown.
+        store_address: Address at which braid's launcher serves the store and control connections;
+            empty without braid's launcher.
+        secret_fd: Descriptor of the job's secret; None without braid's launcher.
+        events_fd: Descriptor of the memory for this rank's events; None without braid's launcher.
+        stacks_fd: Descriptor to which this rank dumps its stacks; None without braid's launcher.
+        log_dir: Directory of the run's logs; empty if unknown.
         resume: Checkpoint to resume from (`auto`: the last complete one); empty for a new start.
-        launched_by: `braid`, `torchrun` (or anything that keeps its contract), or `single`.
-        agent_store: Whether the launcher itself serves torch's store on `master_port`; else rank 0
-        does.
-        portable: Whether ranks shall send each other copies even where they could share memory.
-        listen: IP address on which this rank listens for ranks of other hosts; empty when the job
-            is on one host, or when the rank shall find out which address of its host leads to
-            `master_addr`.
+        launched_by: `braid`, `torchrun` (or a launcher with the same variables), or `single`.
+        agent_store: Whether the launcher, instead of rank 0, serves torch's store on `master_port`.
+        portable: Whether ranks send copies to each other even where they could share memory.
+        listen: IP address on which this rank listens for ranks of other hosts. Empty for a job on
+            one host, or if the rank determines the address of its host that reaches `master_addr`.
         secret_file: File with the job's secret (mode 0600, see `Secret.from_file`), for several
-            hosts without braid's launcher; empty when not told.
-        insecure_network: Whether ranks of several hosts may trust whoever connects, because nobody
-            gave them a secret.
+            hosts without braid's launcher; empty if not set.
+        insecure_network: Whether ranks of several hosts accept any connection, without a secret.
     """
 
     rank: int = 0
@@ -83,7 +80,7 @@ class JobEnvironment:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value}, expected {low} <= {name} < {high} ({bound})"
+            f"{name} must be {low} <= {name} < {high} ({bound}), got {value}"
             for name, value, low, high, bound in (
                 ("RANK", self.rank, 0, self.world_size, "WORLD_SIZE"),
                 ("LOCAL_RANK", self.local_rank, 0, self.local_world_size, "LOCAL_WORLD_SIZE"),
@@ -103,16 +100,14 @@ class JobEnvironment:
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> JobEnvironment:
-        """Read the variables of a launcher.
-
-        Without any of them this process is a world of one.
+        """Read the variables of a launcher; without any of them, the process is a world of one.
 
         Args:
-            environ: The environment, such as `os.environ`.
+            environ: Environment variables, such as `os.environ`.
 
         Raises:
-            ConfigError: Values that are no numbers, ranks outside of the world, or some variables
-                without the others; the message lists every problem.
+            ConfigError: A value is not a number, a rank is outside of the world, or a variable is
+                missing; the message lists all problems.
         """
         if not any(environ.get(name) for name in (*CONTRACT[:2], "BRAID_STORE")):
             return cls(
@@ -127,10 +122,10 @@ class JobEnvironment:
         if not by_braid and world_size != 1:
             reader.text("MASTER_ADDR")
             reader.required("MASTER_PORT")
-        told = environ.get("BRAID_PLACE", "") if by_braid else ""
-        for name, value, was in zip(CONTRACT, (rank, world_size), told.split("/"), strict=False):
-            if told and str(value) != was:  # ranks would wait for one that will never be
-                reader.problems.append(f"{name} is {value}, expected {was} as `braid run` set it")
+        place = environ.get("BRAID_PLACE", "") if by_braid else ""
+        for name, value, was in zip(CONTRACT, (rank, world_size), place.split("/"), strict=False):
+            if place and str(value) != was:  # ranks would wait for a rank that does not exist
+                reader.problems.append(f"{name} must be {was} as set by `braid run`, got {value}")
         fds = {
             name: reader.required(f"BRAID_{name.upper()}") if by_braid else None
             for name in ("secret_fd", "events_fd", "stacks_fd")
@@ -168,11 +163,11 @@ class JobEnvironment:
 
     @classmethod
     def from_os(cls) -> JobEnvironment:
-        """Read the environment of this process; nothing but this module does."""
+        """Read the environment of this process; no other module reads these variables."""
         return cls.parse(os.environ)
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that tell a process this, for torch programs as well; the inverse of `parse`."""
+        """Return the environment variables of these settings; the inverse of `parse`."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -206,7 +201,7 @@ class JobEnvironment:
 
 
 class _Reader:
-    """Reads numbers from a mapping and remembers what was wrong."""
+    """Reads numbers from a mapping and collects the problems."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.problems: list[str] = []
@@ -228,24 +223,24 @@ class _Reader:
     def switch(self, name: str) -> bool:
         value = self._environ.get(name, "")
         if value not in {"", "0", "1"}:
-            self.problems.append(f"{name} is {value!r}, expected 0 or 1")
+            self.problems.append(f"{name} must be 0 or 1, got {value!r}")
         return value == "1"
 
     def _number(self, name: str, value: str) -> int:
         if value.isascii() and value.isdigit() and len(value) < 19:
             return int(value)
-        self.problems.append(f"{name} is {value!r}, expected a whole number >= 0")
+        self.problems.append(f"{name} must be an integer >= 0, got {value!r}")
         return 0
 
 
 def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether `BRAID_PORTABLE` asks for copies instead of shared memory, whoever started this process.
+    """Whether `BRAID_PORTABLE` asks for copies instead of shared memory, under any launcher.
 
     Args:
-        environ: The environment; that of this process when None.
+        environ: Environment variables; those of this process when None.
 
     Raises:
-        ConfigError: It is neither 0 nor 1.
+        ConfigError: The variable is neither 0 nor 1.
     """
     reader = _Reader(os.environ if environ is None else environ)
     portable = reader.switch("BRAID_PORTABLE")
@@ -253,17 +248,16 @@ def wants_portable(environ: Mapping[str, str] | None = None) -> bool:
     return portable
 
 
-def _network_problems(told: JobEnvironment) -> list[str]:
+def _network_problems(environment: JobEnvironment) -> list[str]:
     problems = []
-    if told.listen:
+    listen = environment.listen
+    if listen:
         try:
-            everywhere = ipaddress.ip_address(told.listen).is_unspecified
+            if ipaddress.ip_address(listen).is_unspecified:  # no rank can connect to this address
+                problems.append(f"BRAID_LISTEN must be one address, not all of them, got {listen}")
         except ValueError:
-            found, everywhere = f"{told.listen!r}, expected an IP address of this host", False
-            problems.append(f"BRAID_LISTEN is {found}")
-        if everywhere:  # ranks tell each other this address, and it leads nowhere
-            problems.append(f"BRAID_LISTEN is {told.listen}, expected one address, not all of them")
-    if told.secret_file and told.insecure_network:
+            problems.append(f"BRAID_LISTEN must be an IP address of this host, got {listen!r}")
+    if environment.secret_file and environment.insecure_network:
         problems.append("BRAID_SECRET_FILE and BRAID_INSECURE_NETWORK exclude each other")
     return problems
 
@@ -272,7 +266,7 @@ def _refuse(problems: list[str]) -> None:
     if problems:
         msg = (
             f"the launcher's environment cannot work: {'; '.join(problems)}. Start the program "
-            "with "
-            "`braid run -n N script.py` or torchrun, or unset RANK and WORLD_SIZE to run it alone"
+            "with `braid run -n N script.py` or torchrun, or unset RANK and WORLD_SIZE to run it "
+            "alone"
         )
         raise ConfigError(msg)

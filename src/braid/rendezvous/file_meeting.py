@@ -1,7 +1,7 @@
-"""Meeting through a file: launchers that share a directory and know nothing of each other's addresses.
+"""Rendezvous through a file, for launchers that share a directory but no known address.
 
-The first that comes, or the one that was told so, is node 0 and leaves its addresses; the others
-read them. A number that is taken twice is noticed by both, and by whom.
+Node 0 (the first launcher, or the one with `--node-rank 0`) publishes its addresses in the file, and
+all other launchers read them. If two launchers have one number, the message names both.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class FileMeeting:
     """One launcher's view of the file; a context manager.
 
     Args:
-        path: The file; made new by whoever comes first.
+        path: Path of the file; the first launcher creates it.
         num_nodes: Number of launchers.
-        node_rank: Number of this one; None to take the next.
+        node_rank: Number of this launcher; None for the next free one.
 
     Attributes:
         node_rank: Number of this launcher.
@@ -42,25 +42,22 @@ class FileMeeting:
         self._path = Path(path)
         self._store = FileStore(path)
         me = f"{socket.gethostname()} (pid {os.getpid()})"
-        mine = f"{me}\n{secrets.token_hex(8)}".encode()  # containers may agree in name and number
+        mine = f"{me}\n{secrets.token_hex(8)}".encode()  # containers may have equal names and pids
         try:
             if node_rank is None:
                 node_rank = self._store.add("nodes", 1) - 1
             if node_rank >= num_nodes:
                 msg = (
-                    f"expected {num_nodes} nodes at {path}, found that {node_rank} have come "
-                    "before: "
-                    "remove the file if it is of an earlier run, or give all nodes the same "
-                    "--nnodes"
+                    f"{node_rank} of {num_nodes} nodes have joined at {path} already: remove the "
+                    "file if it is from an earlier run, or give all nodes the same --nnodes"
                 )
                 raise ConfigError(msg)
             owner = self._store.compare_set(f"node/{node_rank}", b"", mine)
             if owner != mine:
                 msg = (
-                    f"expected one node with --node-rank {node_rank} at {path}, found "
-                    f"{owner.decode().splitlines()[0]} "
-                    f"and {me}: give every node its own, or remove the file if it is of an "
-                    "earlier run"
+                    f"two nodes have --node-rank {node_rank} at {path}: "
+                    f"{owner.decode().splitlines()[0]} and {me}. Give every node its own number, "
+                    "or remove the file if it is from an earlier run"
                 )
                 raise ConfigError(msg)
         except BaseException:
@@ -68,29 +65,28 @@ class FileMeeting:
             raise
         self.node_rank = node_rank
 
-    def publish(self, found: list[str]) -> None:
-        """Leave the machine of node 0 and its addresses."""
-        self._store.set(ADDRESSES, msgspec.json.encode(found))
+    def publish(self, addresses: list[str]) -> None:
+        """Write the machine identifier and the addresses of node 0 to the file."""
+        self._store.set(ADDRESSES, msgspec.json.encode(addresses))
 
     def find(self, timeout_s: float) -> list[str]:
-        """Wait for the machine of node 0 and its addresses.
+        """Wait for the machine identifier and the addresses of node 0, and return them.
 
         Raises:
-            ConfigError: It has not come in time.
+            ConfigError: Node 0 has not published its addresses in time.
         """
         try:
             self._store.wait([ADDRESSES], timeout_s)
             return msgspec.json.decode(self._store.get(ADDRESSES), type=Published)
         except (CommTimeout, msgspec.MsgspecError) as exc:
             msg = (
-                f"expected node 0 to leave its addresses in {self._path} within {timeout_s:g} s, "
-                "found "
-                "none: start it, and see whether all nodes share that directory"
+                f"node 0 has not published its addresses in {self._path} within {timeout_s:g} s: "
+                "start node 0, and check that all nodes share the directory"
             )
             raise ConfigError(msg) from exc
 
     def remove(self) -> None:
-        """Remove the file, so that the next run may use its name."""
+        """Remove the file, so that the next run can use its name."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -1,13 +1,14 @@
-"""Where launchers that were started by hand on several hosts meet, as one text.
+"""Parses the address at which launchers that were started by hand on several hosts meet.
 
-Problem: each launcher of the field has its own pair of options for this (`--master-addr
---master-port`, `--rdzv-backend --rdzv-endpoint`, a file for NFS), and a slip in one of them shows
-as a hang. Idea: one address, three forms, and a message that says what is wrong with it before
-anybody waits.
+Problem: other launchers have pairs of options for this (`--master-addr --master-port`,
+`--rdzv-backend --rdzv-endpoint`, a file for NFS). A mistake in one of them shows as a hang.
 
-    tcp://10.0.0.1:29400     the launcher of node 0 listens there
+Idea: one address in three forms, and a message that names every mistake before any launcher waits.
+
+    tcp://10.0.0.1:29400     the launcher of node 0 listens at this address
     file:///shared/job7      launchers find node 0 through a file that all of them can open
-    env://                   tcp:// with MASTER_ADDR and MASTER_PORT, and NODE_RANK and NNODES where options say nothing
+    env://                   tcp:// with MASTER_ADDR and MASTER_PORT; NODE_RANK and NNODES replace
+                             options that are not given
 
 Source: the `init_method` of torch.distributed.init_process_group.
 """
@@ -26,14 +27,14 @@ FORMS = "write tcp://host:port, file:///shared/path or env://"
 
 
 class MeetingPoint(NamedTuple):
-    """Where launchers meet, and which of them this is.
+    """Meeting point of launchers, and the number of this launcher.
 
     Attributes:
         num_nodes: Number of launchers.
-        node_rank: Number of this one; None where the file decides.
+        node_rank: Number of this launcher; None if the file assigns it.
         host: Name or address of node 0; empty for a file.
-        port: Its port.
-        path: The file; empty for an address.
+        port: Port of node 0; 0 for a file.
+        path: Path of the file; empty for an address.
     """
 
     num_nodes: int
@@ -51,16 +52,16 @@ class MeetingPoint(NamedTuple):
         node_rank: int | None,
         environ: Mapping[str, str],
     ) -> MeetingPoint:
-        """Understand `--rdzv`, `--nnodes` and `--node-rank`.
+        """Parse the options `--rdzv`, `--nnodes` and `--node-rank`.
 
         Args:
             text: Value of `--rdzv`.
             num_nodes: Value of `--nnodes`; None to take it from NNODES.
             node_rank: Value of `--node-rank`; None to take it from NODE_RANK (or GROUP_RANK).
-            environ: The environment; read for `env://` only.
+            environ: Environment variables; used for `env://` only.
 
         Raises:
-            ConfigError: What is missing or cannot be; the message lists everything.
+            ConfigError: A value is missing or invalid; the message lists all problems.
         """
         problems: list[str] = []
         host, port, path = "", 0, ""
@@ -79,18 +80,18 @@ class MeetingPoint(NamedTuple):
             address = Address.parse(text)
             host, port = address.host, address.port
             if not port:
-                problems.append(f"{text} has port 0, which the others cannot know")
+                problems.append(f"{text} has port 0, but all nodes must know the port")
         else:
             problems.append(f"--rdzv is {text!r}: {FORMS}")
         problems += _node_problems(num_nodes, node_rank, by_file=bool(path))
         if problems:
-            msg = f"cannot meet the other nodes: {'; '.join(problems)}"
+            msg = f"nodes cannot meet: {'; '.join(problems)}"
             raise ConfigError(msg)
         return cls(num_nodes or 1, node_rank, host, port, path)
 
     @property
     def address(self) -> str:
-        """Where node 0 listens, as `tcp://host:port`; empty for a file."""
+        """Address of node 0, as `tcp://host:port`; empty for a file."""
         return str(Address(host=self.host, port=self.port)) if self.host else ""
 
     def __str__(self) -> str:
@@ -101,12 +102,12 @@ def _node_problems(num_nodes: int | None, node_rank: int | None, *, by_file: boo
     if num_nodes is None:
         return ["--nnodes is not given"]
     if num_nodes < 1:
-        return [f"--nnodes is {num_nodes}, expected at least 1"]
+        return [f"--nnodes must be at least 1, got {num_nodes}"]
     if node_rank is None:
         return [] if by_file else ["--node-rank is not given"]
     if not 0 <= node_rank < num_nodes:
-        expected = f"expected 0 to {num_nodes - 1} (--nnodes {num_nodes})"
-        return [f"--node-rank is {node_rank}, {expected}"]
+        limits = f"0 to {num_nodes - 1} (--nnodes {num_nodes})"
+        return [f"--node-rank must be {limits}, got {node_rank}"]
     return []
 
 
@@ -116,7 +117,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], problems: list[s
         if value:
             if value.isascii() and value.isdigit() and len(value) < 10:
                 return int(value)
-            problems.append(f"{name} is {value!r}, expected a number")
+            problems.append(f"{name} must be a number, got {value!r}")
             return None
     problems.append(f"{names[0]} is not set")
     return None

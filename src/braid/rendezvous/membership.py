@@ -1,15 +1,14 @@
-"""Becoming a rank: from what the launcher said to everything that a rank has.
+"""Makes this process a rank of its job.
 
     environment -> store, black box, control socket -> shared memory of all ranks -> RankContext
 
-Three ways of being started end in the same place. Under `braid run` the launcher serves the store
-and hears of failures; under torchrun (or anything that keeps its contract) torch's store is
-wrapped; alone, a process is a world of one rank that runs through the same lines.
+Under `braid run` the launcher serves the store and is informed of failures. Under torchrun (or a
+launcher with the same variables) torch's store is wrapped. A single process is a world of one rank.
 
-A membership also decides how its process is remembered. A rank that closes it has *left*, and only
-who still needs it is hurt; a rank that ends by an exception has *failed*: the exception travels to
-the launcher before the interpreter is torn down. Forked children (of a DataLoader, say) lose the
-descriptors, so they can neither speak for their parent nor keep its sockets open.
+A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
+ends by an exception has *failed*: the exception is sent to the launcher before the interpreter
+shuts down. Forked children (such as those of a DataLoader) lose the descriptors, so they can neither
+send messages for their parent nor keep its sockets open.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from braid.wire import connect as dial
 
 __all__ = ["Membership", "join"]
 
-PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
+PRIVATE_RECORDS = 4096  # number of events that are kept without a launcher
 
 
 class _Parts(NamedTuple):
-    """What the launcher gives a rank."""
+    """Resources of a rank that depend on its launcher."""
 
     secret: Secret | None
     store: Store
@@ -62,7 +61,11 @@ class _Parts(NamedTuple):
 
 
 class _Launcher:
-    """The launcher as a witness of losses; also remembers that it asked to stop."""
+    """Reports the losses of ranks that the launcher has noticed, and its request to stop.
+
+    Attributes:
+        stop_reason: Reason of the launcher's request to stop; empty if there is none.
+    """
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
@@ -85,12 +88,12 @@ class Membership:
     """This process as a rank of its job; a context manager.
 
     Attributes:
-        environment: What the launcher said.
-        context: Handed to everything that communicates.
-        transport: Shared memory of the job.
-        control: Connection to braid's launcher; None without it.
+        environment: Settings from the launcher.
+        context: Context for all objects that communicate.
+        transport: Transport between the ranks of the job.
+        control: Control connection to braid's launcher; None without braid's launcher.
         failed: Whether an exception is ending this process.
-        failure: That exception, as `type: message`.
+        failure: The exception that is ending this process, as `type: message`; else empty.
     """
 
     def __init__(
@@ -118,14 +121,14 @@ class Membership:
 
     @property
     def stop_reason(self) -> str:
-        """Why the launcher wants this rank to save and end; empty while it does not."""
+        """Reason for which the launcher asks this rank to save and end; empty if it does not."""
         if self._launcher is None:
             return ""
         self.context.health.collect()
         return self._launcher.stop_reason
 
     def close(self) -> None:
-        """Leave the job and give everything back. Idempotent."""
+        """Leave the job and release all resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -140,7 +143,7 @@ class Membership:
         self._closers.close()
 
     def fds(self) -> list[int]:
-        """Descriptors that a forked child must not keep."""
+        """Return the descriptors that a forked child must not keep."""
         sockets = [socket.fileno() for socket in self._sockets]
         return self.transport.fds() + [fd for fd in sockets if fd >= 0]
 
@@ -174,14 +177,14 @@ def join(
     """Become a rank of the job that `environment` describes.
 
     Args:
-        environment: What the launcher said.
-        clock: Time source for everything; the host's when None.
-        timeout_s: Seconds to wait for the other ranks.
+        environment: Settings from the launcher.
+        clock: Time source of the rank; the monotonic clock of the host when None.
+        timeout_s: Seconds to wait for all ranks.
 
     Raises:
-        RendezvousError: The launcher or some ranks did not come, or this rank is there already.
-        ConfigError: Only some ranks are to be portable, or ranks of several hosts have no secret in
-            common.
+        RendezvousError: The launcher or some ranks cannot be reached in time, or another process is
+            this rank already.
+        ConfigError: Only some ranks are portable, or ranks of several hosts have no common secret.
     """
     clock = clock or MonotonicClock()
     parts = _parts(environment, timeout_s)
@@ -236,13 +239,13 @@ def _from_launcher(
 ) -> _Parts:
     fds = (environment.secret_fd, environment.events_fd, environment.stacks_fd)
     secret_fd, events_fd, stacks_fd = (-1 if fd is None else fd for fd in fds)
-    secret = Secret.from_fd(os.dup(secret_fd))  # the launcher's own stays, for a later `join`
-    who = Identity(environment.run_id, STORE_ROLE, environment.rank)
+    secret = Secret.from_fd(os.dup(secret_fd))  # the descriptor stays open for a later `join`
+    identity = Identity(environment.run_id, STORE_ROLE, environment.rank)
     connection = dial(
-        environment.store_address, secret, who, timeout_s=timeout_s, limits=STORE_LIMITS
+        environment.store_address, secret, identity, timeout_s=timeout_s, limits=STORE_LIMITS
     )
     stack.callback(connection.close)
-    control = ControlClient.dial(environment.store_address, secret, who, timeout_s=timeout_s)
+    control = ControlClient.dial(environment.store_address, secret, identity, timeout_s=timeout_s)
     stack.callback(control.close)
     memory = mmap.mmap(events_fd, os.fstat(events_fd).st_size)
     ring = EventRing(memory, names_lock=threading.Lock())
@@ -255,13 +258,13 @@ def _from_launcher(
 
 
 def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
-    """Torch's own store: the launcher's if it serves one, else rank 0's, on the given address only."""
+    """Return torch's store, served by the launcher or else by rank 0 on `master_addr` only."""
     timeout = dt.timedelta(seconds=timeout_s)
     host, port = environment.master_addr, environment.master_port
     serves = environment.rank == 0 and not environment.agent_store
     listen_fd = None
     try:
-        if serves:  # by itself torch would listen on every interface
+        if serves:  # torch itself would listen on every interface
             listener = socket.create_server((host, port), backlog=1024)
             listen_fd = listener.detach()
         store = dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it for checkers
@@ -277,35 +280,38 @@ def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
     except (OSError, RuntimeError) as exc:
         role = "serve" if serves else "reach"
         msg = (
-            f"expected to {role} the store at MASTER_ADDR:MASTER_PORT {host}:{port} as rank "
-            f"{environment.rank}, found: "
-            f"{str(exc).splitlines()[0]}: choose another MASTER_PORT, or see whether rank 0 is up"
+            f"rank {environment.rank} cannot {role} the store at MASTER_ADDR:MASTER_PORT "
+            f"{host}:{port}: {str(exc).splitlines()[0]}. Choose another MASTER_PORT, or check that "
+            "rank 0 is running"
         )
         raise RendezvousError(msg) from exc
     return PrefixStore("braid/", TorchStore(store, timeout_s))
 
 
 def _own_prefix(environment: JobEnvironment, store: Store) -> Store:
-    """Keys of this joining: a process may leave and join again, two processes may not be one rank."""
+    """Return the store with a prefix for this call of `join`, which a process may repeat.
+
+    Raises:
+        RendezvousError: Another process is this rank.
+    """
     rank, me = environment.rank, f"{socket.gethostname()}:{os.getpid()}".encode()
     owner = store.compare_set(f"owner/{rank}", b"", me)
     if owner != me:
         msg = (
-            f"expected one process with rank {rank}, found {owner.decode()} and {me.decode()}: "
-            "give every process its "
-            "own RANK, or use a fresh rendezvous address for a new job"
+            f"two processes have rank {rank}: {owner.decode()} and {me.decode()}. Give every "
+            "process its own RANK, or use a new rendezvous address for a new job"
         )
         raise RendezvousError(msg)
     return PrefixStore(f"join-{store.add(f'joins/{rank}', 1)}/", store)
 
 
 def _forget(reference: weakref.ref[Membership]) -> None:
-    """In a forked child: point every descriptor of the parent's membership at nothing."""
+    """Replace every descriptor of the parent's membership by /dev/null; called in forked children."""
     membership = reference()
     if membership is None:
         return
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in membership.fds():
         with contextlib.suppress(OSError):
-            os.dup2(nowhere, fd, inheritable=False)
-    os.close(nowhere)
+            os.dup2(null, fd, inheritable=False)
+    os.close(null)

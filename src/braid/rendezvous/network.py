@@ -1,4 +1,4 @@
-"""How a rank is reached from other hosts, and the secret that its connections take: what the launcher or the user said of it."""
+"""Determines a rank's network settings and secret from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["network_of", "network_of_program"]
 
 
 def network_of(environment: JobEnvironment, secret: Secret | None) -> tuple[Secret | None, Network]:
-    """Secret and network of a rank.
+    """Return the secret and the network settings of a rank.
 
     Args:
-        environment: What the launcher said.
-        secret: That it handed over; the user's file is read when None.
+        environment: Settings from the launcher.
+        secret: Secret from the launcher; the user's file is read when None.
 
     Raises:
-        ConfigError: The file is not there, or others can read it.
+        ConfigError: The file is missing, or other users can read it.
     """
     towards = environment.master_addr
     if environment.store_address:
@@ -35,20 +35,26 @@ def network_of(environment: JobEnvironment, secret: Secret | None) -> tuple[Secr
 def network_of_program(
     environ: Mapping[str, str] | None = None,
 ) -> tuple[Secret | None, Network]:
-    """The same for programs that say themselves who they are (`init_process_group`): other variables may be missing or wrong."""
+    """Return the secret and the network settings of a program that calls `init_process_group`.
+
+    Such a program chooses its rank itself, so only the network's variables are read.
+
+    Args:
+        environ: Environment variables; those of this process when None.
+    """
     environ = os.environ if environ is None else environ
-    told = JobEnvironment(
+    environment = JobEnvironment(
         listen=environ.get("BRAID_LISTEN", ""),
         secret_file=environ.get("BRAID_SECRET_FILE", ""),
         insecure_network=environ.get("BRAID_INSECURE_NETWORK", "") == "1",
         master_addr=environ.get("MASTER_ADDR", ""),
         store_address=environ.get("BRAID_STORE", ""),
     )
-    return network_of(told, _inherited(environ.get("BRAID_SECRET_FD", "")))
+    return network_of(environment, _inherited(environ.get("BRAID_SECRET_FD", "")))
 
 
 def _inherited(fd: str) -> Secret | None:
-    """The launcher's secret; a process that some rank has started has the variable, but not the descriptor."""
+    """Return the launcher's secret; None in a child of a rank, which lacks the descriptor."""
     try:
         return Secret.from_fd(os.dup(int(fd)))
     except (ValueError, OSError, ConfigError):
