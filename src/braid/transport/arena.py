@@ -79,7 +79,7 @@ class OwnExtent:
 
     @property
     def vacated(self) -> bool:
-        """Whether the adopted storage has died, so that other memory may lie at the same address."""
+        """Whether the adopted storage has been freed, so that its address may be used again."""
         return self._guest is not None and bool(self._guest.expired())
 
     def take(self, nbytes: int) -> int:
@@ -251,7 +251,7 @@ class Arena:
         return [extent.file.fd for extent in self._extents if extent.file.fd >= 0]
 
     def statistics(self) -> dict[str, int]:
-        """Return bytes reserved and in use, and the numbers of extents and of peers' extents mapped."""
+        """Return bytes reserved and in use, and the numbers of own and of peers' extents."""
         with self._lock:
             self._collect()
             total = sum(e.file.nbytes for e in self._extents if not e.vacated)
@@ -333,7 +333,7 @@ class Arena:
 
 
 def _require_space(nbytes: int) -> None:
-    """Raise if there is too little space, which torch would notice by a bus error in the middle of a step."""
+    """Raise if there is too little space, before torch hits a bus error in the middle of a step."""
     space = os.statvfs(SHARED_FILES)
     free = space.f_bavail * space.f_frsize
     if free < nbytes + SPARE_BYTES:

@@ -150,7 +150,7 @@ class MemoryTransport:
                 self._peers.ring(rank, slots)
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill the contiguous tensor `out` from private memory of `rank`, where `may_pull` permits it.
+        """Fill the contiguous tensor `out` from private memory of `rank`; needs `may_pull`.
 
         The peer keeps that memory meanwhile.
 

@@ -1,4 +1,4 @@
-"""The context of a rank, which is handed to everything that communicates, so that nothing is ambient."""
+"""The context of a rank: what everything that communicates is handed, since nothing is ambient."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Health:
         return fds
 
     def collect(self) -> None:
-        """Look at every source once; one thread at a time, blocking for at most `REASON_GRACE_S`."""
+        """Look at every source once, one thread at a time; block for at most `REASON_GRACE_S`."""
         if not self._looking.acquire(blocking=False):
             return
         try:

@@ -1,4 +1,4 @@
-"""Ranks of several hosts: memory is shared inside of each, and what is published goes to the others by sockets.
+"""Ranks of several hosts: shared memory inside each host, and sockets between hosts.
 
 Problem: where memory cannot be shared, every collective would need a second form, over messages;
 and ranks of which some share memory and some do not would need a third.

@@ -124,7 +124,7 @@ class Link:
         self._connection.close()
 
     def _send_names(self) -> None:
-        """Send new names; texts go first, since the count of bytes tells which of them may be read."""
+        """Send new names; texts go first, since the byte count tells which of them may be read."""
         used, sent = self._names_used[0], self._names_sent
         start = NAMES_START + 8 + sent
         writes = Writes(
@@ -300,7 +300,7 @@ class Links:
 
 
 def silence(exc: PeerLostError) -> str:
-    """Return the reason if a peer's host has stopped answering; empty if the peer has ended itself."""
+    """Return the reason if a peer's host has stopped answering; empty if the peer has ended."""
     cause = exc.__cause__
     if isinstance(cause, OSError) and cause.errno in _SILENT:
         return f"cannot be reached any more: its host or the network is down ({cause.strerror})"

@@ -7,13 +7,13 @@ container) and stay behind after `kill -9`.
 Idea: every rank makes anonymous files (`memfd_create`). They have no name, count against ordinary
 memory and vanish with the last process that maps them. A peer opens them through
 `/proc/<pid>/fd/<fd>`, which the kernel allows to the same user; where it refuses (other pid
-namespace, hardened host) the descriptor is passed over a socket instead (`fd_service`).
+namespace, hardened host) the descriptor is passed over a socket instead (`descriptor_service`).
 
 The first such file is the rank's *root*; everything else is found from it:
 
-    root   +--------------------+------------------------------+-------------------------------------+
-           | words (4 KiB)      | extents: (fd, bytes) by id   | names: texts of operations, sites   |
-           +--------------------+------------------------------+-------------------------------------+
+    root   +--------------------+------------------------------+---------------------------------+
+           | words (4 KiB)      | extents: (fd, bytes) by id   | names: operations, call sites    |
+           +--------------------+------------------------------+---------------------------------+
 
 Words have one writer, the owner, but for counters that one instruction changes (`atomic`). 64-bit
 aligned stores are atomic, and x86 keeps the order of stores, so a peer that sees a word sees what
@@ -70,7 +70,7 @@ RUNNING, LEFT, CLOSED = 0, 1, 2
 
 
 def has_ordered_stores() -> bool:
-    """Whether this is Linux on x86-64, where plain stores become visible in the order in which they were made."""
+    """Whether other processors see plain stores in the order they were made (x86-64 Linux)."""
     return platform.machine() in {"x86_64", "AMD64"} and sys.platform.startswith("linux")
 
 
@@ -78,9 +78,9 @@ class MemoryFile:
     """An anonymous file in memory, mapped into this process.
 
     Args:
-        fd: Descriptor to map; -1 for memory of this process alone.
+        fd: Descriptor to map; -1 for memory that only this process sees.
         nbytes: Length.
-        keep_fd: Whether peers will open it through this descriptor.
+        keep_fd: Whether the descriptor stays open, so that peers can open the file through it.
     """
 
     def __init__(self, fd: int, nbytes: int, *, keep_fd: bool) -> None:
@@ -100,10 +100,10 @@ class MemoryFile:
 
     @classmethod
     def create(cls, nbytes: int, name: str) -> MemoryFile:
-        """Make a new file of `nbytes` bytes, all zero and all present.
+        """Make a new file of `nbytes` zero bytes, all of them backed by memory at once.
 
         Raises:
-            CommError: The memory is not to be had.
+            CommError: There is not enough memory.
         """
         _require_memory(nbytes, name)
         fd = _anonymous_file(name)
@@ -132,10 +132,10 @@ class MemoryFile:
 
     @classmethod
     def private(cls, nbytes: int, name: str) -> MemoryFile:
-        """Memory that no other process can open, all zero; its pages come when they are touched.
+        """Make zeroed memory that no other process can open; pages are backed at first touch.
 
         Raises:
-            CommError: The memory is not to be had.
+            CommError: There is not enough memory.
         """
         _require_memory(nbytes, name)
         try:
@@ -149,7 +149,7 @@ class MemoryFile:
             raise CommError(msg) from exc
 
     def close(self) -> None:
-        """Close the descriptor and, unless tensors still live in it, the mapping."""
+        """Close the descriptor, and the mapping too unless tensors still use it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -159,18 +159,19 @@ class MemoryFile:
 
 
 class Extent(NamedTuple):
-    """Where a peer finds one piece of memory: descriptor number in its owner, and length."""
+    """Where a peer finds one piece of memory: its owner's descriptor of it, and its length."""
 
     fd: int
     nbytes: int
 
 
 class RootAddress(NamedTuple):
-    """What a rank publishes so that peers find its root; travels through the store as text.
+    """What a rank publishes in the store so that peers find its root.
 
     Attributes:
         pid: Process id.
-        started: Start time of the process in clock ticks, so that a reused pid is not mistaken.
+        started: When the process started, in clock ticks since boot. It shows that the kernel has
+            not given the pid to another process since.
         fd: Descriptor of the root in that process.
         bells: Descriptors of the write ends of its doorbells.
     """
@@ -181,18 +182,18 @@ class RootAddress(NamedTuple):
     bells: tuple[int, ...]
 
     def to_text(self) -> str:
-        """`pid:started:fd:bell,bell`."""
+        """Write the address as `pid:started:fd:bell,bell`."""
         return f"{self.pid}:{self.started}:{self.fd}:{','.join(map(str, self.bells))}"
 
     @classmethod
     def from_text(cls, text: str) -> RootAddress:
-        """Inverse of `to_text`."""
+        """Read what `to_text` wrote."""
         pid, started, fd, bells = text.split(":")
         return cls(int(pid), int(started), int(fd), tuple(int(b) for b in bells.split(",") if b))
 
 
 class Root:
-    """The root file of one rank: own, mapped from a peer, or a copy of a peer's."""
+    """The root file of one rank: its own, one mapped from a peer, or a mirror of a peer's."""
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
@@ -212,12 +213,12 @@ class Root:
         return root
 
     def publish(self, extent_id: int, extent: Extent) -> None:
-        """Enter an extent into the directory, length last: peers look at the length first."""
+        """Enter an extent into the directory; its length goes last, since peers read it first."""
         self.directory[2 * extent_id] = extent.fd
         self.directory[2 * extent_id + 1] = extent.nbytes
 
     def extent(self, extent_id: int) -> Extent:
-        """Look up an extent; length 0 when there is none."""
+        """Look up an extent; its length is 0 when there is none."""
         return Extent(int(self.directory[2 * extent_id]), int(self.directory[2 * extent_id + 1]))
 
     def close(self) -> None:
@@ -230,14 +231,14 @@ class Root:
 
 
 class PeerMemory(Protocol):
-    """How this rank reaches the memory of its peers: one way for processes, one for threads, one for copies."""
+    """How this rank reaches its peers' memory: as processes, as threads, or through mirrors."""
 
     def root(self, rank: int) -> Root:
-        """Root of `rank`, which may be this rank."""
+        """Return the root of `rank`, which may be this rank."""
         ...
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Mapping of an extent of `rank`."""
+        """Return the mapping of an extent of `rank`."""
         ...
 
     def forget(self, rank: int, extent_id: int) -> None:
@@ -249,7 +250,7 @@ class PeerMemory(Protocol):
         ...
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of `rank`; only where that is permitted."""
+        """Fill `out` from private memory of `rank`; only called where the kernel permits it."""
         ...
 
     def close(self) -> None:
@@ -258,12 +259,12 @@ class PeerMemory(Protocol):
 
 
 class MappedMemory:
-    """Peers' memory, opened by descriptor number in its owner and mapped at first use.
+    """Memory of peers, mapped at first use through the descriptors that their owners name.
 
     Args:
         addresses: Root address of each rank.
-        open_fd: How to get a peer's descriptor, (rank, number, flags) -> fd: `open_through_proc` or
-            a service.
+        open_fd: Opens a peer's descriptor: (rank, number, flags) -> fd. It is `open_through_proc`
+            or the client of a descriptor service.
     """
 
     def __init__(
@@ -277,7 +278,7 @@ class MappedMemory:
         self._bells: dict[tuple[int, int], int] = {}
 
     def root(self, rank: int) -> Root:
-        """Root of `rank`."""
+        """Return the root of `rank`."""
         root = self._roots.get(rank)
         if root is None:
             with self._lock:
@@ -288,7 +289,7 @@ class MappedMemory:
         return root
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Mapping of an extent of `rank`."""
+        """Return the mapping of an extent of `rank`."""
         extent = self.root(rank).extent(extent_id)
         if not extent.nbytes:
             msg = f"expected extent {extent_id} of rank {rank}, found no such entry"
@@ -315,7 +316,7 @@ class MappedMemory:
                     os.write(self._bell(rank, slot, number), b"!")
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:
-        """Fill `out` from private memory of `rank`; only where that is permitted."""
+        """Fill `out` from private memory of `rank`; only called where the kernel permits it."""
         pull(rank, self._addresses[rank].pid, address, out)
 
     def close(self) -> None:
@@ -331,7 +332,10 @@ class MappedMemory:
         self._bells.clear()
 
     def _check(self, rank: int, file: MemoryFile) -> Root:
-        """In another pid namespace the same number is another process, whose descriptor may be anything."""
+        """Raise if the root is not the one that `rank` published.
+
+        In another pid namespace the number names another process, whose descriptor may be any file.
+        """
         root = Root(file)
         if root.words[MARK] != MAGIC or root.words[PID] != self._addresses[rank].pid:
             root.close()
@@ -363,7 +367,7 @@ class MappedMemory:
 
 
 def _require_memory(nbytes: int, name: str) -> None:
-    """The kernel would grant it piece by piece, and end some process when there is none left."""
+    """Raise before the kernel grants more than there is and later kills a process for it."""
     free = psutil.virtual_memory().available
     if nbytes > free:
         msg = (
@@ -375,7 +379,7 @@ def _require_memory(nbytes: int, name: str) -> None:
 
 
 def _anonymous_file(name: str) -> int:
-    """A file without a name; in memory where the system has such files (Linux), else a deleted one."""
+    """Make a file without a name: in memory on Linux, elsewhere a deleted temporary file."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, os.MFD_CLOEXEC)
     with tempfile.TemporaryFile(prefix=name) as file:
@@ -383,7 +387,7 @@ def _anonymous_file(name: str) -> int:
 
 
 def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, int], int]:
-    """Opener of peers' descriptors through `/proc/<pid>/fd`; the kernel checks that the user is the same."""
+    """Open a peer's descriptor through `/proc/<pid>/fd`; the kernel permits it to the same user."""
 
     def open_fd(rank: int, number: int, flags: int) -> int:
         pid = addresses[rank].pid
@@ -399,7 +403,7 @@ def open_through_proc(addresses: dict[int, RootAddress]) -> Callable[[int, int, 
 
 
 def _has_memory(pid: int) -> bool:
-    """Whether a process runs: from its first step into death on, the kernel shows its descriptors to root only."""
+    """Whether a process still runs. Once it begins to exit, only root may see its descriptors."""
     try:
         return not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
     except OSError:

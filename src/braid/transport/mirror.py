@@ -1,22 +1,24 @@
-"""Copies of the peers' memory, kept up to date by what they send.
+"""Mirrors of the peers' memory, kept up to date by what the peers send.
 
-Problem: the algorithms read what their peers have published in place. Where memory cannot be
-shared, each of them would need a second form, over messages.
+Problem: the algorithms read in place what their peers have published. Where memory cannot be
+shared, each algorithm would need a second form that works with messages.
 
-Idea: everything that ranks share has one writer, its owner, who says when it may be seen
+Idea: everything that ranks share has one writer, its owner, who says when others may see it
 (`publish`). So a rank keeps a *mirror* of the parts of each peer's memory that it has been sent, at
-the same extents and offsets. What is published travels as a list of writes; the algorithms read the
+the same extents and offsets. What is published travels as a list of writes. The algorithms read the
 mirror and do not know the difference.
 
-    frame   meta      number of large writes, (extent, offset) of each, then small writes (extent, offset, bytes)
+    frame   meta      number of large writes, (extent, offset) of each,
+                      then small writes (extent, offset, bytes)
             buffers   the data of the large writes, received straight into the mirror
 
-Small writes are done when the whole frame is there, in their order, each at once under the
-interpreter's lock; so who sees a counter sees the data before it, as in shared memory, whatever the
-processor. Extent 0 is the root.
+The small writes are applied in their order once the whole frame has arrived, each of them under the
+interpreter's lock. So whoever sees a counter also sees the data before it, as in shared memory and
+whatever the processor. Extent 0 is the root.
 
-A place in a mirror holds what was last sent there, not what its owner holds now; what must be zero
-until its owner says otherwise is allocated where nothing has ever been (`announced`).
+A mirror holds what was last sent, which may be older than what its owner holds now. Memory that
+must read as zero until its owner writes to it is therefore allocated where nothing has been before
+(`announced_arena`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ ARRIVAL_S = (
 
 
 class Writes(NamedTuple):
-    """What a frame says, without the data of its large writes.
+    """The writes of a frame, without the data of the large ones.
 
     Attributes:
         large: (extent, offset) of each.
@@ -56,7 +58,7 @@ class Writes(NamedTuple):
 
 
 def pack_writes(writes: Writes) -> bytes:
-    """The meta of a frame."""
+    """Return the meta of a frame."""
     parts = [_COUNT.pack(len(writes.large))]
     for extent, offset in writes.large:
         parts.append(_PLACE.pack(extent, offset))
@@ -66,10 +68,10 @@ def pack_writes(writes: Writes) -> bytes:
 
 
 def unpack_writes(meta: bytes) -> Writes:
-    """Inverse of `pack_writes`.
+    """Read what `pack_writes` wrote.
 
     Raises:
-        CommError: These bytes are none.
+        CommError: The bytes are not the meta of a frame.
     """
     try:
         (count,) = _COUNT.unpack_from(meta)
@@ -100,7 +102,7 @@ class MirroredMemory(PeerMemory):
     """Mirrors of the memory of some peers.
 
     Args:
-        ranks: Which; this rank is none of them.
+        ranks: The peers; this rank is not among them.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -110,14 +112,14 @@ class MirroredMemory(PeerMemory):
         self._news = threading.Condition()
 
     def root(self, rank: int) -> Root:
-        """Mirror of the root of `rank`."""
+        """Return the mirror of the root of `rank`."""
         return self._roots[rank]
 
     def extent(self, rank: int, extent_id: int) -> mmap.mmap:
-        """Mirror of an extent of `rank`; waits until it has been announced.
+        """Return the mirror of an extent of `rank`, after waiting until `rank` has announced it.
 
         Raises:
-            PeerLostError: The connection has ended before.
+            PeerLostError: The connection ended first.
             CommError: It was not announced in time.
         """
         file = self._extents.get((rank, extent_id))
@@ -154,10 +156,10 @@ class MirroredMemory(PeerMemory):
             file.close()
 
     def targets(self, rank: int, meta: bytes, sizes: Sequence[int]) -> list[memoryview]:
-        """Where the large writes of a frame of `rank` go.
+        """Return the tensors that receive the large writes of a frame of `rank`.
 
         Raises:
-            CommError: Outside of its memory.
+            CommError: A write lies outside the memory of `rank`.
         """
         places = unpack_writes(meta).large
         if len(places) != len(sizes):
@@ -169,10 +171,10 @@ class MirroredMemory(PeerMemory):
         ]
 
     def apply(self, rank: int, meta: bytes) -> None:
-        """Do the small writes of a frame of `rank`, whose large ones are done.
+        """Apply the small writes of a frame of `rank`, whose large ones have arrived.
 
         Raises:
-            CommError: Outside of its memory.
+            CommError: A write lies outside the memory of `rank`.
         """
         news = False
         for extent, offset, data in unpack_writes(meta).small:
@@ -183,16 +185,16 @@ class MirroredMemory(PeerMemory):
                 self._news.notify_all()
 
     def ended(self, rank: int) -> None:
-        """Nothing more will come from `rank`."""
+        """Note that nothing more will come from `rank`."""
         with self._news:
             self._ended.add(rank)
             self._news.notify_all()
 
     def ring(self, rank: int, slots: int) -> None:
-        """Nobody rings across processes: what arrives wakes who waits for it."""
+        """Do nothing: the arrival of a frame wakes whoever waits for it."""
 
     def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - PeerMemory
-        """Not possible, and never asked for (`may_pull`)."""
+        """Raise: this memory cannot be pulled, and `may_pull` says so to its callers."""
         msg = f"private memory of rank {rank} was to be read, of which there is only a mirror"
         raise InternalError(msg)
 

@@ -1,13 +1,14 @@
-"""Connections between ranks that do not share memory: each rank calls the remote ones before it, and answers those behind.
+"""Connections between ranks that do not share memory.
 
-Both ends prove that they know the job's secret: the launcher's or the user's. Inside of one host,
-where nobody else can listen, 32 random bytes that rank 0 puts into the store do as well, so that
-whoever may join the job there may also join here; over a network they do only if the user says so.
-Jobs of one user may share a secret file, so both ends also name their job: by a word that rank 0
-has drawn and all have heard in the store.
+Each rank calls the remote ranks before it and answers those behind it. Both ends prove that they
+know the job's secret, which comes from the launcher or from the user. Inside one host, where nobody
+else can listen, 32 random bytes that rank 0 puts into the store serve as the secret: whoever may
+join the job there may also join here. Over a network they are used only if the user permits it.
+Several jobs of one user may share a secret file, so both ends also name their job, by a random word
+that rank 0 has put into the store.
 
-Before anybody waits, one rank of each host knocks at the addresses of all others, and if somebody
-cannot reach somebody, all raise the same table within some seconds.
+Before anybody waits, one rank of each host tries the addresses of all other hosts. If some host
+cannot reach another, all ranks raise the same table of who cannot reach whom within seconds.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ OUTWARDS = "192.0.2.1"  # kept for documentation: no host has it, and the way th
 
 
 class Network(NamedTuple):
-    """How this rank is reached by ranks of other hosts.
+    """How ranks of other hosts reach this rank.
 
     Attributes:
-        listen: Own address for them; found by the way to `towards` when empty.
+        listen: Address to listen on; when empty, the one from which this host reaches `towards`.
         towards: A host of the job, such as that of the store.
-        insecure: Let the secret of the connections travel through the store, as plain text.
+        insecure: Let the secret of the connections travel through the store as plain text.
     """
 
     listen: str = ""
@@ -50,13 +51,13 @@ class Network(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A connection that stands.
+    """A connection to one peer, after the handshake.
 
     Attributes:
         pid: Process id of the peer, on its host.
         host: Name of its host.
-        over_network: Whether there is a network on the way.
-        connection: After the handshake.
+        over_network: Whether the peer is on another host.
+        connection: The authenticated connection.
     """
 
     pid: int
@@ -66,7 +67,7 @@ class Call(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What a rank said of itself."""
+    """What one rank has told the others about itself."""
 
     pid: int
     host: str
@@ -86,8 +87,8 @@ def call_all(
     Args:
         meeting: Where all ranks find each other.
         hosts: Number of each rank's host.
-        secret: Of the job; None to find one in the store.
-        network: See above.
+        secret: The job's secret; None to agree on one through the store.
+        network: How other hosts reach this rank.
 
     Raises:
         RendezvousError: Some rank did not answer, cannot be reached or has another secret.
@@ -147,7 +148,10 @@ def call_all(
 
 
 def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
-    """Tell all ranks a word and hear theirs; raise on all of them if one begins with `!`: that rank cannot go on, and why."""
+    """Tell all ranks a word and return theirs.
+
+    A word that begins with `!` says why its rank cannot go on; then all ranks raise it.
+    """
     words = meeting.all_say(topic, word)
     wrong = [f"  rank {r}: {text[1:]}" for r, text in enumerate(words) if text.startswith("!")]
     if wrong:
@@ -179,7 +183,7 @@ def _own_address(network: Network) -> str:
 def _agree_on_secret(
     meeting: Meeting, secret: Secret | None, network: Network
 ) -> tuple[Secret, str]:
-    """The job's secret, or one that all who meet in the store read, if that is all right with everybody; and its name."""
+    """Return the job's secret and its name, or one from the store if every rank permits that."""
     trusts = not network.towards or network.insecure
     kind = "own" if secret else "store" if trusts else "none"
     words = meeting.all_say("shm/trust", f"{kind}@{secrets.token_hex(8)}")
@@ -205,7 +209,10 @@ def _agree_on_secret(
 
 
 def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
-    """Whether ranks listen on a network; raise, on all ranks, if others only on their own host's loopback address."""
+    """Return whether ranks listen on a network.
+
+    If some do and others listen only on the loopback address of their host, all ranks raise.
+    """
     inside = [r for r, one in enumerate(said) if Address.parse(one.address).is_loopback]
     if inside and len(inside) < len(said):
         meeting.part()

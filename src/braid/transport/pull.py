@@ -1,14 +1,14 @@
 """Reading a peer's private memory: one copy instead of two.
 
-Problem: a tensor that does not lie in shared memory has to be copied into a slot by its owner and
-out of it by the reader. Above about a megabyte both copies go to main memory, and the second one is
-most of the cost.
+Problem: a tensor that does not lie in shared memory is copied into a slot by its owner and out of
+it by the reader. Above about a megabyte both copies go to main memory, and the second one is most
+of the cost.
 
 Idea: the kernel copies straight from one process to another (`process_vm_readv`, Linux 3.2). It
-asks for the same permission as a debugger, so hardened hosts refuse it: every rank tries it on
-every peer once, when they join, and all use it only if all may. Under Yama's restricted mode
-(`ptrace_scope` 1) a process may name who may read it and that process's descendants: each rank
-names its parent, the launcher, and with it its siblings, nobody else.
+asks for the same permission as a debugger, and hardened hosts refuse it. So every rank tries it
+once on every peer when they join, and all use it only if it works for all. Under Yama's restricted
+mode (`ptrace_scope` 1) a process may name one process whose descendants may read it; each rank
+names its parent, the launcher, so that its siblings may.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ def pull(rank: int, pid: int, address: int, out: torch.Tensor) -> None:
     """Fill the contiguous tensor `out` from `address` in process `pid`.
 
     Args:
-        rank: Whose process it is, for messages.
-        pid: Its number.
+        rank: The rank that runs as that process, for messages.
+        pid: Its process id.
         address: First byte there; the owner keeps it alive and unchanged meanwhile.
         out: Destination here.
 
     Raises:
-        PeerLostError: The process is gone.
+        PeerLostError: The process has ended.
         CommError: The kernel refuses, or nothing is mapped there.
     """
     read(rank, pid, address, out.data_ptr(), out.numel() * out.element_size())
 
 
 def allow_siblings() -> None:
-    """Let the parent and its other children read this process's memory, where the host asks for that."""
+    """Permit the parent and its other children to read this process, where the host asks."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() == "1":
         _libc.prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> None:
-    """Copy `nbytes` bytes from `address` in process `pid` to `destination` here; raises like `pull`."""
+    """Copy `nbytes` from `address` in process `pid` to `destination` here; raise as `pull` does."""
     assert _readv is not None
     done = 0
     while done < nbytes:

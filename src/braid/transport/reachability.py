@@ -1,10 +1,10 @@
-"""Who can reach whom: asked before anything waits, so that a wrong network is named and not waited for.
+"""Which host can reach which, asked before anything waits.
 
-Problem: a firewall, a wrong interface or an address of another network shows itself as a time-out
-of some rank, minutes later, and says nothing of the others.
+Problem: a firewall, a wrong interface or an address of another network shows itself as a timeout of
+some rank, minutes later, and the message says nothing about the others.
 
-Idea: one rank of each host knocks at the addresses of all ranks of the others at once, for a few
-seconds; all results are put together, and all ranks say the same.
+Idea: one rank of each host tries the addresses of all ranks of the others at once, for a few
+seconds. The results are gathered, and all ranks report the same table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def probe(
     """Try to connect to all `addresses` at the same time.
 
     Returns:
-        Why not, in a word or two, for those that cannot be reached; empty if all can.
+        For each address that cannot be reached, the reason in a word or two; empty if all can.
     """
     failed: dict[int, str] = {}
     waiting: dict[int, tuple[int, socket.socket]] = {}
@@ -72,10 +72,10 @@ def probe(
 
 
 def own_address_towards(host: str) -> str:
-    """The address of this host on the network by which it reaches `host`; nothing is sent.
+    """Return the address of this host on the network by which it reaches `host`; nothing is sent.
 
     Raises:
-        OSError: There is no way there, or no such name.
+        OSError: There is no route to it, or no such name.
     """
     family, where = Address(host=host, port=9).resolve()
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

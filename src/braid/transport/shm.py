@@ -1,8 +1,9 @@
 """Ranks as processes of one host: each finds the others' memory through the kernel.
 
-Each rank publishes the address of its root in the store and opens its peers'. Nothing else is
-agreed on: whatever is allocated later is found from the roots. When the kernel refuses
-`/proc/<pid>/fd` to any rank, all ranks hand their descriptors over a socket instead (`fd_service`).
+Each rank publishes the address of its root in the store and opens its peers' roots. Nothing else is
+agreed on, since whatever is allocated later is found from the roots. When the kernel refuses
+`/proc/<pid>/fd` to any rank, all ranks hand their descriptors over a socket instead
+(`descriptor_service`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid.errors import CommError, PeerLostError
-from braid.transport.fd_service import FdService, open_through_services
+from braid.transport.descriptor_service import DescriptorService, open_through_services
 from braid.transport.hosts import LocalPeers
 from braid.transport.meeting import Meeting
 from braid.transport.memory import (
@@ -40,9 +41,9 @@ class Shared(NamedTuple):
     """What a rank has in common with the others of its host.
 
     Attributes:
-        root: Own root.
-        bells: Own doorbells.
-        local: The others.
+        root: This rank's root.
+        bells: This rank's doorbells.
+        local: The memory of the other ranks.
     """
 
     root: Root
@@ -55,8 +56,8 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
 
     Args:
         meeting: Where the ranks find each other; its `health` gets a pidfd of each peer.
-        ranks: Those of this host, this one included.
-        pass_descriptors: Do not even try `/proc/<pid>/fd`.
+        ranks: The ranks of this host, including this one.
+        pass_descriptors: Use the descriptor service without trying `/proc/<pid>/fd` first.
     """
     rank, health = meeting.rank, meeting.health
     with contextlib.ExitStack() as undo:
@@ -73,7 +74,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         peers = MappedMemory(addresses, open_through_proc(addresses))
         undo.callback(peers.close)
         if _refused(meeting, peers, ranks, force=pass_descriptors):
-            service = FdService(rank)
+            service = DescriptorService(rank)
             undo.callback(service.close)
             words = meeting.all_say("shm/service", service.name, ranks)
             peers.close()
@@ -93,13 +94,13 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
 
 
 def start_time(pid: int) -> int:
-    """Start time of a process in clock ticks since boot: with the pid, it names the process."""
+    """Return when a process started, in clock ticks since boot; the pid and it name the process."""
     path = Path(f"/proc/{pid}/stat")
     return int(path.read_text().rpartition(")")[2].split()[19]) if path.exists() else 0
 
 
 def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, force: bool) -> bool:
-    """Open all peers' roots; True on every rank if any rank was refused."""
+    """Open all peers' roots, and return on every rank whether any rank was refused."""
     refused = force
     try:
         for other in ranks:
@@ -113,14 +114,14 @@ def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, for
 def _may_pull(
     meeting: Meeting, addresses: dict[int, RootAddress], peers: MappedMemory, *, forbid: bool
 ) -> bool:
-    """Try to read every peer's private memory; True on every rank if all ranks may."""
+    """Try to read every peer's private memory, and return on every rank whether all ranks may."""
     others = [(r, where.pid) for r, where in addresses.items() if r != meeting.rank]
     may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
     return "no" not in meeting.all_say("shm/pull", "yes" if may else "no", addresses)
 
 
 def _can_read(rank: int, pid: int, root: Root) -> bool:
-    """Whether the beginning of the root of `rank` can be read where its owner mapped it."""
+    """Whether this rank can read the beginning of the root of `rank` at its owner's address."""
     words = (ctypes.c_uint64 * (MARK + 1))()
     try:
         read(rank, pid, root.words[BASE], ctypes.addressof(words), ctypes.sizeof(words))

@@ -2,21 +2,23 @@
 
 Problem: inside a host a peer is usually less than a microsecond away, and a system call costs more
 than the message. But a peer may also be a second away, or dead, and a rank that spins takes the
-core that its peer needs: two spinners stacked on one core cost milliseconds.
+core that its peer needs: two ranks that spin on one core cost milliseconds.
 
-Idea: a collective is a generator that yields `Wait` and never blocks itself; *how* to wait is
-decided here, once:
+Idea: a collective is a generator that yields `Wait` and never blocks itself. How to wait is decided
+here:
 
-    look      value there already: the common case, nothing is spent
+    look      the value is there already: the common case, which costs nothing
     spin      some 100 looks (none when there are more ranks than cores)
-    yield     `sched_yield`, which gives the core (and the interpreter lock) to others, for about a millisecond
-    sleep     `poll` on this waiter's doorbell (a pipe), the peers' pidfds and the launcher's socket: a value that
-              arrives rings the bell, a death makes a pidfd readable, so both end the sleep at once
+    yield     `sched_yield`, which gives the core and the interpreter's lock to others, for about
+              a millisecond
+    sleep     `poll` on this waiter's doorbell (a pipe), the peers' pidfds and the launcher's
+              socket: a value that arrives rings the bell and a death makes a pidfd readable, so
+              both end the sleep at once
 
-Sleeping and posting race: the poster stores its value and then looks whether anyone sleeps; the
-sleeper announces itself and then looks at the value. Each puts a full fence between its two steps,
-so at least one sees the other. Taking and releasing an uncontended lock is such a fence on x86 (a
-LOCK-prefixed instruction). Should a ring be lost all the same, the sleep ends after 50 ms.
+Sleeping and publishing race. The publisher stores its value and then looks whether anyone sleeps;
+the sleeper announces itself and then looks at the value. Each puts a full fence between its two
+steps, so at least one sees the other. Taking and releasing a free lock is such a fence on x86 (an
+instruction with the LOCK prefix). Should a ring be lost all the same, the sleep ends after 50 ms.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ yield_core = ctypes.CDLL(None).sched_yield
 
 
 class Wait(NamedTuple):
-    """What a collective waits for: the counter of `peer` on `channel` to reach `value`.
+    """What a collective waits for: that the counter of `peer` on `channel` reaches `value`.
 
     Attributes:
         peer: Group rank.
@@ -60,7 +62,7 @@ class Wait(NamedTuple):
 
 
 class WaitAny(NamedTuple):
-    """What a collective waits for: at least one of several values.
+    """What a collective waits for: that at least one of several counters reaches its value.
 
     Attributes:
         waits: The alternatives.
@@ -73,7 +75,7 @@ Steps = Generator[Wait | WaitAny, None, None]
 
 
 class Doorbells:
-    """The pipes that wake this rank's sleeping threads, and the word that says who sleeps.
+    """The pipes that wake this rank's sleeping threads, and the word that says which of them sleep.
 
     Args:
         root: Root of this rank, whose `SLEEPERS` word peers look at.
@@ -91,39 +93,39 @@ class Doorbells:
         return tuple(write for _, write in self._pipes)
 
     def fds(self) -> list[int]:
-        """All descriptors."""
+        """Return the descriptors of both ends."""
         return [fd for pipe in self._pipes for fd in pipe]
 
     def acquire(self) -> int:
-        """Take a slot for this thread; -1 when all are taken, which only costs it a slower sleep."""
+        """Take a slot for this thread; -1 when all are taken, which makes it wake more slowly."""
         with self._lock:
             return self._free.pop() if self._free else -1
 
     def release(self, slot: int) -> None:
-        """Give a slot back, disarmed and silent."""
+        """Give a slot back, disarmed and with its pipe empty."""
         if slot >= 0:
             self.disarm(slot)
             with self._lock:
                 self._free.append(slot)
 
     def arm(self, slot: int) -> None:
-        """Announce that this slot is about to sleep. The lock is the fence."""
+        """Announce that this slot is about to sleep. Taking the lock is the fence."""
         with self._lock:
             self._words[SLEEPERS] |= 1 << slot
 
     def disarm(self, slot: int) -> None:
-        """Take the announcement back and swallow the rings so far."""
+        """Take the announcement back and read the rings so far."""
         with self._lock:
             self._words[SLEEPERS] &= ~(1 << slot)
         with contextlib.suppress(BlockingIOError):
             os.read(self._pipes[slot][0], 4096)
 
     def read_fd(self, slot: int) -> int:
-        """Descriptor to poll."""
+        """Return the descriptor to poll."""
         return self._pipes[slot][0]
 
     def ring_own(self) -> None:
-        """Wake the sleeping threads of this rank, for a new request or a verdict."""
+        """Wake the sleeping threads of this rank, for a new request or a loss."""
         sleepers = self._words[SLEEPERS]
         for slot in range(NUM_SLOTS):
             if sleepers >> slot & 1:
@@ -139,7 +141,7 @@ class Doorbells:
 
 
 def silent_pipe() -> tuple[int, int]:
-    """A pipe whose ends never block and are not inherited."""
+    """Make a pipe whose ends never block and are not inherited."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -147,13 +149,13 @@ def silent_pipe() -> tuple[int, int]:
 
 
 class Waiter:
-    """Waits for one condition after the other on behalf of any thread of this rank.
+    """Waits for conditions on behalf of any thread of this rank.
 
     Args:
         bells: Doorbells of this rank.
-        health: Verdicts on peers; its descriptors are part of every sleep.
-        clock: For the yield phase.
-        crowded: More ranks than cores: do not spin.
+        health: Which peers are lost; its descriptors are part of every sleep.
+        clock: Measures the yield phase.
+        crowded: There are more ranks than cores, so do not spin.
     """
 
     def __init__(self, bells: Doorbells, health: Health, clock: Clock, *, crowded: bool) -> None:
@@ -163,12 +165,12 @@ class Waiter:
         self._spins = 0 if crowded else NUM_SPINS
 
     def until(self, ready: Callable[[], bool], check: Callable[[], None]) -> int:
-        """Return when `ready()` holds; the time it took, in nanoseconds, 0 if it was only a spin.
+        """Wait until `ready()` holds; return the nanoseconds it took, or 0 if it only spun.
 
         Args:
             ready: The condition; called often, must be quick and must not block.
-            check: Called after each sleep; raises when there is no point in waiting on (a lost
-                peer, a deadline).
+            check: Called after each sleep; raises when waiting on is pointless (a lost peer, a
+                deadline).
 
         Raises:
             Whatever `check` raises.
@@ -192,7 +194,7 @@ class Waiter:
 
 
 class Sleep:
-    """A doorbell slot, held while one thread sleeps."""
+    """A doorbell slot that one thread holds while it sleeps."""
 
     def __init__(self, bells: Doorbells) -> None:
         self._bells = bells
@@ -213,12 +215,12 @@ class Sleep:
     def poll(
         self, ready: Callable[[], bool], fds: list[int], interests: Sequence[tuple[int, int]] = ()
     ) -> bool:
-        """Sleep once unless `ready()`; whether it held before the sleep.
+        """Sleep once unless `ready()` holds; return whether it held before the sleep.
 
         Args:
-            ready: See `Waiter.until`.
+            ready: As for `Waiter.until`.
             fds: Descriptors that end the sleep when they become readable.
-            interests: Others, with the events that do.
+            interests: More descriptors, each with the events that end the sleep.
         """
         if self._slot >= 0:
             self._bells.arm(self._slot)

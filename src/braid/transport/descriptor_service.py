@@ -20,14 +20,14 @@ from pathlib import Path
 from braid.errors import CommError, PeerLostError
 from braid.transport.memory import RootAddress
 
-__all__ = ["FdService", "open_through_services"]
+__all__ = ["DescriptorService", "open_through_services"]
 
 _QUESTION = struct.Struct("=i")
 _CREDENTIALS = struct.Struct("=3i")
 _TIMEOUT_S = 10.0
 
 
-class FdService:
+class DescriptorService:
     """Hands descriptors of this process to its peers; owns one thread.
 
     Args:
@@ -78,7 +78,7 @@ class FdService:
 def open_through_services(
     addresses: dict[int, RootAddress], services: dict[int, str]
 ) -> Callable[[int, int, int], int]:
-    """Opener of peers' descriptors that asks their `FdService`.
+    """Opener of peers' descriptors that asks their `DescriptorService`.
 
     Args:
         addresses: Root address of each rank.
