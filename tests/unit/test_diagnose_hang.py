@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from braid.diagnose import Process, RankView, SpanView, find_hang
 from braid.diagnose.hang_causes import ADVICE
-from braid.diagnose.hang_stack import parse_threads, waits_for_others
+from braid.diagnose.hang_stack import parse_threads, waits_for_peers
 from braid.diagnose.tracebacks import BRAID_ROOT
 from braid.events import OPEN
 
@@ -99,7 +99,7 @@ def test_the_block_says_who_waits_who_is_missing_and_why():
         (
             late(process=Process("D", 0.0, 900 << 20, 100 << 20, 300.0), stack=""),
             "swapped",
-            "is swapped out: 944 MB of it, 300 major faults/s",
+            "is swapped out: 944 MB, 300 major faults/s",
         ),
         (late(process=Process("D")), "io", "is blocked in the kernel (state D) at train.py:60 in finish"),
         (late(stack=IN_LOADER), "data", "waits for its data"),
@@ -124,9 +124,9 @@ def test_the_block_says_who_waits_who_is_missing_and_why():
         (
             late(stack=dump("/opt/python/lib/python3.11/queue.py:171 in get", "/home/me/a.py:3 in f")),
             "elsewhere",
-            "is in queue.get, called at a.py:3 in f, not on its way",
+            "is in queue.get, called at a.py:3 in f, not in that operation",
         ),
-        (late(stack=""), "unseen", "does not come, and gives no stack"),
+        (late(stack=""), "unseen", "is missing, and gives no stack"),
         (
             late(stack=dump("/opt/python/lib/python3.11/threading.py:1590 in _shutdown")),
             "batches",
@@ -158,7 +158,7 @@ def test_a_rank_that_always_comes_late_is_slow():
     first = RankView(0, 810, (*quick, operation(5, 60)), SLEEPS, WAITS)
     found = report(first, RankView(1, 811, tuple(own), SLEEPS, IN_USERS_CODE), now_ns=71 * S)
     (cause,) = found.causes
-    told = "is slow: 11.0 s of its own before each such operation, 11.0 x the others"
+    told = "is slow: it works 11.0 s before each such operation, 11.0 x the other ranks"
     assert (cause.kind, cause.text) == ("slow", told)
 
 
@@ -193,7 +193,7 @@ def test_ranks_that_use_two_new_groups_in_another_order_each_are_told_so():
     )
     assert cause.advice == "let all ranks use their groups in the same order"
     groups = [text.rpartition("   ")[2] for _, text in found.waiting]
-    assert groups == ["group of rank 0 and others", "group of rank 1 and others"]
+    assert groups == ["group of rank 0 and perhaps more", "group of rank 1 and perhaps more"]
 
 
 def test_who_waits_for_a_rank_in_another_new_group_does_so_perhaps():
@@ -319,7 +319,7 @@ def test_who_is_not_known_to_belong_to_the_group_is_missing_perhaps():
     alone = RankView(0, 0, (operation(1, 80, group=OTHER),), SLEEPS, WAITS)
     found = report(alone, late())
     assert (found.missing_ranks, found.certain) == ((1,), False)
-    assert "perhaps: who else takes part" in str(found)
+    assert "perhaps: the members of that group" in str(found)
 
 
 def test_when_all_have_come_nobody_is_blamed():
@@ -366,7 +366,7 @@ def test_a_thread_in_the_background_does_not_make_its_rank_wait(owner):
         "/opt/python/lib/python3.11/threading.py:982 in run",
     ).replace("Current thread", "Thread")
     text = f"{background}\n\n{IN_USERS_CODE}"
-    assert [waits_for_others(parse_threads(t)) for t in (text, f"{background}\n\n{WAITS}")] == [
+    assert [waits_for_peers(parse_threads(t)) for t in (text, f"{background}\n\n{WAITS}")] == [
         False,
         True,
     ]
@@ -417,4 +417,4 @@ def test_a_rank_that_waits_is_never_missing_and_one_that_does_not_never_waits(vi
 @given(st.text())
 def test_any_text_is_parsed_as_a_stack(text):
     threads = parse_threads(f"Current thread 0x1 (most recent call first):\n{text}\n{WAITS[5:]}")
-    assert waits_for_others(threads) in {True, False}
+    assert waits_for_peers(threads) in {True, False}

@@ -329,7 +329,7 @@ def test_a_time_out_says_whose_stacks_could_not_be_had():
         "  affected ranks 0,1 ended by braid (SIGTERM)\n"
         "           rank 2 was at train.py:5 in wait - ended by braid (SIGTERM)\n"
         "           rank 3 finished\n"
-        "           no stack of ranks 0,1: a program gives one after braid.init()"
+        "           no stack of ranks 0,1: stacks need braid.init() in the program"
     )
 
 

@@ -1,4 +1,4 @@
-"""diagnose: finds out from what is left of a run which rank made it fail, and says so in words. Pure."""
+"""Determines which rank made a run fail or hang, and explains the failure in words."""
 
 from __future__ import annotations
 

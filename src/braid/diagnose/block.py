@@ -1,13 +1,14 @@
-"""The last thing a failed run prints: what happened, to whom, and what to do next, in at most a dozen lines.
+"""Formats the error block, the last lines that a failed run prints.
 
-Problem: N ranks print N tracebacks, interleaved, and the launcher adds its own; the one that
-matters has scrolled away. Idea: one block, after everything else, always with the same labels in
-the same order, so that people and programs find the cause without reading.
+Problem: N ranks print N interleaved tracebacks, and the launcher adds its own. The relevant one has
+scrolled away.
+
+Idea: print one block after everything else, always with the same labels in the same order, so that
+people and programs find the cause at once.
 
     braid: run stopped at step 213 after 41 s (exit 1)
-      cause    rank 1 on host b (pid 812): ValueError: dataset file shard-7 is missing      train.py:57 in load_shard
-      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 in step -
-      stopped cleanly
+      cause    rank 1 on host b (pid 812): ValueError: shard-7 is missing      train.py:57 in load
+      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 - stopped cleanly
       saved    checkpoint step 200 (sha256 ok), 13 steps not saved
       resume   braid run --resume auto -n 4 train.py
       logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f
@@ -39,18 +40,18 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopReport:
-    """Everything that the block says, also when it is shown again from the record of a run.
+    """Data of the error block; part of the record of a run.
 
     Attributes:
-        verdict: Which rank made the run fail.
+        verdict: Verdict about the rank that made the run fail.
         exit_code: Exit code of the run.
-        elapsed_s: Seconds since its start.
-        step: The last step that any rank began, None when unknown.
-        saved: The last checkpoint, None when there is none.
-        resume: Command that continues the run from it.
-        log_dir: Directory of logs as the user wrote it; empty when there are none.
+        elapsed_s: Duration of the run in seconds.
+        step: Last step that any rank began; None if unknown.
+        saved: Last complete checkpoint; None if there is none.
+        resume: Command that continues the run from the checkpoint.
+        log_dir: Directory of logs, as the user wrote it; empty if there is none.
         has_timeline: Whether events were recorded, so that a timeline can be drawn.
-        limit_s: The time limit that passed, for a verdict of kind `timeout`.
+        limit_s: Time limit in seconds, for a verdict of kind `timeout`.
     """
 
     verdict: Verdict
@@ -65,17 +66,20 @@ class StopReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every rank finished."""
+        """Whether every rank has finished."""
         return self.exit_code == 0
 
     @property
     def status(self) -> str:
-        """In one or two words: finished, stopped, interrupted or timed out."""
+        """Status of the run: `finished`, `stopped`, `interrupted` or `timed out`."""
         return STATUS.get(self.verdict.kind, "stopped")
 
 
 def error_block(report: StopReport) -> list[tuple[str, str]]:
-    """Rows of the block, as (label, text); the first has the label `braid:`, a continuation has an empty one."""
+    """Return the rows of the block as (label, text).
+
+    The first label is `braid:`; the label of a continuation is empty.
+    """
     rows = [("braid:", _headline(report))]
     rows += _labelled("cause", _cause(report.verdict))
     if not report.ok:
@@ -90,7 +94,7 @@ def error_block(report: StopReport) -> list[tuple[str, str]]:
 
 
 def render_block(rows: Iterable[tuple[str, str]]) -> str:
-    """The block as text; further lines of a row are aligned below its first."""
+    """Format rows as text; further lines of a row are aligned with its first line."""
     lines = []
     for label, text in rows:
         first, *rest = text.split("\n")
@@ -103,7 +107,7 @@ def render_block(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0,2,3`, `ranks 0-15`: runs of four and more are shortened."""
+    """Format ranks as `rank 1`, `ranks 0,2,3` or `ranks 0-15`; runs of four are abbreviated."""
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
     for rank in ordered:
@@ -131,16 +135,16 @@ def _cause(verdict: Verdict) -> list[str]:
         return []
     ends = verdict.cause
     first = ends[0]
-    who = rank_list(end.rank for end in ends)
+    ranks = rank_list(end.rank for end in ends)
     if len(ends) == 1:
         host = f" on host {first.host}" if first.host else ""
-        who += f"{host} (pid {first.pid})"
+        ranks += f"{host} (pid {first.pid})"
     what = describe(first).removeprefix("raised ")
     where = first.error.where if first.error is not None else ""
-    line = f"{who}: {what}"
+    line = f"{ranks}: {what}"
     if where:
         line += f"{WHERE_GAP}{where}"
-    elif first.last_events:  # goes on with `killed by signal 9`, stands apart from a message
+    elif first.last_events:  # continues `killed by signal 9`, but is set apart from a message
         line += f"{WHERE_GAP if first.error is not None else ' '}{first.last_events}"
     lines = [line, *(first.error.details if first.error is not None else [first.last_line])]
     lines = [text for text in lines if text]
@@ -150,23 +154,23 @@ def _cause(verdict: Verdict) -> list[str]:
 
 
 def _affected(verdict: Verdict) -> list[str]:
-    """One line for all ranks that did and ended the same."""
+    """Return one line for all ranks with the same last events and the same end."""
     groups: dict[tuple[str, str], list[int]] = {}
     for end in verdict.affected:
         groups.setdefault((_doing(end), _how_it_ended(end)), []).append(end.rank)
     lines = []
     for (doing, ending), ranks in groups.items():
-        who = rank_list(ranks)
+        subject = rank_list(ranks)
         were = "was" if len(ranks) == 1 else "were"
-        lines.append(f"{who} {were} {doing} - {ending}" if doing else f"{who} {ending}")
+        lines.append(f"{subject} {were} {doing} - {ending}" if doing else f"{subject} {ending}")
     silent = [end.rank for end in verdict.affected if end.asked_to_stop and not _doing(end)]
     if verdict.kind == "timeout" and silent:
-        lines.append(f"no stack of {rank_list(silent)}: a program gives one after braid.init()")
+        lines.append(f"no stack of {rank_list(silent)}: stacks need braid.init() in the program")
     return lines
 
 
 def _doing(end: RankEnd) -> str:
-    """What the rank was inside of; where its error arose when it recorded nothing."""
+    """Return the last events of the rank, or else the place of its error."""
     if end.last_events or end.error is None or not end.error.where:
         return end.last_events
     return f"at {end.error.where}"

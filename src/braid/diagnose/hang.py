@@ -1,35 +1,32 @@
-"""Who is stuck, in what, and because of whom: from what is seen of all ranks to one block of text.
+"""Determines which ranks of a job hang, in which operations, and which ranks they wait for.
 
-Problem: when one rank of a job does not come to a collective, all others stand still in it, without
-a word, until a deadline of minutes ends them; and the stack that their users then look at is that
-of an innocent rank.
+Problem: when one rank does not reach a collective, all other ranks wait silently until a deadline of
+minutes. The stack that the user then sees is that of an innocent rank. Existing tools (torch's
+flight recorder, `py-spy dump`) show the stacks of all ranks, to be compared by eye.
 
-What exists: a time-out with the stacks of everybody (torch's flight recorder, `py-spy dump` on
-every rank), to be compared by eye. Idea: who waits for whom is a graph. An edge goes from each rank
-that waits to each member of its operation that has not come there. A rank that is reached and waits
-for nobody is *missing*; when there is none, the graph has a cycle, and the ranks wait for each
-other.
+Idea: build the wait-for graph. An edge goes from each waiting rank to each member of its operation
+that has not reached the operation. A rank at the end of an edge that does not wait is *missing*. If
+there is none, the graph has a cycle: the ranks wait for each other.
 
     waits      rank 0 --all_reduce#176--> rank 1        rank 0 --barrier#3 of group a--> rank 1
     reached    rank 1: in a DataLoader                  rank 1 --barrier#9 of group b--> rank 0
-    verdict    rank 1 is missing                        nobody is missing: a cycle
+    verdict    rank 1 is missing                        no rank is missing: a cycle
 
     braid: no progress for 10.2 s at step 88
       waiting  ranks 0,2,3  all_reduce#176  float32[4096], sum   train.py:41 in step
       missing  rank 1 (pid 812)   in DataLoader.__next__  train.py:38 in main   cpu 0 %, sleeping
                last seen 10.1 s ago, as it ended all_reduce#175  train.py:41 in step, after step 87
       likely   rank 1 waits for its data
-               -> load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one
-               fail
+               -> load faster (more workers, local files); DataLoader(timeout=...) makes a stuck
+                  loader fail
 
 A rank that waits is never named as missing.
 
-Who takes part in an operation is known from who has used its group before. In the first operation
-of a group nobody has: there a rank that waits in another group is presumed to be awaited, and ranks
-that use two new groups in another order each are told so, too.
+The members of a group are known from its earlier operations. In the first operation of a group, a
+rank that waits in another group is presumed to be a member. This also detects ranks that use two
+new groups in different orders.
 
-Source: the wait-for graph of deadlock detection: E. G. Coffman et al., System Deadlocks, ACM
-Computing Surveys 3(2), 1971.
+Source: E. G. Coffman et al., System Deadlocks, ACM Computing Surveys 3(2), 1971 (wait-for graphs).
 """
 
 from __future__ import annotations
@@ -38,14 +35,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from braid.diagnose.block import rank_list, render_block
-from braid.diagnose.hang_causes import ADVICE, Blocked, Case, Cause, cause_of, deadlock, of_seconds
+from braid.diagnose.hang_causes import (
+    ADVICE,
+    Blocked,
+    Case,
+    Cause,
+    cause_of,
+    deadlock,
+    format_seconds,
+)
 from braid.diagnose.hang_view import Process, RankView, SpanView
 from braid.diagnose.tracebacks import short_site
 
 __all__ = ["HangReport", "Process", "RankView", "SpanView", "find_hang"]
 
-MAX_ROWS = 6  # of each kind; a block of a thousand ranks must fit on a screen
-BUSY_CORES = 0.5  # of a rank inside of a collective: it moves much data
+MAX_ROWS = 6  # of each label, so that the report for a thousand ranks fits on a screen
+BUSY_CORES = 0.5  # a rank inside of a collective that uses more is moving data
 STATES = {
     "R": "running",
     "S": "sleeping",
@@ -58,16 +63,15 @@ STATES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangReport:
-    """One block of text; `str()` gives it.
+    """Report of a hang; its `str` is the block of text for the user.
 
     Attributes:
-        age_ns: How long the longest wait has lasted.
-        step: Step of the ranks that wait; None when they recorded none.
-        waiting: Ranks that wait, and in what.
-        missing: Ranks that they wait for, and where those are; empty when ranks wait for each
-        other.
-        causes: The likeliest ones.
-        certain: False when it is not known that the missing ranks belong to the group.
+        age_ns: Duration of the longest wait.
+        step: Step of the waiting ranks; None if they have recorded none.
+        waiting: Waiting ranks, and the operations in which they wait.
+        missing: Ranks that are waited for, and where they are; empty if ranks wait for each other.
+        causes: Likeliest causes.
+        certain: Whether the missing ranks are known to be members of the group.
     """
 
     age_ns: int
@@ -79,38 +83,38 @@ class HangReport:
 
     @property
     def waiting_ranks(self) -> tuple[int, ...]:
-        """Who waits."""
+        """Ranks that wait."""
         return tuple(sorted(rank for ranks, _ in self.waiting for rank in ranks))
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """Who does not come."""
+        """Ranks that are waited for and do not wait themselves."""
         return tuple(rank for rank, _ in self.missing)
 
     def __str__(self) -> str:
         at = f" at step {self.step}" if self.step is not None else ""
-        rows = [("braid:", f"no progress for {of_seconds(self.age_ns)}{at}")]
-        rows += _labelled("waiting", [f"{rank_list(who)}  {text}" for who, text in self.waiting])
+        rows = [("braid:", f"no progress for {format_seconds(self.age_ns)}{at}")]
+        rows += _labelled("waiting", [f"{rank_list(rs)}  {text}" for rs, text in self.waiting])
         shown = [text for _, text in self.missing[:MAX_ROWS]]
         if len(self.missing) > MAX_ROWS:
             shown.append(f"and {rank_list(self.missing_ranks[MAX_ROWS:])}")
         rows += _labelled("missing", shown)
         if self.missing and not self.certain:
-            rows.append(("", "perhaps: who else takes part in that operation is not on record"))
+            rows.append(("", "perhaps: the members of that group are not all known yet"))
         rows += _labelled("likely", [str(cause) for cause in self.causes])
         return render_block(rows)
 
 
 def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangReport | None:
-    """Say who is stuck because of whom.
+    """Determine which ranks hang, and which ranks they wait for.
 
     Args:
-        views: All ranks of the job, also those that have ended.
-        now_ns: Now, on the clock of the spans.
-        limit_ns: How long a rank may wait before it is worth a report.
+        views: Views of all ranks of the job, including those that have ended.
+        now_ns: Current time on the clock of the spans.
+        limit_ns: Longest wait of a rank that is not reported.
 
     Returns:
-        The report; None while nobody waits for that long, or while data still moves.
+        The report; None if no rank waits that long, or if data still moves.
     """
     by_rank = {view.rank: view for view in views}
     waiting = _with_presumed({v.rank: _blocked(v, views) for v in views if v.waits}, views)
@@ -143,9 +147,9 @@ def find_hang(views: Sequence[RankView], *, now_ns: int, limit_ns: int) -> HangR
 
 
 def _blocked(view: RankView, views: Sequence[RankView]) -> Blocked:
-    """The operation that keeps `view`: of several under way, the first that somebody has not come to."""
-    found = [Blocked(view, op, _absent(view, op, views)) for op in view.operations]
-    return next((b for b in found if b.absent), found[-1])
+    """Return the open operation in which `view` waits: the first one with absent members."""
+    candidates = [Blocked(view, op, _absent(view, op, views)) for op in view.operations]
+    return next((b for b in candidates if b.absent), candidates[-1])
 
 
 def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> frozenset[int]:
@@ -162,24 +166,22 @@ def _absent(view: RankView, operation: SpanView, views: Sequence[RankView]) -> f
 def _with_presumed(
     waiting: Mapping[int, Blocked], views: Sequence[RankView]
 ) -> Mapping[int, Blocked]:
-    """Add edges that are not on record: from the first operation of a group to ranks that wait in another."""
-    if len(waiting) < len(views):
-        return (
-            waiting  # one that does not wait is likelier to be awaited: see `_inside`, `_strangers`
-        )
+    """Add presumed edges: from the first operation of a group to ranks that wait in another one."""
+    if len(waiting) < len(views):  # a rank that does not wait is likelier; see `_strangers`
+        return waiting
     new = {r: b for r, b in waiting.items() if not b.absent and _is_first(b.operation, views)}
-    found = dict(waiting)
+    presumed = dict(waiting)
     for rank, b in new.items():
         strangers = {v.rank for v in views if not v.is_known_in(b.operation.group)}
         likeliest = (strangers & new.keys()) or strangers
         if likeliest and not _is_busy(b):
-            # an operation of one rank does not wait: with a single other rank there is no doubt
-            found[rank] = b._replace(absent=frozenset(likeliest), presumed=len(views) > 2)
-    return found
+            # of two ranks, the other one is certainly a member: one rank alone does not wait
+            presumed[rank] = b._replace(absent=frozenset(likeliest), presumed=len(views) > 2)
+    return presumed
 
 
 def _is_first(operation: SpanView, views: Sequence[RankView]) -> bool:
-    """Whether no operation of its group has ended yet, so that not all members need be on record."""
+    """Whether no operation of the group has ended yet, so that members may be unknown."""
     spans = (span for view in views for span in view.spans)
     return not operation.is_message and all(
         span.open for span in spans if span.group == operation.group and span.is_operation
@@ -187,7 +189,7 @@ def _is_first(operation: SpanView, views: Sequence[RankView]) -> bool:
 
 
 def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
-    """Whether it is not on record from whom a message should come."""
+    """Whether the sender of an awaited message is unknown."""
     operation = blocked.operation
     return operation.is_message and operation.partner is None and len(views) > 2
 
@@ -195,7 +197,7 @@ def _is_guess(blocked: Blocked, views: Sequence[RankView]) -> bool:
 def _reached(
     stalled: Iterable[Blocked], waiting: Mapping[int, Blocked]
 ) -> tuple[list[Blocked], set[int]]:
-    """Follow the edges: ranks that wait, and ranks at the ends that wait for nobody."""
+    """Traverse the graph: return the waiting ranks, and the ranks at its ends that do not wait."""
     involved = {b.view.rank: b for b in stalled}
     missing: set[int] = set()
     todo = list(involved.values())
@@ -210,7 +212,7 @@ def _reached(
 
 
 def _inside(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[int]:
-    """Ranks that have come, and went on to something else or were stopped before the operation ended."""
+    """Return ranks that have reached the operation, but left or were stopped before its end."""
     keys = {(b.operation.group, b.operation.channel) for b in involved}
     return {
         view.rank
@@ -220,13 +222,13 @@ def _inside(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[int]:
 
 
 def _strangers(involved: Sequence[Blocked], views: Sequence[RankView]) -> set[int]:
-    """Ranks that are not known to be members, nor not to be."""
+    """Return ranks that do not wait and may be members of an involved group."""
     groups = {b.operation.group for b in involved}
     return {v.rank for v in views if not v.waits and not any(map(v.is_known_in, groups))}
 
 
 def _moves(involved: Sequence[Blocked]) -> bool:
-    """Whether all have come and some still work at it: a large transfer."""
+    """Whether all members have reached the operation and some still work: a large transfer."""
     return any(map(_is_busy, involved)) and not any(b.absent for b in involved)
 
 
@@ -238,7 +240,7 @@ def _without_missing(involved: Sequence[Blocked]) -> Cause:
     if any(b.absent for b in involved):
         return deadlock(involved)
     ranks = tuple(sorted(b.view.rank for b in involved))
-    return Cause("inside", ranks, "have all come, and none goes on", ADVICE["inside"])
+    return Cause("inside", ranks, "are all in the operation, but none goes on", ADVICE["inside"])
 
 
 def _waiting_rows(
@@ -252,16 +254,16 @@ def _waiting_rows(
             text += f"   {short_site(b.operation.site)}"
         if several:
             members = [v.rank for v in views if v.is_known_in(b.operation.group)]
-            others = " and others" if _is_first(b.operation, views) else ""
-            text += f"   group of {rank_list(members)}{others}"
+            more = " and perhaps more" if _is_first(b.operation, views) else ""
+            text += f"   group of {rank_list(members)}{more}"
         rows.setdefault(text, []).append(b.view.rank)
     shown = sorted((tuple(sorted(ranks)), text) for text, ranks in rows.items())
     rest = sorted(rank for ranks, _ in shown[MAX_ROWS:] for rank in ranks)
-    return (*shown[:MAX_ROWS], *([(tuple(rest), "in others")] if rest else []))
+    return (*shown[:MAX_ROWS], *([(tuple(rest), "in other operations")] if rest else []))
 
 
 def _missing_row(case: Case) -> str:
-    """Two lines: where it is and what its process does; what it last did."""
+    """Describe a missing rank: its place and process on one line, its last event on another."""
     view, thread = case.view, case.thread
     parts = [f"rank {view.rank} (pid {view.pid})"]
     if thread.place:
@@ -274,13 +276,11 @@ def _missing_row(case: Case) -> str:
     last = view.last
     if last is None:
         return text
-    return (
-        f"{text}\nlast seen {of_seconds(case.now_ns - last.end_ns)} ago, {_last_known(view, last)}"
-    )
+    return f"{text}\nlast seen {format_seconds(case.now_ns - last.end_ns)} ago, {_last_known(view, last)}"
 
 
 def _last_known(view: RankView, last: SpanView) -> str:
-    """`as it ended all_reduce#9  train.py:41 in step, in step 45`."""
+    """Describe the last event: `as it ended all_reduce#9  train.py:41 in step, in step 45`."""
     text = f"as it {'began' if last.open else 'ended'} {last.label}"
     if last.site:
         text += f"  {short_site(last.site)}"
@@ -297,7 +297,7 @@ def _of_process(process: Process) -> str:
 
 
 def _causes(cases: Sequence[Case]) -> tuple[Cause, ...]:
-    """One for all ranks of which the same is to be said."""
+    """Return the causes, with one entry for all ranks that have the same cause."""
     merged: dict[tuple[str, str, str], Cause] = {}
     for case in cases:
         cause = cause_of(case)

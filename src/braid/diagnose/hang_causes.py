@@ -1,19 +1,19 @@
-"""Why a rank does not come: the likeliest cause that fits what is seen, and one thing to do about it.
+"""Determines the likeliest cause of a hang, and one piece of advice.
 
-For a rank that others wait for while it waits for nobody, the first line that fits:
+The cause for a missing rank is the first line that fits:
 
-    cause      seen                                                         what to do
-    left       its process has ended                                        call everything on all ranks
-    stopped    state T                                                      kill -CONT
-    swapped    pages in swap, major faults                                  less memory
-    io         state D                                                      look at the disk or network
-    data       a DataLoader on its stack, or inside a `data` span           faster loading
-    batches    outside of a step, all of its steps before the others' step  as many batches for each rank
-    slow       has needed much longer than the others all along             balance the work
-    busy       a core in use, or wanted                                          release the lock, or less work
-    phase      inside of a phase, such as `checkpoint`                      let all ranks wait that long
-    unseen     no stack                                                     look from outside
-    elsewhere  none of these                                                look at the line
+    cause      evidence                                       advice
+    left       process has ended                              call all operations on all ranks
+    stopped    state T                                        kill -CONT
+    swapped    pages in swap, major faults                    use less memory
+    io         state D                                        check the disk or network
+    data       a DataLoader on the stack, or a `data` span    load faster
+    batches    outside of a step, behind the waiting ranks    as many batches for each rank
+    slow       slower than the waiting ranks all along        balance the work
+    busy       a core in use, or wanted                       release the lock, or work less
+    phase      inside of a phase, such as `checkpoint`        let all ranks take part
+    unseen     no stack                                       look from outside
+    elsewhere  none of these                                  look at the line
 
 For ranks that wait for each other, see `deadlock`.
 """
@@ -28,14 +28,14 @@ from braid.diagnose.block import rank_list
 from braid.diagnose.hang_stack import Thread
 from braid.diagnose.hang_view import RankView, SpanView
 
-__all__ = ["Blocked", "Case", "Cause", "cause_of", "deadlock", "of_seconds"]
+__all__ = ["Blocked", "Case", "Cause", "cause_of", "deadlock", "format_seconds"]
 
-SWAPPED_SHARE = 0.1  # of its memory; below, something else makes it slow
-FAULTS_PER_S = 50  # of a disk that does little else
+SWAPPED_SHARE = 0.1  # share of memory in swap, below which something else makes a rank slow
+FAULTS_PER_S = 50  # at which a disk does little else
 BUSY_CORES = 0.8
-RUNNABLE_CORES = 0.25  # of one that would run if others left it a core
+RUNNABLE_CORES = 0.25  # of a rank that waits for a core
 SLOW_FACTOR = 2.0
-SLOW_SHARE = 1 / 3  # of the time waited, to be the explanation of it
+SLOW_SHARE = 1 / 3  # share of the waiting time that slowness must explain
 DATA_PHASES = ("data", "load", "batch")
 
 
@@ -43,11 +43,10 @@ class Blocked(NamedTuple):
     """A rank that waits for others.
 
     Attributes:
-        view: The rank.
-        operation: What it waits in.
-        absent: Ranks that have not come to it.
-        presumed: Whether they are those of whom it is likely, as it is not on record who takes
-            part.
+        view: View of the rank.
+        operation: Operation in which the rank waits.
+        absent: Members that have not reached the operation.
+        presumed: Whether `absent` is a guess, because the members of the group are unknown.
     """
 
     view: RankView
@@ -57,13 +56,13 @@ class Blocked(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why ranks do not come.
+    """Cause of a hang.
 
     Attributes:
         kind: First column of the table.
-        ranks: Whom it is about.
-        text: What is seen, to stand after the ranks.
-        advice: What to do.
+        ranks: Ranks with this cause.
+        text: Description, as a clause after the ranks.
+        advice: Advice to the user.
     """
 
     kind: str
@@ -72,18 +71,18 @@ class Cause(NamedTuple):
     advice: str
 
     def __str__(self) -> str:
-        who = f"{rank_list(self.ranks)} " if self.ranks else ""
-        return f"{who}{self.text}\n-> {self.advice}"
+        subject = f"{rank_list(self.ranks)} " if self.ranks else ""
+        return f"{subject}{self.text}\n-> {self.advice}"
 
 
 class Case(NamedTuple):
-    """A rank that does not come, and those that wait for it.
+    """A missing rank, and the ranks that wait.
 
     Attributes:
-        view: The rank.
-        thread: Its main thread.
-        waiting: Who waits, the longest first.
-        now_ns: Now.
+        view: View of the missing rank.
+        thread: Main thread of the missing rank.
+        waiting: Waiting ranks, the longest wait first.
+        now_ns: Current time.
     """
 
     view: RankView
@@ -93,25 +92,25 @@ class Case(NamedTuple):
 
     @property
     def waited_ns(self) -> int:
-        """How long it has been waited for."""
+        """Duration of the longest wait."""
         return self.now_ns - self.waiting[0].operation.t_ns
 
 
 def cause_of(case: Case) -> Cause:
-    """The likeliest cause."""
+    """Return the likeliest cause for a missing rank."""
     for kind, fits in _TABLE:
         text = fits(case)
         if text:
             advice = ADVICE[kind].format(pid=case.view.pid)
             return Cause(kind, (case.view.rank,), text, advice)
-    raise AssertionError(case)  # the last line of the table fits always
+    raise AssertionError(case)  # the last line of the table always fits
 
 
 def deadlock(blocked: Sequence[Blocked]) -> Cause:
-    """What to say of ranks that wait for each other.
+    """Return the cause for ranks that wait for each other.
 
     Args:
-        blocked: All of them; each waits for another one.
+        blocked: Waiting ranks, each of which waits for another one.
     """
     ended = [b for b in blocked if _is_behind(b.view, blocked)]
     if ended:
@@ -120,7 +119,7 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
         return Cause("batches", tuple(b.view.rank for b in ended), text, ADVICE["batches"])
     blocked = _cycle(blocked)
     asks = "; ".join(
-        f"rank {b.view.rank} in {b.operation.label} for {_whom(b)}" for b in blocked[:MAX_ASKED]
+        f"rank {b.view.rank} in {b.operation.label} for {_awaited(b)}" for b in blocked[:MAX_LISTED]
     )
     kind = "order"
     if all(b.operation.is_message for b in blocked):
@@ -132,15 +131,15 @@ def deadlock(blocked: Sequence[Blocked]) -> Cause:
     )
 
 
-def _whom(blocked: Blocked) -> str:
-    """The ranks that it waits for; it is not on record from which of them a message should come."""
+def _awaited(blocked: Blocked) -> str:
+    """Return the ranks that a rank waits for, with a word of doubt if they are uncertain."""
     several = blocked.operation.is_message and len(blocked.absent) > 1
     doubt = "perhaps " if blocked.presumed else "one of " if several else ""
     return f"{doubt}{rank_list(blocked.absent)}"
 
 
 def _cycle(blocked: Sequence[Blocked]) -> list[Blocked]:
-    """Without those that wait while nobody waits for them; by rank."""
+    """Return the ranks for which another rank of the result waits, by rank."""
     left = sorted(blocked, key=lambda b: b.view.rank)
     while True:
         awaited = frozenset[int]().union(*(b.absent for b in left))
@@ -150,12 +149,12 @@ def _cycle(blocked: Sequence[Blocked]) -> list[Blocked]:
         left = kept
 
 
-def of_seconds(duration_ns: float) -> str:
-    """`10.2 s`, `130 s`."""
+def format_seconds(duration_ns: float) -> str:
+    """Format a duration in seconds, such as `10.2 s` or `130 s`."""
     return f"{duration_ns / 1e9:.1f} s" if duration_ns < 99.5e9 else f"{duration_ns / 1e9:.0f} s"
 
 
-MAX_ASKED = 4
+MAX_LISTED = 4
 WAIT_FOR: Mapping[str, str] = {
     "order": "wait for each other in different operations",
     "groups": "wait for each other in different groups",
@@ -164,18 +163,18 @@ WAIT_FOR: Mapping[str, str] = {
 ADVICE: Mapping[str, str] = {
     "left": "let every rank call the same operations to the end, and leave only then",
     "stopped": "`kill -CONT {pid}` lets it go on; a debugger may hold it",
-    "swapped": "use less memory (smaller batches, fewer ranks), or end what else fills this host",
-    "io": "see whether the disk or the network file system answers (dmesg, df)",
-    "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck one "
+    "swapped": "use less memory (smaller batches, fewer ranks), or end other programs on this host",
+    "io": "check that the disk or the network file system answers (dmesg, df)",
+    "data": "load faster (more workers, local files); DataLoader(timeout=...) makes a stuck loader "
     "fail",
     "batches": "give every rank as many batches (drop the last short one, braid.sampling)",
     "slow": "give it less work, or more cores; see `braid report` for where its time goes",
-    "busy": "make it shorter, or let all ranks do it; a call that holds the interpreter's lock "
-    "stops braid's threads, too",
-    "phase": "let all ranks take part, or raise --hang-report if it is meant to last",
+    "busy": "make the computation shorter, or let all ranks do it; a call that holds the "
+    "interpreter's lock also stops braid's threads",
+    "phase": "let all ranks take part, or raise --hang-report if the phase is meant to last",
     "unseen": "see its log; `py-spy dump --pid {pid}` or a debugger shows where it is",
-    "elsewhere": "look at that line: has it run out of batches, taken another branch, or does it "
-    "wait for something else?",
+    "elsewhere": "look at that line: has the rank run out of batches, taken another branch, or "
+    "does it wait for something else?",
     "inside": "see the stacks in the run's directory; please report this with hang-*.txt",
     "order": "make all ranks call the same operations in the same order",
     "groups": "let all ranks use their groups in the same order",
@@ -197,9 +196,7 @@ def _swapped(case: Case) -> str:
     faults = process.major_faults_per_s
     if faults < FAULTS_PER_S or process.swapped_bytes < SWAPPED_SHARE * memory:
         return ""
-    return (
-        f"is swapped out: {process.swapped_bytes / 1e6:,.0f} MB of it, {faults:.0f} major faults/s"
-    )
+    return f"is swapped out: {process.swapped_bytes / 1e6:,.0f} MB, {faults:.0f} major faults/s"
 
 
 def _io(case: Case) -> str:
@@ -234,8 +231,8 @@ def _slow(case: Case) -> str:
     if own_ns < SLOW_SHARE * case.waited_ns or own_ns < SLOW_FACTOR * max(others_ns, 1):
         return ""
     times = own_ns / max(others_ns, 1)
-    return f"is slow: {of_seconds(own_ns)} of its own before each such operation, " + (
-        f"{times:.1f} x the others" if times < 100 else "the others next to nothing"
+    return f"is slow: it works {format_seconds(own_ns)} before each such operation, " + (
+        f"{times:.1f} x the other ranks" if times < 100 else "the other ranks next to nothing"
     )
 
 
@@ -253,7 +250,7 @@ def _phase(case: Case) -> str:
 
 
 def _unseen(case: Case) -> str:
-    return "" if case.thread.frames else "does not come, and gives no stack"
+    return "" if case.thread.frames else "is missing, and gives no stack"
 
 
 def _elsewhere(case: Case) -> str:
@@ -261,7 +258,7 @@ def _elsewhere(case: Case) -> str:
     if not place:
         return f"is in {case.thread.frames[0].call}, called by no line of the program"
     if case.thread.call:
-        return f"is in {case.thread.call}, called at {place}, not on its way"
+        return f"is in {case.thread.call}, called at {place}, not in that operation"
     return f"is at {place}: in a call that has not returned (it may hold the interpreter's lock)"
 
 
@@ -285,7 +282,7 @@ def _is_behind(view: RankView, blocked: Sequence[Blocked]) -> bool:
 
 
 def _has_ended_before(view: RankView, ahead: RankView) -> bool:
-    """Whether `view` is outside of a step and all of its steps came before the one that `ahead` is in."""
+    """Whether `view` is outside of a step, and its last step precedes the step of `ahead`."""
     if view.step is None or ahead.step is None or view.in_step:
         return False
     return view.step.seq < ahead.step.seq

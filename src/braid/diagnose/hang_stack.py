@@ -1,12 +1,13 @@
-"""Where the threads of a stuck rank are, from a dump by `faulthandler`: does it wait for others, and if not, what for?
+"""Locates the threads of a stuck rank in a stack dump of `faulthandler`.
 
-Problem: spans say which operation a rank began; they do not say whether it waits there now or went
-on to something else while the operation goes on in the background. Idea: the stack knows. A thread
-that waits for others has braid's own rooms on top of it; every other thread is at a line of the
-user's, perhaps inside of a library that it called.
+Problem: spans tell which operation a rank has begun. They do not tell whether the rank waits in the
+operation, or does something else while the operation goes on in the background.
 
-Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): innermost frame first, `Current
-thread` is the one that took the signal, which is the main thread unless that blocks it.
+Idea: the stack tells. A thread that waits for other ranks has frames of braid's communication on
+top. Any other thread is at a line of the user's code, perhaps inside of a library.
+
+Source: CPython's `Python/traceback.c` (`_Py_DumpTracebackThreads`): the innermost frame is first,
+and `Current thread` has received the signal: the main thread, unless it blocks signals.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from typing import NamedTuple
 
 from braid.diagnose.tracebacks import BRAID_ROOT, FRAME, INSTALLED, STACK_HEADER
 
-__all__ = ["Frame", "Thread", "main_thread", "parse_threads", "waits_for_others"]
+__all__ = ["Frame", "Thread", "main_thread", "parse_threads", "waits_for_peers"]
 
-# os.sep, for a folder of the user's may begin with the same letters
+# with os.sep, because a directory of the user may begin with the same letters
 WAITING_ROOMS = tuple(
     f"{BRAID_ROOT}{os.sep}{room}{os.sep}" for room in ("comm", "transport", "torch_backend")
 )
-BACKGROUND = "_run"  # what braid's own threads begin with: nobody waits when they do
+BACKGROUND = "_run"  # first function of braid's own threads, whose waits block no program
 LIBRARIES = re.compile(r".*[/\\](?:site-packages|dist-packages|lib[/\\]python3[^/\\]*)[/\\]")
 CLASSES = {"torch.utils.data.dataloader": "DataLoader"}  # a dump names functions, not classes
 DATA = f"{os.sep}torch{os.sep}utils{os.sep}data{os.sep}"
 LEAVING = {("context.py", "shutdown"), ("membership.py", "close")}
-SHUTDOWN = ("threading.py", "_shutdown")  # of the interpreter: joins what threads are left
+SHUTDOWN = ("threading.py", "_shutdown")  # the interpreter joins the remaining threads
 
 
 class Frame(NamedTuple):
@@ -42,18 +43,18 @@ class Frame(NamedTuple):
 
     @property
     def is_users(self) -> bool:
-        """Whether it belongs neither to braid, nor to an installed package, nor to the interpreter."""
+        """Whether the frame belongs to user code: not braid, an installed package or Python."""
         generated = self.file.startswith("<")
         return not (generated or self.file.startswith(BRAID_ROOT) or INSTALLED.search(self.file))
 
     @property
     def place(self) -> str:
-        """`train.py:38 in load`."""
+        """File, line and function, such as `train.py:38 in load`."""
         return f"{PurePath(self.file).name}:{self.line} in {self.function}"
 
     @property
     def call(self) -> str:
-        """`queue.get`: the function with its module, for frames of libraries."""
+        """Function with its module, such as `queue.get`; for frames of libraries."""
         root = LIBRARIES.match(self.file)
         below = self.file[root.end() :] if root else self.file.removeprefix(BRAID_ROOT)
         module = ".".join(PurePath(below).with_suffix("").parts).strip("/\\.")
@@ -64,14 +65,19 @@ class Frame(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """One thread, innermost frame first."""
+    """One thread of a stack dump.
+
+    Attributes:
+        current: Whether the thread has received the signal.
+        frames: Frames of the thread, the innermost first.
+    """
 
     current: bool
     frames: tuple[Frame, ...]
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether it is inside of a collective; the interpreter's own frames may lie on top."""
+    def waits_for_peers(self) -> bool:
+        """Whether the thread is inside of a collective, below frames of Python at most."""
         for frame in self.frames:
             if frame.file.startswith(WAITING_ROOMS):
                 return not self._is_in_background
@@ -86,12 +92,12 @@ class Thread(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The innermost line of the user's; empty when there is none."""
+        """Innermost line of user code; empty if there is none."""
         return next((frame.place for frame in self.frames if frame.is_users), "")
 
     @property
     def call(self) -> str:
-        """What that line called in a library, or the loader that called it; empty when there is nothing of the kind."""
+        """Library function that `place` has called, or the DataLoader that calls `place`; or empty."""
         called = ""
         for frame in self.frames:
             if frame.is_users:
@@ -102,19 +108,19 @@ class Thread(NamedTuple):
 
     @property
     def loads_data(self) -> bool:
-        """Whether it waits for, or makes, a batch of a DataLoader."""
+        """Whether the thread waits for, or makes, a batch of a DataLoader."""
         return any(DATA in frame.file for frame in self.frames)
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its program has come to the end: it leaves the job, or waits for threads that have not ended."""
+        """Whether the program has reached its end: it leaves the job, or joins its threads."""
         ours = (f for f in self.frames if f.file.startswith(BRAID_ROOT))
         leaves = any((PurePath(f.file).name, f.function) in LEAVING for f in ours)
         return leaves or any((PurePath(f.file).name, f.function) == SHUTDOWN for f in self.frames)
 
 
 def parse_threads(text: str) -> tuple[Thread, ...]:
-    """The threads of a dump, in its order; text that is no dump, or cut, gives what there is."""
+    """Parse the threads of a stack dump; accepts any text, cut anywhere."""
     threads: list[Thread] = []
     frames: list[Frame] = []
     current: bool | None = None
@@ -130,10 +136,10 @@ def parse_threads(text: str) -> tuple[Thread, ...]:
 
 
 def main_thread(threads: Sequence[Thread]) -> Thread:
-    """The thread that runs the program: it takes signals; dumps end with it where it blocks them."""
+    """Return the main thread: the one that received the signal, else the last one of the dump."""
     return next((t for t in threads if t.current), threads[-1] if threads else Thread(False, ()))
 
 
-def waits_for_others(threads: Sequence[Thread]) -> bool:
-    """Whether any thread but those that work in the background is inside of a collective."""
-    return any(thread.waits_for_others for thread in threads)
+def waits_for_peers(threads: Sequence[Thread]) -> bool:
+    """Whether any thread, except braid's background threads, is inside of a collective."""
+    return any(thread.waits_for_peers for thread in threads)

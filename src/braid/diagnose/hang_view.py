@@ -1,8 +1,7 @@
-"""What can be seen of a rank from outside, and what follows from it: the input of a hang report.
+"""Views of ranks from outside: the input of a hang report.
 
-Nothing here asks the rank to cooperate. Its spans lie in memory of the launcher's, its process is
-the kernel's knowledge, and its stacks come by a signal handler that needs neither the interpreter's
-lock nor a living loop.
+The rank need not cooperate. Its spans are in memory of the launcher, the kernel knows the state of
+its process, and a signal handler dumps its stacks without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from braid.diagnose.hang_stack import Thread, main_thread, parse_threads, waits_for_others
+from braid.diagnose.hang_stack import Thread, main_thread, parse_threads, waits_for_peers
 from braid.events import OPEN
 
 __all__ = ["Process", "RankView", "SpanView"]
 
 PARTNER = re.compile(r"(?:to|from) rank (\d+)\)")
-MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; what was long ago is past
+MIN_GAPS, MAX_GAPS = 3, 8  # one slow turn is an accident; old turns do not matter
 
 
 class SpanView(NamedTuple):
-    """One record of a rank's ring, in words.
+    """One record of a rank's event ring, with its names.
 
     Attributes:
-        name: Kind: `step`, a phase, or a collective such as `all_reduce(float32[4], sum)`.
-        t_ns: Begin.
-        dur_ns: Duration; `OPEN` while it lasts.
-        group: Number of the group; 0 for what is no collective.
+        name: Name: `step`, a phase, or a collective such as `all_reduce(float32[4], sum)`.
+        t_ns: Begin of the span.
+        dur_ns: Duration; `OPEN` if the span has not ended.
+        group: Number of the group; 0 if the span is not a collective.
         channel: Channel of the group.
         seq: Number of the step, or of the collective on its channel.
-        site: Call site, may be empty.
+        site: Call site; may be empty.
     """
 
     name: str
@@ -44,33 +43,33 @@ class SpanView(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the span has begun and not ended."""
         return self.dur_ns == OPEN
 
     @property
     def end_ns(self) -> int:
-        """When it ended, or began if it has not ended: when the rank gave a sign of life."""
+        """End of the span, or its begin if it has not ended: the last sign of life."""
         return self.t_ns if self.open else self.t_ns + self.dur_ns
 
     @property
     def is_operation(self) -> bool:
-        """Whether it is a collective of a group."""
+        """Whether the span is a collective of a group."""
         return bool(self.group) and "(" in self.name
 
     @property
     def is_message(self) -> bool:
-        """Whether it concerns two members only."""
+        """Whether the span is a send or a receive."""
         return self.name.startswith(("send(", "recv("))
 
     @property
     def partner(self) -> int | None:
-        """Rank at the other end of a message; None for a collective, or a receive from whoever sends first."""
-        found = PARTNER.search(self.name) if self.is_message else None
-        return int(found[1]) if found else None
+        """Rank at the other end of a message; None for a collective, or a receive from any rank."""
+        match = PARTNER.search(self.name) if self.is_message else None
+        return int(match[1]) if match else None
 
     @property
     def label(self) -> str:
-        """`all_reduce#176`, and `step 88`."""
+        """Short name with number, such as `all_reduce#176` or `step 88`."""
         if self.name == "step":
             return f"step {self.seq}"
         number = f"#{self.seq}" if self.is_operation and self.seq else ""
@@ -78,19 +77,19 @@ class SpanView(NamedTuple):
 
     @property
     def title(self) -> str:
-        """`all_reduce#176  float32[4096], sum`."""
+        """Name with number and arguments, such as `all_reduce#176  float32[4096], sum`."""
         return f"{self.label}  {self.name.partition('(')[2].removesuffix(')')}".rstrip()
 
 
 class Process(NamedTuple):
-    """What the kernel says of a rank's process.
+    """State of a rank's process, from the kernel.
 
     Attributes:
-        state: R S D T t Z, as in /proc; empty where nothing is known.
-        cpu_share: Cores in use lately; None when unknown.
-        swapped_bytes: Of its memory, what is in swap.
-        resident_bytes: What is not.
-        major_faults_per_s: Pages that it had to wait for lately.
+        state: Letter of the process state (R, S, D, T, t or Z), as in /proc; empty if unknown.
+        cpu_share: Number of cores in use lately; None if unknown.
+        swapped_bytes: Number of bytes in swap.
+        resident_bytes: Number of bytes in memory.
+        major_faults_per_s: Number of pages per second read from disk lately.
     """
 
     state: str = ""
@@ -101,20 +100,20 @@ class Process(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal or a debugger holds it."""
+        """Whether a signal or a debugger has stopped the process."""
         return self.state in {"T", "t"}
 
 
 class RankView(NamedTuple):
-    """One rank as seen from outside.
+    """One rank, as observed from outside.
 
     Attributes:
         rank: Global rank.
         pid: Process id.
-        spans: What it recorded lately and everything it is inside of, by begin.
-        process: What the kernel says.
-        stack: Its latest dump by `faulthandler`; empty when it gave none.
-        ended: How it ended, in words; empty while it lives.
+        spans: Recent spans and all open spans, in the order of their begin.
+        process: State of the process.
+        stack: Latest stack dump of `faulthandler`; empty if there is none.
+        ended: Description of the rank's end; empty while it lives.
     """
 
     rank: int
@@ -126,64 +125,64 @@ class RankView(NamedTuple):
 
     @property
     def threads(self) -> tuple[Thread, ...]:
-        """Its stack, parsed."""
+        """Threads of the rank, parsed from `stack`."""
         return parse_threads(self.stack)
 
     @property
     def thread(self) -> Thread:
-        """Its main thread; one without frames when it gave no stack."""
+        """Main thread of the rank; without frames if there is no stack."""
         return main_thread(self.threads)
 
     @property
     def operations(self) -> list[SpanView]:
-        """Collectives that it has begun and not ended, by begin."""
+        """Open collectives of the rank, in the order of their begin."""
         return [span for span in self.spans if span.open and span.is_operation]
 
     @property
     def waits(self) -> bool:
-        """Whether it can do nothing but wait for others.
+        """Whether the rank can do nothing but wait for other ranks.
 
-        Its stack decides. Without one, its spans do: a rank that recorded anything after it had
-        begun the collective went on to something else.
+        The stack decides. Without a stack, a rank that has recorded an event after the begin of the
+        collective does something else.
         """
         operations = self.operations
         if self.ended or self.process.stopped or not operations:
             return False
         threads = self.threads
         if threads:
-            return waits_for_others(threads)
+            return waits_for_peers(threads)
         last_ns = max(span.end_ns for span in self.spans if span.name != "wait")
         return last_ns <= operations[-1].t_ns
 
     @property
     def phases(self) -> list[str]:
-        """Names of the phases that it is inside of, outermost first."""
+        """Names of the open phases, outermost first."""
         step_ns = self.step.t_ns if self.step is not None else 0
         return [
             span.name
             for span in self.spans
-            # a span that outlived its step was abandoned
+            # a span that outlives its step was abandoned
             if span.open and not span.is_operation and span.t_ns >= step_ns
             if span.name not in {"step", "wait"}
         ]
 
     @property
     def step(self) -> SpanView | None:
-        """The last step that it began; None when it recorded none."""
+        """Last step that the rank began; None if there was none."""
         return next((span for span in reversed(self.spans) if span.name == "step"), None)
 
     @property
     def in_step(self) -> bool:
-        """Whether it is inside of a step."""
+        """Whether the rank is inside of a step."""
         return self.step is not None and self.step.open
 
     @property
     def last(self) -> SpanView | None:
-        """What it last began or ended; None when it recorded nothing."""
+        """Span that the rank began or ended last; None if there was none."""
         return max(self.spans, key=lambda span: span.end_ns, default=None)
 
     def has_reached(self, operation: SpanView) -> bool:
-        """Whether it has begun `operation`, or a later one of the same channel."""
+        """Whether the rank has begun `operation`, or a later one on the same channel."""
         return any(
             (span.group, span.channel) == (operation.group, operation.channel)
             and span.is_operation
@@ -192,11 +191,14 @@ class RankView(NamedTuple):
         )
 
     def is_known_in(self, group: int) -> bool:
-        """Whether it has used the group lately, and so is one of its members."""
+        """Whether the rank has used the group recently, and so is a member."""
         return any(span.group == group for span in self.spans)
 
     def exchanges(self, message: SpanView, rank: int) -> bool:
-        """Whether it is at the other end of a message of `rank`: a message travels on the channel of its receiver."""
+        """Whether the rank is in the other half of `message`, a send or receive of `rank`.
+
+        Both halves are on the channel of the receiver.
+        """
         key = (message.group, message.channel)
         return any(
             (other.group, other.channel) == key and other.partner in {None, rank}
@@ -204,7 +206,10 @@ class RankView(NamedTuple):
         )
 
     def own_work_ns(self, operation: SpanView) -> float:
-        """Median time between the latest collectives of that channel, less waits; 0 with fewer than three."""
+        """Return the median time between recent collectives of the channel of `operation`.
+
+        Waits in between are subtracted. The result is 0 with fewer than three intervals.
+        """
         key = (operation.group, operation.channel)
         row = [s for s in self.spans if s.is_operation and (s.group, s.channel) == key]
         row = row[-MAX_GAPS - 1 :]

@@ -1,12 +1,11 @@
-"""What a dead or stuck rank was inside of, read from its black box.
+"""Describes what a dead or stuck rank was doing, from the events in its black box.
 
-Problem: "rank 2 died" does not say whether it was loading data, in backward or waiting for
-somebody, and the rank cannot be asked. A profiler's file is not there yet; a stack dump needs a
-living process.
+Problem: "rank 2 died" does not say whether the rank was loading data, in backward or waiting for
+another rank. A profiler has not written its file yet, and a stack dump needs a living process.
 
-Idea: the spans that have begun and not ended *are* the answer, from the outermost to the innermost.
-A moment in the past can be asked for as well: survivors unwind (and so close their spans) within
-milliseconds of the first death, and what matters is what they were doing when it happened.
+Idea: the spans that have begun and not ended tell it, from the outermost to the innermost. They can
+be computed for a moment in the past, too: surviving ranks unwind, and so close their spans, within
+milliseconds of the first death.
 """
 
 from __future__ import annotations
@@ -18,39 +17,40 @@ __all__ = ["last_events", "last_operation_end", "last_step"]
 
 
 def last_events(ring: EventRing, at_ns: int | None = None) -> str:
-    """What the rank of `ring` is inside of, or was inside of at `at_ns`.
+    """Describe the spans of a rank that are open now, or were open at `at_ns`.
 
-    `step` spans carry the step in `seq`; collectives are named by their `OpDesc` and carry number
-    and call site; `wait` inside a collective means that it waits for others; every other name is a
-    phase.
+    A `step` span has the number of the step in `seq`. A collective is named by its description and
+    has a number and a call site. A `wait` span inside of it means that it waits for other ranks.
+    Every other span is a phase.
 
     Args:
-        ring: The rank's black box; may still be written to.
-        at_ns: Moment on the rank's clock; now when None.
+        ring: Event ring of the rank; the rank may still write to it.
+        at_ns: Time on the rank's clock; now when None.
 
     Returns:
-        Such as `in backward, bucket 1 of 2, at step 213`, or `waiting in all_reduce(float32[4096],
-        sum)#176 called at train.py:41 in step`; empty when the rank recorded nothing.
+        Text such as `in backward, bucket 1 of 2, at step 213`, or `waiting in
+        all_reduce(float32[4096], sum)#176 called at train.py:41 in step`; empty if the rank has
+        recorded nothing.
     """
     events = [event for event in ring.tail() if at_ns is None or event.t_ns <= at_ns]
     step = next((e for e in reversed(events) if ring.name(e.kind) == "step"), None)
-    # A span that outlived its step was abandoned, by a thread or a generator that nobody closed.
+    # A span that outlives its step was abandoned by a thread or a generator that was not closed.
     began_ns = step.t_ns if step is not None else 0
     inside = [e for e in events if _lasted_until(e, at_ns) and e.t_ns >= began_ns and e is not step]
     inside.sort(key=lambda event: event.t_ns)
-    words, phases = _operation(ring, inside), _phases(ring, inside)
-    if words and phases and words[0].endswith(f" {phases[0]}"):
+    parts, phases = _operation(ring, inside), _phases(ring, inside)
+    if parts and phases and parts[0].endswith(f" {phases[0]}"):
         del phases[0]  # the function of the call site is named like the phase
-    words += phases
+    parts += phases
     if step is not None:
-        words.append(f"{'at' if _lasted_until(step, at_ns) else 'after'} step {step.seq}")
-    return ", ".join(words)
+        parts.append(f"{'at' if _lasted_until(step, at_ns) else 'after'} step {step.seq}")
+    return ", ".join(parts)
 
 
 def last_operation_end(ring: EventRing) -> int:
-    """When the rank's last collective ended, or its last wait inside of it, on its clock; 0 when none has.
+    """Return the time at which the rank's last collective, or the last wait in it, ended; else 0.
 
-    A survivor that gave up did so there, whenever it had begun.
+    A surviving rank has noticed a failure at this time.
     """
     ended = [event for event in ring.tail() if not event.open]
     operations = [event for event in ended if "(" in ring.name(event.kind)]
@@ -64,7 +64,7 @@ def last_operation_end(ring: EventRing) -> int:
 
 
 def last_step(ring: EventRing) -> int | None:
-    """Number of the last step that the rank began; None when it recorded none."""
+    """Return the number of the last step that the rank began; None if there was none."""
     return next((e.seq for e in reversed(ring.tail()) if ring.name(e.kind) == "step"), None)
 
 
@@ -75,7 +75,7 @@ def _lasted_until(event: Event, at_ns: int | None) -> bool:
 
 
 def _operation(ring: EventRing, inside: list[Event]) -> list[str]:
-    """The innermost collective, with its number and its call site."""
+    """Describe the innermost collective, with its number and its call site."""
     operations = [event for event in inside if "(" in ring.name(event.kind)]
     if not operations:
         return []

@@ -1,8 +1,10 @@
-"""Who can reach whom, as a table and in words: the launcher asks it for hosts, ranks without a launcher for themselves.
+"""Formats a table of which host or rank can reach which.
 
-Problem: that a network is cut shows as a time-out of somebody, who cannot tell whether it is his,
-the other's or everybody's.
-Idea: all results stand in one table, and a system's numbers for what went wrong are a word each.
+Problem: a broken network shows as a time-out of one participant, which cannot tell whether itself,
+its peer or all hosts are affected.
+
+Idea: one table with all results, and one word or two for each error number of the system. The
+launcher prints it for hosts, and ranks without a launcher for themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ __all__ = ["reach_table", "why_unreachable"]
 
 CORNER = "from \\ to"
 NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)
-WORDS = {
+REASONS = {
     errno.ECONNREFUSED: "refused",
     errno.ETIMEDOUT: "timed out",
     **dict.fromkeys(NO_ROUTE, "no route"),
@@ -23,23 +25,23 @@ WORDS = {
 
 
 def why_unreachable(code: int) -> str:
-    """An `errno` of an attempt to connect, in a word or two."""
-    return WORDS.get(code, os.strerror(code).lower())
+    """Describe the `errno` of a failed connection in a word or two."""
+    return REASONS.get(code, os.strerror(code).lower())
 
 
 def reach_table(names: Sequence[str], failed: Mapping[tuple[int, int], str]) -> str:
-    """The table of who (row) can reach whom (column).
+    """Return a table of which participant (row) can reach which (column).
 
     Args:
-        names: Of the rows and columns.
-        failed: (from, to) -> why not.
+        names: Names of the participants.
+        failed: Reason of the failure for each pair (row, column) that failed.
     """
     cells = [
         [failed.get((i, j), "ok" if i != j else "-") for j in range(len(names))]
         for i in range(len(names))
     ]
     widths = [
-        max(len(word) for word in (name, *(row[j] for row in cells)))
+        max(len(text) for text in (name, *(row[j] for row in cells)))
         for j, name in enumerate(names)
     ]
     first = max(map(len, (CORNER, *names)))

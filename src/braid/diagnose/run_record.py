@@ -1,8 +1,9 @@
-"""What a run says about itself: `run.json`, written by the launcher and read by whoever asks afterwards.
+"""Types of `run.json`, the record of a run that the launcher writes.
 
-Problem: a report of a run that words the run's end by itself soon says something else than the run
-did. Idea: the record holds what the error block is made of, not what was made of it, so that
-whoever reads it can print the very same block.
+Problem: a report that words the end of a run itself soon differs from the run's own output.
+
+Idea: the record contains the data of the error block instead of its text, so that a reader can
+print exactly the same block.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class RunHost:
     """A host on which ranks ran.
 
     Attributes:
-        name: As the launcher calls it.
-        address: Where others reach it.
-        num_ranks: Ranks there, whose numbers follow those of the host before.
+        name: Name of the host, as the user gave it.
+        address: Address at which other hosts reach the host.
+        num_ranks: Number of ranks; their numbers follow those of the previous host.
     """
 
     name: str
@@ -31,20 +32,19 @@ class RunHost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """What `run.json` holds.
+    """Contents of `run.json`.
 
     Attributes:
-        braid: Version that ran it.
-        command: What was run, followed by its arguments.
+        braid: Version of braid.
+        command: Script, module or program, followed by its arguments.
         num_ranks: Number of ranks.
-        command_kind: What `command[0]` is: `script`, `module` or `program`.
-        run_id: Tells it from other runs.
-        started: When, as ISO 8601 with the time zone.
-        threads: OMP_NUM_THREADS of each rank, and the reason.
-        hosts: Where its ranks ran, in the order of their ranks; the launcher may have been
-        elsewhere.
-        hangs: Reports of ranks that stood still, in order.
-        outcome: How it ended; None while it lasts, or when its launcher was killed.
+        command_kind: Kind of `command[0]`: `script`, `module` or `program`.
+        run_id: Unique name of the run.
+        started: Time of the start, as ISO 8601 with the time zone.
+        threads: OMP_NUM_THREADS of each rank, with the reason for the choice.
+        hosts: Hosts of the ranks, in rank order; the launcher's host need not be among them.
+        hangs: Hang reports, in order.
+        outcome: Outcome of the run; None during the run, or if the launcher was killed.
     """
 
     braid: str

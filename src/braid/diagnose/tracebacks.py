@@ -1,15 +1,13 @@
-"""What a process printed as it died, as data: the error's type, its message and the user's own line.
+"""Parses errors and stack dumps from the stderr of a process.
 
-Problem: the stderr of a dying rank ends with a traceback of forty frames, thirty-five of them
-torch's and braid's, followed by warnings of the interpreter's teardown; the line that its owner
-must look at is somewhere inside. The `traceback` module prints such texts and cannot read them; log
-scrapers take the last line and miss chained exceptions, notes, exception groups and `SyntaxError`,
-which has no header.
+Problem: the stderr of a dying rank ends with a traceback of forty frames, mostly of torch and braid,
+and then warnings of the interpreter's shutdown. The relevant line is somewhere inside. The
+`traceback` module prints such texts but cannot read them. Log scrapers take the last line and miss
+chained exceptions, notes, exception groups and `SyntaxError`, which has no header.
 
-Idea: find the blocks (`Traceback (most recent call last):`, a `File` line of a syntax error, `Fatal
-Python error`, C++'s `terminate called`), drop those of threads and finalizers unless nothing else
-is there, and show the deepest frame that belongs neither to an installed package, nor to the
-standard library, nor to braid.
+Idea: find the blocks (`Traceback (most recent call last):`, the `File` line of a syntax error,
+`Fatal Python error`, C++'s `terminate called`). Ignore blocks of threads and finalizers unless there
+is no other. Show the deepest frame of user code: not of an installed package, Python or braid.
 
 Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`),
 libstdc++'s verbose terminate handler, rich's boxes (`rich/traceback.py`), and torch's `[rankN]: `
@@ -26,7 +24,7 @@ from typing import NamedTuple
 __all__ = ["ParsedError", "Stack", "parse_error", "parse_stack", "short_site"]
 
 BRAID_ROOT = str(PurePath(__file__).parents[1])
-MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; a program's last words do not
+MAX_DETAIL_LINES = 40  # a message with a table of ranks fits; later output of the program does not
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
@@ -41,7 +39,7 @@ CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-FOREIGN = re.compile(  # what begins another topic after a traceback
+FOREIGN = re.compile(  # begin of another topic after a traceback
     r"^(?:Exception ignored |Exception in thread |Fatal Python error: |terminate called |"
     r"\[[WEIF]\d{3,}|[WEIF]\d{4} |sys:\d+: |\S+\.py:\d+: \w*Warning: |\+-[-+])"
 )
@@ -56,15 +54,14 @@ INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedError:
-    """How a process says that it failed.
+    """The error that ended a process, as printed.
 
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
-        message: First line of its message.
-        where: `train.py:57 in load_shard`, the deepest frame of the user's own code; empty for an
-            error of braid's that no line of the user's led to, as in `braid train`: its message
-            says it all.
-        details: Further lines of the message and its notes.
+        message: First line of the message.
+        where: Deepest frame of user code, such as `train.py:57 in load_shard`. Empty for an error of
+            braid without a frame of user code, as in `braid train`.
+        details: Further lines of the message, and the notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
     """
 
@@ -75,12 +72,17 @@ class ParsedError:
     chain: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """`ValueError: dataset file shard-7 is missing`."""
+        """Type and message, such as `ValueError: dataset file shard-7 is missing`."""
         return f"{self.type}: {self.message}" if self.message else self.type
 
 
 class Stack(NamedTuple):
-    """One thread of a stack dump: whether it is the one that held the interpreter, and where it was."""
+    """One thread of a stack dump.
+
+    Attributes:
+        current: Whether the thread has received the signal.
+        where: Deepest frame of user code, such as `train.py:57 in load_shard`.
+    """
 
     current: bool
     where: str
@@ -103,16 +105,16 @@ class _Frame(NamedTuple):
 
 
 def parse_error(text: str) -> ParsedError | None:
-    """The error that ended a process, from the end of what it wrote to stderr.
+    """Parse the error that ended a process from the end of its stderr.
 
-    The last traceback counts. Those of threads count when there is no other, those of finalizers
-    never.
+    The result is the last traceback. Tracebacks of threads are used if there is no other, those of
+    finalizers never.
 
     Args:
-        text: End of the process's stderr, at any cut.
+        text: End of the process's stderr, cut anywhere.
 
     Returns:
-        The error, or None when the text holds none.
+        The error; None if the text contains none.
     """
     lines = [RANK_PREFIX.sub("", STYLE.sub("", line)) for line in text.splitlines()]
     if any("Exception Group Traceback" in line for line in lines):
@@ -127,7 +129,7 @@ def parse_error(text: str) -> ParsedError | None:
 
 
 def parse_stack(text: str) -> list[Stack]:
-    """Where each thread was, from a dump by `faulthandler`; the last dump when there are several."""
+    """Parse the threads of a stack dump of `faulthandler`; accepts any text, cut anywhere."""
     stacks: list[Stack] = []
     frames: list[_Frame] = []
     current: bool | None = None
@@ -144,14 +146,14 @@ def parse_stack(text: str) -> list[Stack]:
 
 
 def short_site(site: str) -> str:
-    """`train.py:41 in step` from `/home/me/train.py:41 in step`."""
+    """Drop the directory from a call site: `/home/me/train.py:41 in f` is `train.py:41 in f`."""
     path, _, rest = site.partition(":")
     return f"{PurePath(path).name}:{rest}" if rest else site
 
 
 def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
     errors: list[str] = []
-    found: ParsedError | None = None
+    last: ParsedError | None = None
     for start in (i for i, line in enumerate(lines) if HEADER.match(line)):
         before = lines[start - 1] if start else ""
         if before.startswith("Exception ignored "):
@@ -162,20 +164,20 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
         if error is None:
             continue
         linked = any(line in CHAINED for line in lines[max(0, start - 3) : start])
-        in_group = "Group" in (found.type if found else "")
-        errors = [*errors, str(found)] if found and (linked or in_group) else []
-        found = ParsedError(
+        in_group = "Group" in (last.type if last else "")
+        errors = [*errors, str(last)] if last and (linked or in_group) else []
+        last = ParsedError(
             type=error.type,
             message=error.message,
             where=error.where,
             details=error.details,
             chain=tuple(errors),
         )
-    return found
+    return last
 
 
 def _error_at(lines: list[str], start: int) -> ParsedError | None:
-    """The error whose frames begin at line `start`; None when the text is cut before its end."""
+    """Parse the error whose frames begin at line `start`; None if its last line is missing."""
     frames: list[_Frame] = []
     for index in range(start, len(lines)):
         line = lines[index]
@@ -202,7 +204,7 @@ def _details(lines: list[str]) -> tuple[str, ...]:
 
 
 def _boxed_traceback(lines: list[str]) -> ParsedError | None:
-    """The last traceback that rich drew; the error stands below the box."""
+    """Parse the last traceback that rich has drawn; the error stands below its box."""
     starts = [index for index, line in enumerate(lines) if BOX_HEADER.match(line)]
     if not starts:
         return None
@@ -235,7 +237,7 @@ def _fatal_error(lines: list[str]) -> ParsedError | None:
 
 
 def _aborted(lines: list[str]) -> ParsedError | None:
-    """A fatal error; when a C++ exception led to it, that one with the place of the fatal error."""
+    """Parse a fatal error, or the C++ exception that led to it, with the fatal error's place."""
     fatal, thrown = _fatal_error(lines), _cpp_exception(lines)
     if fatal is None or thrown is None:
         return fatal or thrown
@@ -267,6 +269,6 @@ def _to_frame(match: re.Match[str]) -> _Frame:
 
 
 def _shown_frame(frames: list[_Frame]) -> str:
-    """The deepest frame of the user's own code; the deepest of all when there is none."""
+    """Return the deepest frame of user code; the deepest of all frames if there is none."""
     own = [frame for frame in frames if frame.is_users]
     return str((own or frames)[-1])

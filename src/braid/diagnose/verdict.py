@@ -1,23 +1,22 @@
-"""Finds the rank that made the others fail, from the endings of all ranks.
+"""Determines the rank that made a run fail, from the ends of all ranks.
 
-Problem: when one rank dies, every other rank fails too, milliseconds later and often with the
-louder message ("Connection reset by peer"). Launchers that blame the first process they happen to
-reap name an innocent rank: torchrun's "root cause" did so in 11 of 17 measured kills.
+Problem: when one rank dies, every other rank fails milliseconds later, often with a louder message
+("Connection reset by peer"). Launchers that blame the first process that they reap name an innocent
+rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
-Idea: an ending is a *cause* (a signal that nobody of ours sent, an ordinary exception, an exit
-code, a rank declared dead) or a *symptom* (a lost peer, a deadline, a reset connection). The first
-cause in time is blamed, and with it every rank that failed of the very same error (one bad option
-fails them all, and which was first means nothing); a symptom never is while there is a cause. Only
-when all are symptoms, the verdict is a guess, and says so.
+Idea: the end of a rank is a *cause* (a signal that braid has not sent, an ordinary exception, an
+exit code, a rank declared dead) or a *symptom* (a lost peer, a deadline, a reset connection). The
+verdict names the first cause in time, and all ranks with the same error: one bad option fails all
+ranks. A symptom is blamed only if there is no cause, and the verdict is then marked as uncertain.
 
-    ending                                             | weight
+    end                                                | weight
     ---------------------------------------------------+---------------------------------------------
     declared dead while stopped                        | cause
-    died after the launcher had asked it to stop       | none: whatever it did then is not evidence
+    ended after the launcher's request to stop         | none: it is no evidence
     killed by the kernel for memory, or by a signal    | cause
     exited with code 0, then named by a PeerLostError  | cause: it left early
-    exited with code 0                                 | suspect when there are only symptoms
-    error of a lost peer, also as the cause of another | symptom
+    exited with code 0                                 | suspect if there are only symptoms
+    error of a lost peer, also in the exception chain  | symptom
     any other error, any other exit code               | cause
 """
 
@@ -61,7 +60,7 @@ NAMED_RANK = re.compile(r"\brank (\d+)\b")
 
 
 class Ending(Enum):
-    """What an ending says about the run."""
+    """Significance of a rank's end for the run."""
 
     FINISHED = "finished"
     CAUSE = "cause"
@@ -71,7 +70,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryKill:
-    """The kernel killed a process for memory; 0 where the kernel does not say."""
+    """The kernel killed a process for memory; a size is 0 if the kernel does not report it."""
 
     limit_bytes: int = 0
     peak_bytes: int = 0
@@ -79,23 +78,23 @@ class MemoryKill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnd:
-    """How one rank ended, as far as the launcher can know.
+    """The end of one rank, as far as the launcher can know.
 
     Attributes:
         rank: Global rank.
         pid: Process id.
-        host: Name of its host; empty when all are on the launcher's.
-        ended_ns: When it ended, on the launcher's clock.
-        exit_code: Exit code, None when a signal ended it.
-        signal: Number of the signal that ended it, None when it exited.
-        asked_to_stop: The launcher had sent it a signal before it ended.
-        stopped_s: How long it had been stopped (SIGSTOP) when it was killed; None when it was not.
-        stop_signal: The signal that stopped it.
-        declared_dead: The launcher gave it up because it was stopped for too long.
-        memory_kill: Set when the kernel killed it for memory.
-        error: What it said, through its control connection or on stderr.
-        last_line: The last line that it wrote to stderr, for programs that print no traceback.
-        last_events: What it was inside of, see `braid.diagnose.last_events`.
+        host: Name of the rank's host; empty if all ranks are on the launcher's host.
+        ended_ns: Time of the end, on the launcher's clock.
+        exit_code: Exit code; None if a signal ended the rank.
+        signal: Number of the signal that ended the rank; None if the rank exited.
+        asked_to_stop: Whether the launcher had sent the rank a signal before.
+        stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
+        stop_signal: Signal that stopped the rank.
+        declared_dead: Whether the launcher killed the rank because it was stopped for too long.
+        memory_kill: Facts about the kernel's out-of-memory kill; None if there was none.
+        error: Error of the rank, from its control connection or its stderr.
+        last_line: Last line of stderr, for programs that print no traceback.
+        last_events: Description of what the rank was doing; see `braid.diagnose.last_events`.
     """
 
     rank: int
@@ -115,7 +114,7 @@ class RankEnd:
 
     @property
     def ending(self) -> Ending:
-        """What this ending says on its own, without those of the others."""
+        """Significance of this end, regardless of all other ranks."""
         if self.declared_dead:
             return Ending.CAUSE
         if self.asked_to_stop:
@@ -131,8 +130,8 @@ class RankEnd:
         if self.signal is not None and self.signal not in {signals.SIGABRT, signals.SIGPIPE}:
             return False
         if self.error is None:
-            told = SYMPTOM_TEXT.search(self.last_line) is not None
-            return self.signal == signals.SIGPIPE or told
+            is_known = SYMPTOM_TEXT.search(self.last_line) is not None
+            return self.signal == signals.SIGPIPE or is_known
         if self.error.type == "MismatchError":
             return False
         texts = [str(self.error), *self.error.details, *self.error.chain]
@@ -140,25 +139,25 @@ class RankEnd:
 
     @property
     def names(self) -> frozenset[int]:
-        """Ranks that its error names as lost, other than itself."""
+        """Other ranks that the error names as lost."""
         if self.error is None:
             return frozenset()
-        told = [str(self.error), *self.error.chain]
-        lost = [text for text in told if "PeerLostError" in text or "because rank" in text]
+        texts = [str(self.error), *self.error.chain]
+        lost = [text for text in texts if "PeerLostError" in text or "because rank" in text]
         return frozenset(int(r) for text in lost for r in NAMED_RANK.findall(text)) - {self.rank}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Why a run ended.
+    """Reason for the end of a run.
 
     Attributes:
-        kind: finished, signal, memory, exception, exit, mismatch, stopped, left, timeout or
-        interrupted.
-        cause: Ranks that made the run fail: the first, then those with the same error or with their
-            side of a mismatch; none when nobody is.
+        kind: `finished`, `signal`, `memory`, `exception`, `exit`, `mismatch`, `stopped`, `left`,
+            `timeout` or `interrupted`.
+        cause: Ranks that made the run fail: the first one, then those with the same error or with
+            their side of a mismatch; empty if no rank did.
         affected: All other ranks, by rank.
-        certain: False when only symptoms were seen, so that `cause` is the likeliest rank.
+        certain: False if there are only symptoms, so that `cause` is the likeliest rank.
     """
 
     kind: str
@@ -168,15 +167,15 @@ class Verdict:
 
 
 def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
-    """Find the rank that made the run fail.
+    """Determine the rank that made the run fail.
 
     Args:
-        ends: One ending per rank that was started, in any order.
-        stopped_by: `timeout` or `interrupted` when the launcher ended the run for that reason while
-            nothing had failed; then a symptom is never blamed.
+        ends: Ends of all ranks that were started, in any order.
+        stopped_by: `timeout` or `interrupted` if the launcher ended the run for that reason before
+            any failure; a symptom is then never blamed.
 
     Returns:
-        The verdict; `cause` is empty when every rank finished or was stopped on request.
+        The verdict; `cause` is empty if every rank finished or was stopped on request.
     """
     by_rank = sorted(ends, key=lambda end: end.rank)
     symptoms = [end for end in by_rank if end.ending is Ending.SYMPTOM]
@@ -196,7 +195,7 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
 
 
 def describe(end: RankEnd) -> str:
-    """How a rank ended, in words: `killed by signal 9 (SIGKILL)`, `raised ValueError: ...`."""
+    """Describe the end of a rank: `killed by signal 9 (SIGKILL)`, `raised ValueError: ...`."""
     if end.stopped_s is not None and end.asked_to_stop:
         lasted = f"{end.stopped_s:.0f} s" if end.stopped_s >= 9.95 else f"{end.stopped_s:.1f} s"
         return f"stopped by {signal_name(end.stop_signal)} for {lasted}, killed by braid"
@@ -216,13 +215,13 @@ def describe(end: RankEnd) -> str:
 
 
 def clause(end: RankEnd) -> str:
-    """How a rank ended, to stand after its name: `was killed by signal 9 (SIGKILL)`."""
+    """Describe the end of a rank as a clause after its name: `was killed by signal 9 (SIGKILL)`."""
     text = describe(end)
     return f"was {text}" if text.startswith(("killed", "stopped")) else text
 
 
 def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    """Return the name of a signal, such as `SIGKILL` for 9."""
     try:
         return signals.Signals(number).name
     except ValueError:
@@ -230,28 +229,27 @@ def signal_name(number: int) -> str:
 
 
 def _alike(end: RankEnd, first: RankEnd) -> bool:
-    """Whether `end` shares the fault of `first`: the same error, or the same mismatch as seen from another rank.
+    """Whether `end` has the fault of `first`: the same error, or its side of the same mismatch.
 
-    Two deaths by the same signal are two faults, and so are two exit codes that nothing was said
-    about.
+    Two deaths by the same signal are two faults, and so are two exit codes without a message.
     """
     kind = _kind(first)
     if end is first or _kind(end) != kind or kind not in {"mismatch", "exception", "exit"}:
         return end is first
-    return kind == "mismatch" or _said(end) == _said(first) != ("", ())
+    return kind == "mismatch" or _error_text(end) == _error_text(first) != ("", ())
 
 
-def _said(end: RankEnd) -> tuple[str, tuple[str, ...]]:
-    """What a rank says of its failure, without the place."""
+def _error_text(end: RankEnd) -> tuple[str, tuple[str, ...]]:
+    """Return the message of a rank's failure, without its place."""
     if end.error is not None:
         return str(end.error), end.error.details
     return end.last_line and f"{describe(end)}: {end.last_line}", ()
 
 
 def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> bool:
-    """Whether a rank that finished was still needed.
+    """Whether a rank that finished was still needed by another rank.
 
-    A rank that leaves lingers for a moment, so it may end after the victim that says so.
+    A leaving rank takes a moment to end, so it may end after the rank that needed it.
     """
     if end.ending is not Ending.FINISHED or end.rank not in named:
         return False
@@ -260,7 +258,7 @@ def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> b
 
 
 def _suspect(by_rank: list[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:
-    """The likeliest of ranks that all look like victims."""
+    """Return the likeliest cause if there are only symptoms."""
     stopped = [end for end in by_rank if end.stopped_s is not None]
     if stopped:
         return stopped[0]
@@ -287,7 +285,7 @@ def _kind(end: RankEnd) -> str:
 
 
 def _aborted_after(end: RankEnd) -> bool:
-    """Whether an exception came first: C++ aborts, and torch's threads do so in the teardown of a Python exception."""
+    """Whether the rank aborted after an exception, as C++ does, or torch's threads at shutdown."""
     by_abort = end.signal == signals.SIGABRT
     return by_abort and end.error is not None and end.error.type != "Fatal Python error"
 
