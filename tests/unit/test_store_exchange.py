@@ -33,6 +33,21 @@ def test_ranks_that_do_not_come_are_named():
     assert caught.value.ranks == [1, 2]
 
 
+class _LateStore(HashStore):
+    """A store in which the last value comes just after the wait for it has ended."""
+
+    def wait(self, keys, timeout_s):
+        try:
+            super().wait(keys, timeout_s)
+        finally:
+            self.set("names/1", b"late")
+
+
+def test_a_rank_that_comes_in_the_last_moment_is_not_missing():
+    values = exchange(_LateStore(), "names", 0, (0, 1), b"early", timeout_s=0.01)
+    assert values == [b"early", b"late"]
+
+
 def test_a_rank_that_cannot_come_any_more_ends_the_wait():
     def check() -> None:
         raise ConnectionError("rank 1 has died")

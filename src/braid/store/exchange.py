@@ -89,6 +89,8 @@ def wait_for_ranks(
                 missing = [
                     rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key])
                 ]
+                if not missing:  # the last came after the wait
+                    return
                 raise RanksMissingError(topic, missing, timeout_s) from None
         else:
             return
