@@ -215,6 +215,22 @@ def test_works_and_futures_carry_the_error(pool: ProcessPool, tmp_path: Path) ->
     assert run(pool, tmp_path, 2, _mismatch_in_the_background) == [expected] * 2
 
 
+def _future_of_an_ended_group(end: str) -> list[float]:
+    group = dist.new_group([0, 1])
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    work.wait()
+    if end == "destroyed":
+        dist.destroy_process_group(group)
+    else:
+        group.abort()
+    return [x.item() for x in work.get_future().wait()]
+
+
+@pytest.mark.parametrize("end", ["destroyed", "aborted"])
+def test_a_work_has_a_future_after_its_group(pool: ProcessPool, tmp_path: Path, end: str) -> None:
+    assert run(pool, tmp_path, 2, _future_of_an_ended_group, end) == [[2.0], [2.0]]
+
+
 def _alone_in_a_barrier() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
     if dist.get_rank() == 1:

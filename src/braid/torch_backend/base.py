@@ -187,7 +187,9 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return PendingWork(work, outputs, self._finish_later, source)
 
     def _finish_later(self, work: Started, future: WorkFuture) -> None:
-        if inside_backward():
+        if self.ended:  # and with it all that was started in it
+            future.finish()
+        elif inside_backward():
             self._home.backward.finish_at_end(future)
         else:
             self._home.poller.when_done(work, future.finish)
