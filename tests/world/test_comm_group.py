@@ -230,6 +230,56 @@ def test_a_forked_child_cannot_use_its_parents_group(procs):
     assert procs(2, _fork) == [7, 7]
 
 
+def _shared_words(group: Group) -> tuple[int, list[int]]:
+    """The length of this rank's name table and the addresses of its control pages."""
+    engine = group.engine
+    return engine.transport.names._used[0], list(engine.pages._directories[group.rank])
+
+
+def _use_in_a_child(group: Group) -> list[str]:
+    """What a forked child got of its parent's group."""
+    import os
+
+    def register_many() -> None:
+        for _ in range(80):  # more than there are lines on the first control page
+            group.persistent("all_reduce", torch.ones(3))
+
+    acts = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(1, 2, 3)),
+        "start": lambda: group.starting().all_reduce(torch.ones(1, 2, 4)),
+        "coalesce": group.coalesce,
+        "send": lambda: group.send(torch.ones(5), 1 - group.rank),
+        "recv": lambda: group.recv(torch.ones(5), None),
+        "persistent": register_many,
+        "rebuild": lambda: group.rebuild(timeout_s=0.1),
+    }
+    before, (read, write) = _shared_words(group), os.pipe()
+    if not os.fork():
+        allowed = []
+        for name, act in acts.items():
+            try:
+                act()
+                allowed.append(name)
+            except StaleError:
+                pass
+            except BaseException as exc:  # noqa: BLE001 - told to the test
+                allowed.append(f"{name}: {exc!r}")
+        os.write(write, "\n".join(allowed).encode())
+        os._exit(0)
+    os.wait()
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        allowed = pipe.read().splitlines()
+    changed = [] if _shared_words(group) == before else ["the parent's memory"]
+    group.barrier()
+    return allowed + changed
+
+
+@pytest.mark.procs
+def test_a_forked_child_leaves_its_parents_memory_alone(procs):
+    assert procs(2, _use_in_a_child) == [[], []]
+
+
 def _pass_descriptors(group: Group, directory: str) -> float:
     from braid.clock import MonotonicClock
     from braid.events import Recorder

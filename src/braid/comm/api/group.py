@@ -14,6 +14,8 @@ The operations themselves are in `reductions`, `movements` and `point_to_point`.
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +49,8 @@ DEADLINE_S = 300.0
 FIRST_DEADLINE_S = 600.0
 REBUILD_S = 60.0
 PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+# to be told of a fork, which is cheaper than asking the engine at every call
+_GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group(Reductions, Movements, PointToPoint):
@@ -97,6 +101,7 @@ class Group(Reductions, Movements, PointToPoint):
         self.numbers = Numbers()
         self._closed = ""
         self._given_back = False
+        _GROUPS.add(self)
 
     @classmethod
     def world(
@@ -364,6 +369,8 @@ class Group(Reductions, Movements, PointToPoint):
 
         Cost: one meeting in the store; nothing is measured again.
         """
+        if self._engine.forked:
+            self._check_open()
         if self._given_back and self._successor is not None:
             msg = (
                 f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of "
@@ -457,7 +464,7 @@ class Group(Reductions, Movements, PointToPoint):
     def _prepare(self, collective: Collective) -> Engine:
         """Describe a collective, check it, and return the engine that takes it."""
         engine = self._engine
-        if self._closed:  # a forked child is refused by the engine
+        if self._closed:
             self._check_open()
         if self._by_device and collective.outs:
             engine = self._by_device.get(collective.outs[0].device.type, engine)
@@ -523,10 +530,24 @@ class Group(Reductions, Movements, PointToPoint):
         return group
 
     def _check_open(self) -> None:
-        if self._closed or self._engine.forked:
-            state = self._closed or "belongs to the parent of this forked process"
-            msg = f"this group of ranks {list(self.ranks)} cannot be used any more: it {state}"
+        if self._closed:
+            msg = (
+                f"this group of ranks {list(self.ranks)} cannot be used any more: it {self._closed}"
+            )
             raise StaleError(msg)
+
+
+def _note_fork() -> None:
+    """In a forked child: close the groups that only the parent may use.
+
+    Nothing is written down for a call in the child: control pages and names are the parent's.
+    """
+    for group in _GROUPS:
+        if group.engine.forked:
+            group._closed = group._closed or "belongs to the parent of this forked process"  # noqa: SLF001 - one of its own
+
+
+os.register_at_fork(after_in_child=_note_fork)  # after the transports have been told
 
 
 def _exchange(
