@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -331,3 +332,110 @@ def test_a_callback_that_was_called_keeps_nothing_alive():
         assert run_threads(2, _kept_by_its_callback) == [False, False]
     finally:
         gc.enable()
+
+
+def _starts_again(group: Group) -> list[object]:
+    request = group.persistent("all_reduce", group.empty((4,)))
+    first = request.start()
+    first.wait()
+    if group.rank == 1:
+        group.context.store.wait(["looked"], 30.0)
+        request.start().wait()
+        return []
+    second, called = request.start(), []
+    first.add_done_callback(called.append)
+    seen = [first.done(), first.succeeded, called == [first], second.done()]
+    first.wait(0.1)
+    group.context.store.set("looked", b"")
+    second.wait()
+    return seen
+
+
+def test_the_work_of_an_earlier_start_has_ended_whatever_was_started_since():
+    assert run_threads(2, _starts_again)[0] == [True, True, True, False]
+
+
+def _starts_in_callbacks(group: Group) -> list[int]:
+    """How many of a chain of starts were left when the first wait ended, and at the end."""
+    request = group.persistent("all_reduce", group.empty((4,)))
+    left, last = [20], threading.Event()
+
+    def again(_work: object) -> None:
+        if not left[0]:
+            last.set()
+            return
+        left[0] -= 1
+        request.start().add_done_callback(again)
+
+    first = request.start()
+    first.add_done_callback(again)
+    first.wait()
+    seen = left[0]
+    while not last.is_set():
+        group.advance()
+    group.barrier()
+    return [seen, left[0]]
+
+
+def test_a_wait_ends_with_its_own_start_though_a_callback_starts_the_request_again():
+    for seen, left in run_threads(2, _starts_in_callbacks):
+        assert seen > 0
+        assert left == 0
+
+
+def _keeps_the_work(group: Group, way: str) -> bool:
+    """Whether a Work that has ended keeps the input of its operation."""
+    array = np.ones(4096, np.float32)
+    alive, x = weakref.ref(array), torch.from_numpy(array)
+    if way == "all_gather":
+        work = group.all_gather(x, async_op=True)
+    elif way == "out":
+        work = group.all_reduce(x, out=torch.empty(4096), async_op=True)
+    else:  # a copy is made of it
+        work = group.reduce_scatter(x.view(64, 64).t(), async_op=True)
+    work.wait()
+    del x, array
+    gc.collect()
+    kept = alive() is not None
+    group.barrier()
+    assert work.succeeded
+    return kept
+
+
+@pytest.mark.parametrize("way", ["all_gather", "out", "copied"])
+def test_a_work_that_has_ended_keeps_no_input_alive(way):
+    assert run_threads(2, _keeps_the_work, way) == [False, False]
+
+
+class _Intrusive(list):
+    """A list during whose first look another thread starts something."""
+
+    def __len__(self) -> int:
+        number = super().__len__()
+        act, self.act = getattr(self, "act", None), None
+        if act is not None:
+            act()
+        return number
+
+
+def _starts_during_the_look(group: Group) -> bool:
+    """Whether a wait that is about to begin takes the steps of what is started at that moment."""
+    requests = [group.persistent("all_reduce", group.empty((4,))) for _ in range(2)]
+    group.barrier()
+    if group.rank == 1:
+        requests[1].start().wait(10)  # needs steps of rank 0, which waits for the other one
+        requests[0].start().wait(10)
+        return True
+    progress = group.engine.progress
+    first, others = requests[0].start(), []
+    intrusive = progress._started = _Intrusive(progress._started)
+    intrusive.act = lambda: others.append(requests[1].start(steps_by=StepsBy.WAITER))
+    ready = progress._watcher(first._operation, None)
+    ends = ready()
+    first.wait(20)
+    others[0].wait(20)
+    return ends
+
+
+def test_what_is_started_while_a_wait_begins_ends_the_wait():
+    assert run_threads(2, _starts_during_the_look) == [True, True]

@@ -1,9 +1,9 @@
 """One collective under way on this rank: its steps, its wait, its deadline and its errors.
 
 An `Operation` holds the generator of an algorithm and the `Wait` at which it stands, and turns
-whatever stops it into the error that the user sees. `Progress` decides who takes the steps. The
-operation of a persistent request lives as long as the request and is restarted; any other operation
-is used once.
+whatever stops it into the error that the user sees. `Progress` decides who takes the steps. Each
+start of a persistent request has an operation of its own: a thread may still hold the last one, and
+a Work tells how its own start ended.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = ["Operation"]
 
 LEFT_GRACE_S = 0.1
 MISMATCH_GRACE_S = 2.0  # how long a table waits for the ranks that have not come yet
+ENDED = Collective("ended")  # stands for the collective of an operation that has ended
 NO_NEWS = 0  # the epoch of `Health` before any loss: one while the group was made is news, too
 
 
@@ -44,8 +45,12 @@ class Operation:
         channel: The channel that the steps go through; its `digest` and `site` are set from here.
         events: Recorder of begin, end and waits.
         statistics: Counters of the group.
-        collective: What is carried out.
+        collective: What is carried out; described, with a deadline.
         steps: The algorithm.
+
+    Attributes:
+        text: Description of the collective.
+        submitted: Set at the end, if the progress thread carries it out; else None.
     """
 
     __slots__ = (
@@ -66,6 +71,7 @@ class Operation:
         "pages",
         "statistics",
         "submitted",
+        "text",
     )
 
     def __init__(
@@ -82,25 +88,10 @@ class Operation:
         self.statistics = statistics
         self._events = events
         self._lock = threading.RLock()
-        self._restart(collective, steps)
-
-    def restart(self, collective: Collective, steps: Steps) -> None:
-        """Begin anew with `steps`, after the last ones have ended.
-
-        Args:
-            collective: What is carried out; described, with a deadline.
-            steps: The algorithm.
-        """
-        with self._lock:  # a thread that saw the last start may look at this one already
-            self._restart(collective, steps)
-
-    def _restart(self, collective: Collective, steps: Steps) -> None:
-        pages = self.pages
         self.done = False
         self.error: BaseException | None = None
-        self.submitted: threading.Event | None = (
-            None  # set at the end, if the thread carries it out
-        )
+        self.submitted: threading.Event | None = None
+        self.text = collective.text
         self._collective = collective
         self._steps = steps
         self._wait: Wait | WaitAny | None = None
@@ -111,13 +102,8 @@ class Operation:
         self._late = bool(pages.end_reason)
         timeout_s = collective.timeout_s or 0.0
         self._deadline_ns = pages.transport.clock.now_ns() + round(timeout_s * 1e9)
-        self.statistics.num_operations += 1
-        self.statistics.nbytes += collective.nbytes
-
-    @property
-    def text(self) -> str:
-        """Description of the collective."""
-        return self._collective.text
+        statistics.num_operations += 1
+        statistics.nbytes += collective.nbytes
 
     def advance(self, *, in_turn: bool = False, until_wait: bool = False) -> bool:
         """Go on as far as possible without waiting; return whether the operation has ended.
@@ -365,6 +351,7 @@ class Operation:
 
     def _finish(self) -> None:
         self.done = True
+        self._collective = ENDED  # whoever keeps the Work keeps the result only, not the inputs
         if self._span is not None:
             self._span.end()
         if self._ended:

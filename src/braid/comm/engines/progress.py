@@ -74,7 +74,7 @@ class Progress:
         """Give a new operation its place in the order of its channel, and take steps.
 
         Args:
-            operation: New, or restarted.
+            operation: New.
             steps_by: Who takes the steps.
             opens: Take the first step in any case: it only tells where a tensor lies, and nothing
                 stands before it.
@@ -147,9 +147,9 @@ class Progress:
         return list(heads.values())
 
     def _strike(self, operation: Operation) -> None:
-        """Forget an operation that has ended, unless it has been restarted since."""
+        """Forget an operation that has ended."""
         with self._ordering:
-            if operation.done and operation in self._started:
+            if operation in self._started:
                 self._started.remove(operation)
 
     def _behind(self, operation: Operation) -> bool:
@@ -336,8 +336,8 @@ class Progress:
         The usual wait is for one counter, and nothing else has been started. It is resolved to that
         word once, so that each look costs a single call.
         """
+        seen = self._num_started  # first: what is started after this look must end the wait
         if late is None and len(self._started) == 1:
-            seen = self._num_started
             line, value = operation.awaited_line()
             if line is not None:
                 return lambda: line[0] >= value or operation.done or self._num_started != seen

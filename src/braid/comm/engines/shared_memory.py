@@ -371,7 +371,7 @@ class SharedMemoryEngine:
 
 
 class MemoryRequest:
-    """A persistent request in shared memory: a channel and an operation, used at every start.
+    """A persistent request in shared memory: a channel that is used at every start.
 
     Args:
         engine: Engine of the group.
@@ -388,7 +388,6 @@ class MemoryRequest:
         self._residuals: Residuals | None = {} if collective.wire else None
         self._opens_in: Selection | None = None  # the choices for which `_opens` holds
         self._opens = False
-        self._operation: Operation | None = None
 
     def start(self, collective: Collective, scale: float | None, steps_by: StepsBy) -> Work:
         """Publish this rank's part, and take the steps that `steps_by` asks for.
@@ -396,18 +395,14 @@ class MemoryRequest:
         Where publishing only tells where a tensor lies, it is done at once in any case: then other
         ranks need not wait until this one takes steps.
         """
-        engine, operation, progress = self._engine, self._operation, self._engine.progress
-        steps = engine.steps(collective, self._channel, scale, self._residuals)
-        if operation is None:
-            operation = Operation(
-                engine.pages, self._channel, engine.events, engine.statistics, collective, steps
-            )
-            self._operation = operation
-        else:
-            operation.restart(collective, steps)
+        engine, channel, progress = self._engine, self._channel, self._engine.progress
+        steps = engine.steps(collective, channel, scale, self._residuals)
+        operation = Operation(
+            engine.pages, channel, engine.events, engine.statistics, collective, steps
+        )
         if self._opens_in is not engine.selection:  # measured anew
             self._opens_in = engine.selection
-            self._opens = engine.opens(collective, self._channel)
+            self._opens = engine.opens(collective, channel)
         progress.start(operation, steps_by, opens=self._opens)
         return Work(operation, progress.wait, progress.poll, collective.result)
 

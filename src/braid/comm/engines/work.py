@@ -29,13 +29,9 @@ class StepsBy(Enum):
 class Underway(Protocol):
     """What a Work stands for: an `Operation`, or its counterpart in a backend of torch."""
 
+    text: str
     done: bool
     error: BaseException | None
-
-    @property
-    def text(self) -> str:
-        """Description of the collective."""
-        ...
 
     def on_done(self, call: Callable[[], None]) -> None:
         """Have `call` called when it ends."""
