@@ -49,18 +49,18 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
     ("finding", "verdict", "word"),
     [
         (checks.check_versions(VERSIONS)[0], "ok", "3.11.7"),
-        (checks.check_versions(VERSIONS._replace(python="3.9.18"))[0], "problem", "expected 3.10 or newer"),
+        (checks.check_versions(VERSIONS._replace(python="3.9.18"))[0], "problem", "but braid needs 3.10 or newer"),
         (checks.check_versions(VERSIONS._replace(torch=""))[1], "problem", "not installed"),
-        (checks.check_versions(VERSIONS._replace(torch="2.9.1"))[1], "problem", "expected 2.10 or newer"),
+        (checks.check_versions(VERSIONS._replace(torch="2.9.1"))[1], "problem", "but braid needs 2.10 or newer"),
         (checks.check_versions(VERSIONS._replace(torch_error="no libgomp"))[1], "problem", "no libgomp"),
-        (checks.check_versions(VERSIONS._replace(numpy="1.24.0"))[2], "problem", "expected 1.26 or newer"),
+        (checks.check_versions(VERSIONS._replace(numpy="1.24.0"))[2], "problem", "but braid needs 1.26 or newer"),
         (checks.check_versions(VERSIONS)[3], "ok", "0.1.0 in /venv/braid"),
         (checks.check_system(SYSTEM), "ok", "glibc 2.36"),
         (checks.check_system(SYSTEM._replace(kernel="4.18.0-553.el8")), "note", "4.18.0"),
         (checks.check_system(SYSTEM._replace(machine="aarch64")), "note", "aarch64"),
         (checks.check_system(System("darwin", "arm64", "24.1.0", "")), "note", "darwin"),
         (checks.check_system(SYSTEM._replace(portable=True)), "note", "BRAID_PORTABLE=1"),
-        (checks.check_system(SYSTEM._replace(counts=False)), "note", "no C++ runtime"),
+        (checks.check_system(SYSTEM._replace(has_shared_counters=False)), "note", "no C++ runtime"),
         (checks.check_system(SYSTEM._replace(portable=None)), "problem", "BRAID_PORTABLE is neither 0 nor 1"),
         (checks.check_cores(CORES), "ok", "4 physical, 8 logical, 8 usable"),
         (checks.check_cores(CORES._replace(quota=1.5)), "note", "quota 1.5"),
@@ -103,15 +103,15 @@ def listed(found: Finding | list[Finding]) -> list[Finding]:
     ],
 )  # fmt: skip
 def test_each_verdict_has_its_facts_and_its_advice(finding, verdict, word):
-    assert (finding.verdict, word in finding.found) == (verdict, True)
+    assert (finding.verdict, word in finding.fact) == (verdict, True)
     assert (finding.advice == "") == (verdict == "ok")
-    assert "\n" not in finding.found + finding.advice
+    assert "\n" not in finding.fact + finding.advice
 
 
 def test_what_the_kernel_permits_is_all_right():
     found = checks.check_kernel_permissions(PERMITTED)
     assert [finding.verdict for finding in found] == ["ok"] * 6
-    assert [finding.found for finding in found[3:]] == [
+    assert [finding.fact for finding in found[3:]] == [
         "ranks read each other's memory (Yama's ptrace_scope 1)",
         "a filter",
         "go to |/usr/bin/handler %p",
@@ -134,7 +134,7 @@ def test_what_the_kernel_refuses_is_noted_with_its_words(field, check):
     )
     (odd,) = (finding for finding in found if finding.verdict != "ok")
     assert (odd.check, odd.verdict) == (check, "note")
-    assert odd.found.startswith("Operation not permitted")
+    assert odd.fact.startswith("Operation not permitted")
     assert odd.advice
 
 
@@ -146,7 +146,7 @@ def test_a_check_that_fails_is_a_finding_and_the_others_go_on():
     found = examine({"a": broken, "b": lambda: fine, "c": lambda: [fine, fine]})
     assert [(f.check, f.verdict) for f in found.findings] == [("a", "note"), *[("b", "ok")] * 3]
     told = "could not be checked: OSError: [Errno 5] Input/output error"
-    assert (found.findings[0].found, found.usable) == (told, True)
+    assert (found.findings[0].fact, found.usable) == (told, True)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_narrow_terminal_folds_what_does_not_fit_and_drops_nothing():
     )
     table = "".join(out.getvalue().split("\n")[:-2])
     assert "process_vm_readv" in table
-    assert found.found.replace(" ", "") in table.replace("process_vm_readv", "").replace(" ", "")
+    assert found.fact.replace(" ", "") in table.replace("process_vm_readv", "").replace(" ", "")
 
 
 def test_a_portable_mode_that_is_neither_on_nor_off_is_a_problem(monkeypatch):
@@ -196,7 +196,7 @@ def test_a_portable_mode_that_is_neither_on_nor_off_is_a_problem(monkeypatch):
 
 def test_a_missing_runtime_is_told(monkeypatch):
     monkeypatch.setattr(atomic, "_FETCH_ADD", None)
-    assert not gather.system().counts
+    assert not gather.system().has_shared_counters
 
 
 def test_this_machine_is_examined_whole(capsys):
@@ -210,5 +210,5 @@ def test_this_machine_is_examined_whole(capsys):
     assert len(report.findings) == len(CHECKS) + 3 + 5  # versions are four lines, permissions six
     for finding in report.findings:
         assert finding["verdict"] in {"ok", "note", "problem"}
-        assert not finding["found"].startswith("could not be checked")
+        assert not finding["fact"].startswith("could not be checked")
         assert (finding["advice"] == "") == (finding["verdict"] == "ok")

@@ -1,4 +1,4 @@
-"""doctor: whether braid can work on this machine, and what would make it work better; see README.md."""
+"""Checks whether braid can work on this machine, and what would make it work better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks: from facts to a finding, each a pure function. Thresholds stand here with their reasons."""
+"""Pure functions from facts about a machine to findings, and their thresholds with reasons."""
 
 from __future__ import annotations
 
@@ -42,113 +42,113 @@ __all__ = [
 GIB = 1 << 30
 OLDEST = {"python": (3, 10), "torch": (2, 10), "numpy": (1, 26)}
 OLDEST_KERNEL = (5, 3)  # pidfd_open
-LITTLE_MEMORY = 2 * GIB  # torch alone takes 0.3 GiB a rank
+LITTLE_MEMORY = 2 * GIB  # torch alone takes 0.3 GiB per rank
 NO_MEMORY = GIB // 2
 LITTLE_SHM = 256 << 20  # a container's default is 64 MiB: one batch of images
-FEW_FILES = 1024  # a rank holds some 10, and 4 for each peer
+FEW_FILES = 1024  # a rank has some 10 open, and 4 for each peer
 FEW_PROCESSES = 256
 FEW_PORTS = 1000
 SLOW_NAME_S = 1.0
-SLOW_CLOCK_NS = 500.0  # a clock read by a system call, and every event reads it twice
+SLOW_CLOCK_NS = 500.0  # such a clock needs a system call, and every event reads it twice
 DEFAULT_PORT = 29500
 
 
 def check_versions(facts: Versions) -> list[Finding]:
-    """Python, torch and numpy are there and new enough."""
-    found = [_version("python", facts.python, "install a newer Python, and braid with it")]
+    """Check that Python, torch and numpy are installed and new enough."""
+    findings = [_version("python", facts.python, "install a newer Python, and braid with it")]
     for name, version in (("torch", facts.torch), ("numpy", facts.numpy)):
         least = ".".join(map(str, OLDEST[name]))
-        found.append(_version(name, version, f"pip install '{name}>={least}'"))
+        findings.append(_version(name, version, f"pip install '{name}>={least}'"))
     if facts.torch_error:
         advice = "install torch again: `python -c 'import torch'` shows the whole error"
-        found[1] = problem(
+        findings[1] = problem(
             "torch", f"{facts.torch}, cannot be imported: {facts.torch_error}", advice
         )
-    found.append(
+    findings.append(
         ok("braid", f"{facts.braid} in {facts.braid_path}" if facts.braid_path else facts.braid)
     )
-    return found
+    return findings
 
 
 def check_system(facts: System) -> Finding:
-    """Ranks share memory on Linux on x86-64, and send each other copies elsewhere."""
+    """Check that ranks can share memory: on Linux on x86-64 only; elsewhere they send copies."""
     libc = f", glibc {facts.glibc}" if facts.glibc else ""
-    found = f"{facts.platform} {facts.kernel} on {facts.machine}{libc}"
+    fact = f"{facts.platform} {facts.kernel} on {facts.machine}{libc}"
     if facts.portable is None:
-        advice = "set BRAID_PORTABLE to 0 or 1, or unset it: no rank starts as it is"
-        return problem("system", f"{found}, BRAID_PORTABLE is neither 0 nor 1", advice)
+        advice = "set BRAID_PORTABLE to 0 or 1, or unset it: no rank can start with this value"
+        return problem("system", f"{fact}, BRAID_PORTABLE is neither 0 nor 1", advice)
     if facts.platform != "linux" or facts.machine not in {"x86_64", "AMD64"}:
         advice = (
-            "use Linux on x86-64 where speed matters: here ranks send each other copies over "
+            "use Linux on x86-64 where speed matters: on this machine ranks send copies over "
             "loopback sockets"
         )
-        return note("system", found, advice)
+        return note("system", fact, advice)
     if facts.portable:
         advice = (
-            "unset BRAID_PORTABLE where speed matters: with it ranks send each other copies "
-            "over loopback sockets"
+            "unset BRAID_PORTABLE where speed matters: with it, ranks send copies over loopback "
+            "sockets"
         )
-        return note("system", f"{found}, BRAID_PORTABLE=1", advice)
-    if not facts.counts:
+        return note("system", f"{fact}, BRAID_PORTABLE=1", advice)
+    if not facts.has_shared_counters:
         advice = (
-            "install the C++ runtime (libstdc++.so.6) where speed matters: without it ranks "
-            "send each other copies over loopback sockets"
+            "install the C++ runtime (libstdc++.so.6) where speed matters: without it, ranks send "
+            "copies over loopback sockets"
         )
-        return note("system", f"{found}, no C++ runtime", advice)
+        return note("system", f"{fact}, no C++ runtime", advice)
     if _numbers(facts.kernel)[:2] < OLDEST_KERNEL:
         advice = (
-            f"a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on lets ranks see each "
-            "other's deaths at once"
+            f"use a kernel from {'.'.join(map(str, OLDEST_KERNEL))} on, which lets ranks notice "
+            "the death of a peer at once"
         )
-        return note("system", found, advice)
-    return ok("system", found)
+        return note("system", fact, advice)
+    return ok("system", fact)
 
 
 def check_cores(facts: Cores) -> Finding:
-    """A rank wants a core of its own."""
+    """Check that several ranks can each have a core."""
     physical = f"{facts.physical} physical, " if facts.physical else ""
-    found = (
+    fact = (
         f"{physical}{facts.logical} logical, {facts.usable} usable by this process, load "
         f"{facts.load:.1f}"
     )
     if facts.quota is not None:
-        found += f", quota {facts.quota:g}"
+        fact += f", quota {facts.quota:g}"
         if facts.quota < facts.usable:
             advice = (
                 f"run at most {max(1, int(facts.quota))} busy threads in all: the control "
                 "group throttles more"
             )
-            return note("cores", found, advice)
+            return note("cores", fact, advice)
     if facts.usable == 1:
         return note(
-            "cores", found, "ranks will take turns on the one core: expect no gain from several"
+            "cores", fact, "ranks will take turns on the one core: expect no gain from several"
         )
     if facts.load > facts.usable:
-        return note("cores", found, "others compute here: measure when the host is idle")
-    return ok("cores", found)
+        return note("cores", fact, "other programs use the cores: measure when the host is idle")
+    return ok("cores", fact)
 
 
 def check_threads(facts: Threads) -> Finding:
-    """Threads of a rank must not take the cores of the others."""
+    """Check that the threads of one rank leave cores for all other ranks."""
     torch = f", torch uses {facts.torch} threads" if facts.torch else ""
     if not facts.omp:
         return ok(
             "threads", f"OMP_NUM_THREADS is not set (braid run sets it to cores / ranks){torch}"
         )
-    found = f"OMP_NUM_THREADS={facts.omp}{torch}"
+    fact = f"OMP_NUM_THREADS={facts.omp}{torch}"
     if not facts.omp.isdecimal() or not int(facts.omp):
-        return note("threads", found, "set it to a number from 1 on, or unset it")
+        return note("threads", fact, "set it to a positive integer, or unset it")
     if int(facts.omp) > facts.usable:
         return note(
-            "threads", found, f"set it to cores / ranks: {facts.usable} cores are usable here"
+            "threads", fact, f"set it to cores / ranks: {facts.usable} cores are usable here"
         )
-    return ok("threads", found)
+    return ok("threads", fact)
 
 
 def check_memory(facts: Memory) -> Finding:
-    """Ranks are processes, and each has its own torch."""
-    found = f"{_size(facts.total)}, {_size(facts.available)} available, "
-    found += (
+    """Check the free memory: each rank is a process with its own torch."""
+    fact = f"{_size(facts.total)}, {_size(facts.available)} available, "
+    fact += (
         f"swap {_size(facts.swap_free)} free of {_size(facts.swap_total)}"
         if facts.swap_total
         else "no swap"
@@ -156,41 +156,41 @@ def check_memory(facts: Memory) -> Finding:
     left = facts.available
     if facts.limit:
         left = min(left, max(0, facts.limit - facts.used))
-        found += f", control group {_size(facts.used)} of {_size(facts.limit)}"
+        fact += f", control group {_size(facts.used)} of {_size(facts.limit)}"
     if left < NO_MEMORY:
         return problem(
             "memory",
-            found,
-            "end other programs, or raise the container's memory limit: a rank does not fit",
+            fact,
+            "end other programs, or raise the container's memory limit: no rank fits",
         )
     if left < LITTLE_MEMORY:
         return note(
-            "memory", found, f"count 0.3 GiB for each rank before its model; {_size(left)} are left"
+            "memory", fact, f"each rank needs 0.3 GiB besides its model; {_size(left)} are left"
         )
-    return ok("memory", found)
+    return ok("memory", fact)
 
 
 def check_shared_memory(facts: SharedMemory) -> Finding:
-    """Braid's own memory has no name and does not lie in /dev/shm; tensors that torch shares do."""
+    """Check /dev/shm, which holds tensors that torch shares, but no memory of braid."""
     if not facts.size:
-        found = "no /dev/shm; braid itself does not need it, torch's DataLoader workers do"
-        return note("shared memory", found, "mount a tmpfs there, or use DataLoader(num_workers=0)")
-    found = (
+        fact = "no /dev/shm; braid itself does not need it, torch's DataLoader workers do"
+        return note("shared memory", fact, "mount a tmpfs there, or use DataLoader(num_workers=0)")
+    fact = (
         f"{_size(facts.free)} free of {_size(facts.size)} in /dev/shm, where only tensors "
         "that torch shares lie"
     )
     if facts.free < LITTLE_SHM:
         return note(
             "shared memory",
-            found,
+            fact,
             "docker run --shm-size=1g (or --ipc=host), for DataLoader workers",
         )
-    return ok("shared memory", found)
+    return ok("shared memory", fact)
 
 
 def check_kernel_permissions(facts: Permissions) -> list[Finding]:
-    """What processes may do with each other; each was tried on a child."""
-    found = [
+    """Check the system calls between processes that the probes have tried."""
+    findings = [
         _tried(
             "memfd_create",
             facts.memfd,
@@ -201,154 +201,152 @@ def check_kernel_permissions(facts: Permissions) -> list[Finding]:
         _tried(
             "pidfd_open",
             facts.pidfd,
-            "deaths are seen at once",
-            "allow pidfd_open in the seccomp profile; until then deaths are seen through the "
-            "launcher only",
+            "ranks notice the death of a peer at once",
+            "allow pidfd_open in the seccomp profile; until then only the launcher notices deaths",
         ),
         _tried(
             "/proc/<pid>/fd",
             facts.descriptors,
             "ranks open each other's memory",
-            "ranks hand descriptors over sockets instead: nothing to do, joining takes a little "
-            "longer",
+            "nothing to do: ranks send descriptors over sockets instead, and joining takes a "
+            "little longer",
         ),
     ]
     scope = "no Yama" if facts.ptrace_scope is None else f"Yama's ptrace_scope {facts.ptrace_scope}"
     refused = facts.read_child or facts.read_sibling
     advice = "large tensors are copied twice until process_vm_readv is allowed: ptrace_scope 0 or 1"
     advice += ", docker run --cap-add=SYS_PTRACE"
-    found.append(
+    findings.append(
         note("process_vm_readv", f"{refused} ({scope})", advice)
         if refused
         else ok("process_vm_readv", f"ranks read each other's memory ({scope})")
     )
     filters = {0: "none", 1: "strict", 2: "a filter"}.get(facts.seccomp, str(facts.seccomp))
-    found.append(ok("seccomp", filters))
+    findings.append(ok("seccomp", filters))
     pattern = facts.core_pattern or "unknown"
-    found.append(ok("core dumps", f"go to {pattern}"))
-    return found
+    findings.append(ok("core dumps", f"go to {pattern}"))
+    return findings
 
 
 def check_ports(facts: Ports) -> Finding:
-    """Programs for torch.distributed meet on a loopback port."""
+    """Check the loopback ports, on which programs for torch.distributed meet."""
     if facts.bind_error:
         advice = "bring the loopback interface up: ip link set lo up"
         return problem("ports", f"127.0.0.1 cannot be bound: {facts.bind_error}", advice)
-    found = f"127.0.0.1 can be bound, ephemeral {facts.first} to {facts.last}"
+    fact = f"127.0.0.1 can be bound, ephemeral {facts.first} to {facts.last}"
     if facts.default_port_used:
-        found += f", {DEFAULT_PORT} in use"
+        fact += f", {DEFAULT_PORT} in use"
         return note(
             "ports",
-            found,
+            fact,
             "`braid run` takes a free port; for torchrun set --master-port other than "
             f"{DEFAULT_PORT}",
         )
     if facts.last - facts.first < FEW_PORTS:
-        return note(
-            "ports", found, "widen net.ipv4.ip_local_port_range: many ranks need many ports"
-        )
-    return ok("ports", f"{found}, {DEFAULT_PORT} free")
+        return note("ports", fact, "widen net.ipv4.ip_local_port_range: many ranks need many ports")
+    return ok("ports", f"{fact}, {DEFAULT_PORT} free")
 
 
 def check_names(facts: Names) -> Finding:
-    """Gloo and others look up the host's own name; braid uses addresses only."""
+    """Check the host name, which Gloo looks up; braid itself uses addresses only."""
     if facts.localhost and not any(a.startswith("127.") or a == "::1" for a in facts.localhost):
-        found = f"localhost is {', '.join(facts.localhost)}"
-        return note("names", found, "put `127.0.0.1 localhost` into /etc/hosts")
+        fact = f"localhost is {', '.join(facts.localhost)}"
+        return note("names", fact, "put `127.0.0.1 localhost` into /etc/hosts")
     if facts.error:
-        found = f"{facts.hostname} has no address ({facts.error})"
+        fact = f"{facts.hostname} has no address ({facts.error})"
         return note(
             "names",
-            found,
+            fact,
             f"put `127.0.1.1 {facts.hostname}` into /etc/hosts: Gloo looks the name up",
         )
     where = ", in /etc/hosts" if facts.in_hosts else ""
-    found = f"{facts.hostname} is {', '.join(facts.addresses)}{where}"
+    fact = f"{facts.hostname} is {', '.join(facts.addresses)}{where}"
     if facts.seconds > SLOW_NAME_S:
-        found += f", after {facts.seconds:.1f} s"
+        fact += f", after {facts.seconds:.1f} s"
         return note(
             "names",
-            found,
+            fact,
             f"put {facts.hostname} into /etc/hosts: every rank waits for that look-up",
         )
-    return ok("names", found)
+    return ok("names", fact)
 
 
 def check_limits(facts: Limits) -> Finding:
-    """Ranks hold descriptors of all their peers."""
-    found = f"open files {_count(facts.files)}, processes {_count(facts.processes)}, locked memory "
-    found += "without limit" if facts.locked_bytes is None else _size(facts.locked_bytes)
+    """Check the resource limits: ranks have open descriptors for all their peers."""
+    fact = f"open files {_count(facts.files)}, processes {_count(facts.processes)}, locked memory "
+    fact += "without limit" if facts.locked_bytes is None else _size(facts.locked_bytes)
     if facts.files is not None and facts.files < FEW_FILES:
         more = _count(facts.hard_files)
         return note(
             "limits",
-            found,
-            f"ulimit -n {more if more.isdecimal() else 65536}: each rank holds 4 for each peer",
+            fact,
+            f"ulimit -n {more if more.isdecimal() else 65536}: each rank needs 4 for each peer",
         )
     if facts.processes is not None and facts.processes < FEW_PROCESSES:
         return note(
-            "limits", found, "ulimit -u 4096: ranks, their threads and DataLoader workers all count"
+            "limits", fact, "ulimit -u 4096: ranks, their threads and DataLoader workers all count"
         )
-    return ok("limits", found)
+    return ok("limits", fact)
 
 
 def check_clock(facts: Clocks) -> Finding:
-    """Every recorded event reads the clock twice."""
-    found = f"{facts.source or 'unknown source'}, {facts.read_ns:.0f} ns a reading"
+    """Check the duration of a clock reading: every recorded event reads the clock twice."""
+    fact = f"{facts.source or 'unknown source'}, {facts.read_ns:.0f} ns a reading"
     if facts.read_ns > SLOW_CLOCK_NS:
         return note(
             "time",
-            found,
-            "boot with clocksource=tsc if the host's is stable: each event reads it twice",
+            fact,
+            "boot with clocksource=tsc if the host's TSC is stable: each event reads the clock "
+            "twice",
         )
-    return ok("time", found)
+    return ok("time", fact)
 
 
 def check_gpus(facts: Accelerators) -> Finding:
-    """GPUs are no condition."""
+    """Check the GPUs; braid works without."""
     if facts.error:
         return note(
             "GPUs",
             f"torch.cuda fails: {facts.error}",
-            "see `nvidia-smi`: driver and torch's CUDA must fit",
+            "see `nvidia-smi`: the driver and torch's CUDA must match",
         )
     if facts.names:
         names = sorted({(facts.names.count(name), name) for name in facts.names}, reverse=True)
-        found = ", ".join(f"{count} x {name}" for count, name in names)
+        fact = ", ".join(f"{count} x {name}" for count, name in names)
         return ok(
             "GPUs",
-            f"{found}, CUDA {facts.cuda}, NCCL {facts.nccl or 'none'}, driver "
+            f"{fact}, CUDA {facts.cuda}, NCCL {facts.nccl or 'none'}, driver "
             f"{facts.driver or 'unknown'}",
         )
     if facts.driver:
-        found = (
+        fact = (
             f"NVIDIA driver {facts.driver}, but torch sees no GPU (CUDA "
             f"{facts.cuda or 'none: a CPU build'})"
         )
-        return note("GPUs", found, "install torch for CUDA, and see CUDA_VISIBLE_DEVICES")
+        return note("GPUs", fact, "install torch for CUDA, and check CUDA_VISIBLE_DEVICES")
     return ok("GPUs", "none")
 
 
 def check_nodes(facts: Nodes) -> Finding:
-    """Memory of another node is slower."""
+    """Check the NUMA nodes: memory of another node is slower."""
     if len(facts.processors) < 2:
         return ok("NUMA", "one node")
-    found = "; ".join(f"node {node}: {cpus}" for node, cpus in enumerate(facts.processors))
-    return note("NUMA", found, "bind ranks to nodes: numactl --cpunodebind, or one run per node")
+    fact = "; ".join(f"node {node}: {cpus}" for node, cpus in enumerate(facts.processors))
+    return note("NUMA", fact, "bind ranks to nodes: numactl --cpunodebind, or one run per node")
 
 
 def check_container(facts: Container) -> Finding:
-    """For whoever reads this from afar."""
+    """Report the container around this process."""
     return ok("container", f"{facts.kind}, process 1 is {facts.pid_one}" if facts.kind else "none")
 
 
-def _version(name: str, found: str, advice: str) -> Finding:
+def _version(name: str, version: str, advice: str) -> Finding:
     least = ".".join(map(str, OLDEST[name]))
-    if not found:
+    if not version:
         return problem(name, "not installed", advice)
-    if _numbers(found)[:2] < OLDEST[name]:
-        return problem(name, f"{found}, expected {least} or newer", advice)
-    return ok(name, found)
+    if _numbers(version)[:2] < OLDEST[name]:
+        return problem(name, f"{version}, but braid needs {least} or newer", advice)
+    return ok(name, version)
 
 
 def _tried(check: str, refused: str, good: str, advice: str) -> Finding:

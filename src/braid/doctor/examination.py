@@ -1,4 +1,4 @@
-"""Carries out the checks, one after the other; one that fails is a finding and stops nobody."""
+"""Runs all checks; a check that raises becomes a finding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CHECKS", "Examination", "examine"]
 
 Check: TypeAlias = Callable[[], "Finding | list[Finding]"]
 
-# in the order of the report: what everything stands on first
+# in the order of the report: basic facts first
 CHECKS: Mapping[str, Check] = {
     "versions": lambda: checks.check_versions(gather.versions()),
     "system": lambda: checks.check_system(gather.system()),
@@ -35,43 +35,43 @@ CHECKS: Mapping[str, Check] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """All findings.
+    """Findings of all checks.
 
     Attributes:
-        findings: In the order of the report.
+        findings: Findings in the order of the report.
     """
 
     findings: tuple[Finding, ...]
 
     @property
     def usable(self) -> bool:
-        """Whether nothing is in the way of a run."""
+        """Whether braid works on this machine: no finding is a problem."""
         return not any(finding.verdict == "problem" for finding in self.findings)
 
     def count(self, verdict: str) -> int:
-        """How many findings have this verdict."""
+        """Return the number of findings with this verdict."""
         return sum(finding.verdict == verdict for finding in self.findings)
 
 
-def examine(to_do: Mapping[str, Check] = CHECKS) -> Examination:
-    """Look at this machine.
+def examine(selected: Mapping[str, Check] = CHECKS) -> Examination:
+    """Run checks on this machine.
 
     Args:
-        to_do: The checks, by name.
+        selected: Checks to run, by name.
 
-    Cost: as much as importing torch; two child processes live for some 50 ms.
+    Cost: about that of importing torch; two child processes live for some 50 ms.
     """
     findings: list[Finding] = []
-    for name, check in to_do.items():
-        findings += _carried_out(name, check)
+    for name, check in selected.items():
+        findings += _run(name, check)
     return Examination(findings=tuple(findings))
 
 
-def _carried_out(name: str, check: Check) -> Iterable[Finding]:
+def _run(name: str, check: Check) -> Iterable[Finding]:
     try:
-        found = check()
-    except Exception as exc:  # noqa: BLE001 - a check that fails says so; the others go on
-        what = str(exc).split("\n")[0]
-        text = f"could not be checked: {type(exc).__name__}: {what}".rstrip(": ")
+        result = check()
+    except Exception as exc:  # noqa: BLE001 - a check that raises is a finding
+        message = str(exc).split("\n")[0]
+        text = f"could not be checked: {type(exc).__name__}: {message}".rstrip(": ")
         return [note(name, text, "please report this: braid.doctor does not know such a machine")]
-    return [found] if isinstance(found, Finding) else found
+    return [result] if isinstance(result, Finding) else result

@@ -1,4 +1,4 @@
-"""What checks are made of: plain facts about a machine, as they can be made up in a test."""
+"""Facts about a machine, from which the checks are computed; tests make up their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Versions(NamedTuple):
-    """Versions; empty for what is not installed."""
+    """Versions of packages; empty for a package that is not installed."""
 
     python: str
     torch: str
@@ -34,10 +34,15 @@ class Versions(NamedTuple):
 
 
 class System(NamedTuple):
-    """Platform, as in `sys.platform` and uname(2); `glibc` is empty with another C library.
+    """Platform of the machine.
 
-    `portable` is whether the environment forbids to share memory; None when it says neither yes nor
-    no. `counts` is whether ranks can count on one word that they share.
+    Attributes:
+        platform: Value of `sys.platform`.
+        machine: Machine type, as in uname(2).
+        kernel: Release of the kernel, as in uname(2).
+        glibc: Version of glibc; empty with another C library.
+        portable: Whether `BRAID_PORTABLE` forbids shared memory; None if its value is invalid.
+        has_shared_counters: Whether ranks can increment a counter in shared memory atomically.
     """
 
     platform: str
@@ -45,11 +50,11 @@ class System(NamedTuple):
     kernel: str
     glibc: str
     portable: bool | None = False
-    counts: bool = True
+    has_shared_counters: bool = True
 
 
 class Cores(NamedTuple):
-    """Cores; 0 for an unknown number of physical ones, `quota` None without one."""
+    """Numbers of cores; `physical` is 0 if unknown, `quota` is None without a quota."""
 
     physical: int
     logical: int
@@ -59,7 +64,7 @@ class Cores(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """Threads: `OMP_NUM_THREADS` as it is set, and torch's own choice (0 without torch)."""
+    """Numbers of threads: `OMP_NUM_THREADS` as set, torch's choice (0 without torch), cores."""
 
     omp: str
     torch: int
@@ -67,7 +72,7 @@ class Threads(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory in bytes; `limit` and `used` are the control group's, 0 without a limit."""
+    """Memory in bytes; `limit` and `used` are those of the control group, 0 without a limit."""
 
     total: int
     available: int
@@ -78,24 +83,24 @@ class Memory(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """`/dev/shm` in bytes; both 0 when it is missing."""
+    """Size and free space of `/dev/shm` in bytes; both 0 if it does not exist."""
 
     size: int
     free: int
 
 
 class Permissions(NamedTuple):
-    """What the kernel lets processes do, each tried: empty when it worked, else why it did not.
+    """Results of system calls between processes; a text is empty after success, else the reason.
 
     Attributes:
-        memfd: memfd_create.
-        pidfd: pidfd_open of a child.
-        descriptors: Opening a sibling's memory through /proc/<pid>/fd.
-        read_child: process_vm_readv of a child.
-        read_sibling: process_vm_readv of a sibling that allows it.
-        ptrace_scope: Yama's, None without Yama.
-        seccomp: 0 none, 1 strict, 2 filter.
-        core_pattern: Where core dumps go.
+        memfd: Result of memfd_create.
+        pidfd: Result of pidfd_open of a child.
+        descriptors: Result of opening a sibling's memory through /proc/<pid>/fd.
+        read_child: Result of process_vm_readv of a child.
+        read_sibling: Result of process_vm_readv of a sibling that allows it.
+        ptrace_scope: Yama's setting; None without Yama.
+        seccomp: Mode of seccomp: 0 none, 1 strict, 2 filter.
+        core_pattern: Destination of core dumps.
     """
 
     memfd: str
@@ -109,7 +114,14 @@ class Permissions(NamedTuple):
 
 
 class Ports(NamedTuple):
-    """Ports: why the loopback interface cannot be bound (empty if it can), the ephemeral range, who is on 29500."""
+    """Ports of the loopback interface.
+
+    Attributes:
+        bind_error: Reason why 127.0.0.1 cannot be bound; empty if it can.
+        first: First ephemeral port.
+        last: Last ephemeral port.
+        default_port_used: Whether a process listens on port 29500.
+    """
 
     bind_error: str
     first: int
@@ -118,7 +130,16 @@ class Ports(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Names: the addresses of the own name and of `localhost`, or why there are none; how long the former took."""
+    """Names of this host.
+
+    Attributes:
+        hostname: Name of the host.
+        addresses: Addresses of the host name.
+        error: Reason why there are no addresses; empty if there are.
+        seconds: Duration of the look-up of the host name.
+        localhost: Addresses of `localhost`.
+        in_hosts: Whether /etc/hosts contains the host name.
+    """
 
     hostname: str
     addresses: tuple[str, ...]
@@ -129,7 +150,7 @@ class Names(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Soft resource limits; None for no limit. `hard_files` is the hard one of open files."""
+    """Soft resource limits; None for no limit. `hard_files` is the hard limit of open files."""
 
     files: int | None
     hard_files: int | None
@@ -138,14 +159,14 @@ class Limits(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """Time: the kernel's source, empty when unknown, and what reading it costs."""
+    """Time source of the kernel, empty if unknown, and the duration of one reading."""
 
     source: str
     read_ns: float
 
 
 class Accelerators(NamedTuple):
-    """GPUs that torch sees, versions (empty for none), the driver on this host, and torch's error."""
+    """GPUs that torch sees, versions (empty for none), the driver of this host, and torch's error."""
 
     names: tuple[str, ...]
     cuda: str
@@ -155,13 +176,13 @@ class Accelerators(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """NUMA: the processors of each node, as the kernel lists them."""
+    """Processors of each NUMA node, as the kernel lists them."""
 
     processors: tuple[str, ...]
 
 
 class Container(NamedTuple):
-    """Name of what contains this process, empty for nothing, and whether it shares the host's processes' numbers."""
+    """Kind of container around this process (empty for none), and name of process 1."""
 
     kind: str
     pid_one: str

@@ -1,4 +1,4 @@
-"""What a check says: one line of what was found, and one of what to do when it is not as it should be."""
+"""The result of a check: one line with a fact, and one line of advice if needed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ class Finding(NamedTuple):
     """Result of one check.
 
     Attributes:
-        check: What was looked at.
-        verdict: `ok`; `note` for what costs speed, comfort or words; `problem` for what makes braid
-        unusable.
-        found: What was found, on one line.
-        advice: What to do about it, on one line; empty when all is well.
+        check: Name of the check.
+        verdict: `ok`; `note` if speed, comfort or error messages suffer; `problem` if braid cannot
+            be used.
+        fact: Observed fact, on one line.
+        advice: Advice, on one line; empty for `ok`.
     """
 
     check: str
     verdict: Verdict
-    found: str
+    fact: str
     advice: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
-    """All is well."""
-    return Finding(check, "ok", found)
+def ok(check: str, fact: str) -> Finding:
+    """Return a finding that needs no advice."""
+    return Finding(check, "ok", fact)
 
 
-def note(check: str, found: str, advice: str) -> Finding:
-    """Worth knowing."""
-    return Finding(check, "note", found, advice)
+def note(check: str, fact: str, advice: str) -> Finding:
+    """Return a finding of which the user should know."""
+    return Finding(check, "note", fact, advice)
 
 
-def problem(check: str, found: str, advice: str) -> Finding:
-    """In the way of any run."""
-    return Finding(check, "problem", found, advice)
+def problem(check: str, fact: str, advice: str) -> Finding:
+    """Return a finding that makes runs impossible."""
+    return Finding(check, "problem", fact, advice)

@@ -1,4 +1,4 @@
-"""Collects the facts of this machine: the only file of this room that asks the system, besides the probes."""
+"""Collects the facts about this machine; only this module and `probes` query the system."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ CLOCK_READS = 2000
 
 
 def versions() -> Versions:
-    """Versions of what braid stands on; torch is imported here and nowhere above."""
+    """Return the versions of Python, torch, numpy and braid; imports torch."""
     error = ""
     try:
         importlib.import_module("torch")
     except ModuleNotFoundError as exc:
         error = "" if exc.name == "torch" else str(exc)
-    except Exception as exc:  # noqa: BLE001 - whatever a broken installation raises is the finding
+    except Exception as exc:  # noqa: BLE001 - any error of a broken installation is the finding
         error = str(exc).split("\n")[0] or type(exc).__name__
     return Versions(
         python=platform.python_version(),
@@ -77,17 +77,21 @@ def versions() -> Versions:
 
 
 def system() -> System:
-    """Platform, kernel, C library."""
+    """Return platform, kernel and C library."""
     library, version = platform.libc_ver()
     glibc = version if library == "glibc" else ""
     try:
         portable: bool | None = wants_portable()
     except ConfigError:
         portable = None
-    counts = True
-    if _torch() is not None:  # which what follows needs
-        counts = importlib.import_module("braid.transport.atomic").is_atomic_between_processes()
-    return System(sys.platform, platform.machine(), platform.release(), glibc, portable, counts)
+    has_shared_counters = True
+    if _torch() is not None:  # which `braid.transport` imports
+        has_shared_counters = importlib.import_module(
+            "braid.transport.atomic"
+        ).is_atomic_between_processes()
+    return System(
+        sys.platform, platform.machine(), platform.release(), glibc, portable, has_shared_counters
+    )
 
 
 def cores() -> Cores:
@@ -102,7 +106,7 @@ def cores() -> Cores:
 
 
 def threads() -> Threads:
-    """Threads of a rank."""
+    """Return the numbers of threads of a rank."""
     torch = _torch()
     return Threads(
         omp=os.environ.get("OMP_NUM_THREADS", ""),
@@ -112,20 +116,20 @@ def threads() -> Threads:
 
 
 def memory() -> Memory:
-    """Memory of the host and of the control group that is fullest."""
+    """Return the memory of the host and of the fullest control group."""
     main, swap = psutil.virtual_memory(), psutil.swap_memory()
-    found = [
+    groups = [
         (parse_limit(_text(path / files.limit)), _number(path / USAGE[files.limit]))
         for path, files in cgroup_paths(_text(Path("/proc/self/cgroup")), CGROUPS)
     ]
-    limited = [(limit, used) for limit, used in found if limit and limit < main.total]
+    limited = [(limit, used) for limit, used in groups if limit and limit < main.total]
     limit, used = min(limited, key=lambda pair: pair[0] - pair[1], default=(0, 0))
     return Memory(main.total, main.available, swap.total, swap.free, limit, used)
 
 
 def shared_memory() -> SharedMemory:
-    """`/dev/shm`."""
-    path = Path("/dev/shm")  # noqa: S108 - it is looked at only
+    """Return the size and free space of `/dev/shm`."""
+    path = Path("/dev/shm")  # noqa: S108 - nothing is written there
     if not path.is_dir():
         return SharedMemory(0, 0)
     usage = psutil.disk_usage(str(path))
@@ -133,7 +137,7 @@ def shared_memory() -> SharedMemory:
 
 
 def ports() -> Ports:
-    """Loopback ports; nothing is left bound."""
+    """Return the state of loopback ports; no port stays bound."""
     error = ""
     try:
         with socket.socket() as one:
@@ -141,8 +145,8 @@ def ports() -> Ports:
             one.listen(1)
     except OSError as exc:
         error = exc.strerror or str(exc)
-    words = _text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
-    first, last = map(int, words) if len(words) == 2 else (0, 65535)
+    limits = _text(Path("/proc/sys/net/ipv4/ip_local_port_range")).split()
+    first, last = map(int, limits) if len(limits) == 2 else (0, 65535)
     with socket.socket() as other:
         other.settimeout(1.0)
         used = not error and other.connect_ex(("127.0.0.1", DEFAULT_PORT)) == 0
@@ -150,18 +154,18 @@ def ports() -> Ports:
 
 
 def names() -> Names:
-    """What the own name and `localhost` mean here."""
+    """Return the addresses of the host name and of `localhost`."""
     hostname = socket.gethostname()
     start_s = time.monotonic()
     addresses, error = _addresses(hostname)
     seconds = time.monotonic() - start_s
     lines = (line.partition("#")[0].split() for line in _text(Path("/etc/hosts")).splitlines())
-    in_hosts = any(hostname in words[1:] for words in lines)
+    in_hosts = any(hostname in entry[1:] for entry in lines)
     return Names(hostname, addresses, error, seconds, _addresses("localhost")[0], in_hosts)
 
 
 def limits() -> Limits:
-    """Soft limits of this process."""
+    """Return the resource limits of this process."""
     kinds = (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
     pairs = [resource.getrlimit(kind) for kind in kinds]
     (files, hard_files), (processes, _), (locked, _) = (
@@ -172,7 +176,7 @@ def limits() -> Limits:
 
 
 def clocks() -> Clocks:
-    """The kernel's time source, and what one reading costs."""
+    """Return the kernel's time source, and the duration of one reading."""
     start_ns = time.monotonic_ns()
     for _ in range(CLOCK_READS):
         time.monotonic_ns()
@@ -182,7 +186,7 @@ def clocks() -> Clocks:
 
 
 def accelerators() -> Accelerators:
-    """GPUs as torch sees them."""
+    """Return the GPUs that torch sees."""
     torch = _torch()
     driver = _text(Path("/sys/module/nvidia/version"))
     if torch is None:
@@ -198,14 +202,14 @@ def accelerators() -> Accelerators:
 
 
 def nodes() -> Nodes:
-    """NUMA nodes that have processors."""
-    found = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
-    lists = [_text(path) for path in found]
+    """Return the NUMA nodes that have processors."""
+    paths = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    lists = [_text(path) for path in paths]
     return Nodes(tuple(cpus for cpus in lists if cpus))
 
 
 def container() -> Container:
-    """What contains this process, by the marks that the usual ones leave."""
+    """Return the container of this process, recognized by files and variables."""
     marks = {
         "docker": Path("/.dockerenv").exists(),
         "podman": Path("/run/.containerenv").exists(),
@@ -222,10 +226,10 @@ def container() -> Container:
 
 
 def _torch() -> ModuleType | None:
-    """Torch, if it can be imported; what else happens then, `versions` tells."""
+    """Return torch, or None if it cannot be imported; `versions` reports the error."""
     try:
         return importlib.import_module("torch")
-    except Exception:  # noqa: BLE001 - likewise
+    except Exception:  # noqa: BLE001 - any error of a broken installation
         return None
 
 
@@ -243,14 +247,14 @@ def _usable() -> int:
 
 
 def _quota() -> float | None:
-    """Cores' worth of time that the control group allows; v2, then v1."""
+    """Return the CPU quota of the control group (v2, then v1) in cores; None without a quota."""
     for line in _text(Path("/proc/self/cgroup")).splitlines():
         hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         relative = path.strip("/")
         for folder in (CGROUPS / relative, CGROUPS):
-            words = _text(folder / "cpu.max").split()
-            if hierarchy == "0" and len(words) == 2 and words[0].isdecimal():
-                return int(words[0]) / int(words[1])
+            fields = _text(folder / "cpu.max").split()
+            if hierarchy == "0" and len(fields) == 2 and fields[0].isdecimal():
+                return int(fields[0]) / int(fields[1])
         if "cpu" in controllers.split(","):
             for folder in (CGROUPS / "cpu" / relative, CGROUPS / "cpu"):
                 quota, period = (
@@ -264,10 +268,10 @@ def _quota() -> float | None:
 
 def _addresses(name: str) -> tuple[tuple[str, ...], str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as exc:
         return (), exc.strerror or str(exc)
-    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in entries)), ""
 
 
 def _number(path: Path) -> int:

@@ -1,9 +1,11 @@
-"""What the kernel permits, found out by doing it: two children hold still, and one of them reaches for the other.
+"""Tries which system calls the kernel permits between processes.
 
-Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user
-and pid namespaces and the container's profile; reading all of these settings and predicting the
-outcome is wrong sooner or later. Idea: do to a sibling what ranks do to each other, and to a child
-what the launcher might do, and keep the kernel's answer.
+Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user and
+pid namespaces and the container's profile. A prediction from all these settings is wrong sooner or
+later.
+
+Idea: start two children. One of them accesses the other as ranks access each other, this process
+accesses a child as a launcher would, and the kernel's answers are kept.
 
 Source: memfd_create(2), pidfd_open(2), process_vm_readv(2), prctl(2) PR_SET_PTRACER, proc(5).
 """
@@ -28,8 +30,8 @@ LIMIT_S = 10.0
 PROC = Path("/proc")
 MARK = b"braid was here!!"
 
-# Isolated interpreters without site: some 15 ms each. The holder shows what it has and waits for
-# the end of its stdin.
+# Isolated interpreters without site start in some 15 ms. The holder prints its descriptor and address
+# and waits for the end of its stdin.
 HOLDER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)
@@ -76,11 +78,11 @@ class _Range(ctypes.Structure):
 
 
 def probe_permissions() -> Permissions:
-    """Try everything.
+    """Try all system calls and return the kernel's answers.
 
     Raises:
-        OSError: No child can be started.
-        ValueError: A child answers nonsense.
+        OSError: A child cannot be started.
+        ValueError: The answer of a child cannot be parsed.
         subprocess.SubprocessError: A child does not answer.
     """
     with _holder() as holder:
@@ -118,7 +120,7 @@ def _holder() -> Iterator[_Holder]:
     ) as child:
         assert child.stdout is not None
         fd, address = child.stdout.readline().split()
-        yield _Holder(child.pid, int(fd), int(address))  # leaving closes its stdin, which ends it
+        yield _Holder(child.pid, int(fd), int(address))  # closing its stdin ends the child
 
 
 def _memfd() -> str:

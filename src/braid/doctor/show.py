@@ -1,4 +1,4 @@
-"""The findings for people: a table on a terminal, plain lines elsewhere."""
+"""Shows findings as a table on a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VERDICT_WIDTH = 7
 
 
 def show(examination: Examination, console: Console) -> None:
-    """Print the findings, and how many there are of each kind."""
+    """Print the findings and a summary."""
     if console.is_terminal:
         table = Table(box=None, show_header=False, padding=(0, 1))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")  # paths and addresses are longer than a narrow line
+        table.add_column(overflow="fold")  # paths and addresses may exceed a narrow line
         for finding in examination.findings:
-            text = Text(finding.found)
+            text = Text(finding.fact)
             if finding.advice:
                 text.append(f"\n-> {finding.advice}", style=STYLES[finding.verdict])
             verdict = Text(finding.verdict, style=STYLES[finding.verdict])
@@ -33,7 +33,7 @@ def show(examination: Examination, console: Console) -> None:
         indent = " " * (CHECK_WIDTH + VERDICT_WIDTH + 2)
         for finding in examination.findings:
             line = (
-                f"{finding.verdict:<{VERDICT_WIDTH}} {finding.check:<{CHECK_WIDTH}} {finding.found}"
+                f"{finding.verdict:<{VERDICT_WIDTH}} {finding.check:<{CHECK_WIDTH}} {finding.fact}"
             )
             console.print(Text(line), soft_wrap=True)
             if finding.advice:
@@ -43,8 +43,8 @@ def show(examination: Examination, console: Console) -> None:
 
 def _summary(examination: Examination) -> str:
     notes, problems = examination.count("note"), examination.count("problem")
-    told = [f"{notes} note{'s' if notes != 1 else ''}"] if notes else []
+    counts = [f"{notes} note{'s' if notes != 1 else ''}"] if notes else []
     if problems:
-        told.append(f"{problems} problem{'s' if problems > 1 else ''}")
-        return f"braid: does not work here: {', '.join(told)}"
-    return f"braid: works here{f', {told[0]}' if told else ''}"
+        counts.append(f"{problems} problem{'s' if problems > 1 else ''}")
+        return f"braid: does not work here: {', '.join(counts)}"
+    return f"braid: works here{f', {counts[0]}' if counts else ''}"
