@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from observe_job import CAPACITY, MS, RecordedRank, late_job, write_run
 
-from braid.observe import read_run, read_timelines, render_page, tell
+from braid.observe import build_story, read_run, read_timelines, render_page
 from braid.observe.buckets import LateBucket, averagings, late_buckets
 from braid.observe.facts import facts
 
@@ -84,7 +84,7 @@ def test_one_rank_alone_is_behind_nobody():
 def test_a_rank_that_is_mostly_behind_is_a_fact_and_one_that_once_was_is_not():
     mostly = read_timelines([rank.ring for rank in job(9, dict.fromkeys(range(4, 9), 6.0))])
     assert facts(mostly) == [
-        "bucket 2 of 2: rank 1 was behind by 6 ms in 5 of 8 steps, and the others waited for it"
+        "bucket 2 of 2: rank 1 was behind by 6 ms in 5 of 8 steps, and the other ranks waited"
     ]
     once = facts(read_timelines(late_job()))
     assert not any("was behind" in fact for fact in once)
@@ -93,11 +93,11 @@ def test_a_rank_that_is_mostly_behind_is_a_fact_and_one_that_once_was_is_not():
 def test_the_page_has_a_row_for_each_bucket_and_marks_the_critical_one(tmp_path):
     ranks = job(9, dict.fromkeys(range(4, 9), 6.0))
     path = write_run(tmp_path / "run", [rank.ring for rank in ranks])
-    page = render_page(tell(read_run(path)), trace="trace.json", machine="m")
-    assert page.count("critical: all wait for it") == 1
+    page = render_page(build_story(read_run(path)), trace="trace.json", machine="m")
+    assert page.count("critical: all ranks wait for it") == 1
     assert "<th>bucket 2 of 2<span" in page
     assert "<td>rank 1</td><td>6 ms</td>" in page
     assert "<td>5 of 8</td><td>8 of 8</td>" in page
     assert "Gradient buckets" not in render_page(
-        tell(read_run(write_run(tmp_path / "alone", [ranks[0].ring]))), trace="", machine="m"
+        build_story(read_run(write_run(tmp_path / "alone", [ranks[0].ring]))), trace="", machine="m"
     )

@@ -175,9 +175,9 @@ def test_steps_with_the_same_number_are_told_apart():
 
 def test_facts_name_the_late_rank_its_phase_and_its_step():
     assert facts(read_timelines(late_job())) == [
-        "2 ranks are equally fast: 8 ms of own work a step, within 5 %",
-        "bucket 1 of 1 (3.91 KiB) is waited for longest: 12 ms in all, 100 % of it on rank 0",
-        "step 4 took longest: 20 ms against 8 ms in the median; rank 1 was 12 ms late in forward of step 4",
+        "2 ranks are equally fast: 8 ms of own work per step, within 5 %",
+        "ranks waited longest for bucket 1 of 1 (3.91 KiB): 12 ms in all, 100 % of it on rank 0",
+        "step 4 took longest: 20 ms, the median is 8 ms; rank 1 was 12 ms late in forward of step 4",
     ]
 
 
@@ -186,7 +186,7 @@ def test_facts_name_a_rank_that_is_always_slow():
     train(first, 4, wait_ms=2)
     train(second, 4, late=dict.fromkeys(range(4), 2.0))
     assert facts(read_timelines([first.ring, second.ring]))[0] == (
-        "rank 1 is the slowest: 10 ms of own work a step, 25 % more than rank 0 (8 ms)"
+        "rank 1 is the slowest: 10 ms of own work per step, 25 % more than rank 0 (8 ms)"
     )
 
 
@@ -209,7 +209,7 @@ def test_a_step_that_was_long_for_all_ranks_blames_the_phase():
     for rank in ranks:
         train(rank, 5, late={3: 10.0})
     assert facts(read_timelines([rank.ring for rank in ranks]))[-1] == (
-        "step 3 took longest: 18 ms against 8 ms in the median; all ranks needed 10 ms more than usual in forward"
+        "step 3 took longest: 18 ms, the median is 8 ms; all ranks needed 10 ms more than usual in forward"
     )
 
 

@@ -121,7 +121,7 @@ def test_a_span_that_did_not_end_is_drawn_to_the_end_and_says_so():
     assert (step["ts"], step["dur"], step["args"]["unfinished"]) == (
         0.0,
         8000.0,
-        "had not ended when the run did",
+        "had not ended at the end of the run",
     )
     (instant,) = [e for e in events if e["ph"] == "i"]
     assert (instant["name"], instant["s"], "dur" in instant) == ("killed <soon>", "t", False)

@@ -44,7 +44,7 @@ def test_a_run_becomes_a_page_and_a_trace(tmp_path, capsys):
     run = _run(tmp_path)
     assert cli.main(["report", str(run)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for text in ("run finished at step 4", "rank 0", "rank 1", "compute", "waited for"):
+    for text in ("run finished at step 4", "rank 0", "rank 1", "compute", "ranks waited"):
         assert text in printed, text
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     steps = [(e["pid"], e["name"]) for e in events if e.get("cat") == "step"]
@@ -71,5 +71,5 @@ def test_a_killed_rank_is_shown_inside_of_what_it_did(tmp_path, capsys):
 
 def test_what_is_no_run_is_refused_with_exit_code_2(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "expected the directory of a run" in capsys.readouterr().err
+    assert "has no run.json: give the directory of a run" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

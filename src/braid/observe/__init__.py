@@ -1,9 +1,9 @@
-"""observe: what a run did, as a page, as a trace and in three sentences; see README.md."""
+"""Shows what a run did: as a page, as a trace and in three sentences."""
 
 from __future__ import annotations
 
 from braid.observe.publish import Published, publish
-from braid.observe.report import Story, render_page, tell, this_machine, write_report
+from braid.observe.report import Story, build_story, render_page, this_machine, write_report
 from braid.observe.run_directory import Run, read_run
 from braid.observe.summary import print_summary
 from braid.observe.timeline import RankTimeline, Shares, read_timelines, shares
@@ -15,13 +15,13 @@ __all__ = [
     "Run",
     "Shares",
     "Story",
+    "build_story",
     "print_summary",
     "publish",
     "read_run",
     "read_timelines",
     "render_page",
     "shares",
-    "tell",
     "this_machine",
     "write_report",
     "write_trace",

@@ -1,15 +1,16 @@
-"""Gradient buckets: on which rank they were full last, by how much, and how often.
+"""Determines on which rank each gradient bucket was full last, by how much, and how often.
 
-Problem: averagings end on all ranks at once, so durations show nobody who makes the others wait.
-What tells is when each rank had a bucket full.
+Problem: an averaging ends on all ranks at once, so durations do not show which rank makes all other
+ranks wait. The moments at which the ranks have a bucket full do.
 
-Idea: the span of a bucket begins in that moment. Spans of one averaging are found on all ranks by
-the collectives under way beside them: their groups, channels and numbers are the same everywhere,
-whichever events a ring has lost. Ranks that average with others, in another group, are looked at by
-themselves.
+Idea: the span of a bucket begins when the bucket is full. Spans of one averaging are matched between
+ranks by the collectives under way beside them. Groups, channels and numbers of collectives are the
+same on all ranks, whichever events a ring has lost. Each group of ranks is computed separately.
 
-    rank 0   bucket 1 |..................|   bucket 2 |..........|        bucket 2 is critical: full on all ranks last
-    rank 1     bucket 1 |................|                bucket 2 |..|   rank 1 is behind by this: ----
+    rank 0   bucket 1 |..................|   bucket 2 |..........|
+    rank 1     bucket 1 |................|                bucket 2 |..|
+
+    bucket 2 is critical: full on all ranks last. Rank 1 is behind by the distance of both begins.
 """
 
 from __future__ import annotations
@@ -28,22 +29,21 @@ from braid.observe.units import duration_text
 
 __all__ = ["Averaging", "LateBucket", "averagings", "late_buckets"]
 
-EVEN = 0.05  # of the time from averaging to averaging; ranks that are nearer to each other are not called behind
-WARM_UP = 1  # averagings left out when there are enough others: the first one allocates
+EVEN = 0.05  # share of the time between averagings below which no rank is called behind
+WARM_UP = 1  # number of averagings that are ignored if possible: the first one allocates
 
 
 class LateBucket(NamedTuple):
-    """One bucket in all averagings.
+    """Lateness of one bucket over all averagings.
 
     Attributes:
-        name: Such as `bucket 2 of 3`.
-        nbytes: Its size.
-        rank: That was last most often, among the averagings in which one was behind; -1 when none
-        ever was.
-        behind_ns: By how much that rank was behind the first one, in the median of those.
-        num_behind: In how many averagings it was.
-        num_critical: Averagings in which this bucket was full on all ranks last.
-        num_averagings: All of them.
+        name: Name of the bucket, such as `bucket 2 of 3`.
+        nbytes: Size of the bucket.
+        rank: Rank that was behind most often; -1 if no rank ever was.
+        behind_ns: Median time by which that rank was behind the first rank.
+        num_behind: Number of averagings in which that rank was behind.
+        num_critical: Number of averagings in which this bucket was full on all ranks last.
+        num_averagings: Number of averagings.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Averaging(NamedTuple):
     """One averaging of gradients.
 
     Attributes:
-        full_ns: By name of the bucket, then by rank, when it was full.
-        nbytes: By name of the bucket.
+        full_ns: Time at which each bucket was full, by name of the bucket, then by rank.
+        nbytes: Size of each bucket, by name.
     """
 
     full_ns: dict[str, dict[int, int]]
@@ -76,38 +76,38 @@ class Averaging(NamedTuple):
 
     @property
     def ranks(self) -> frozenset[int]:
-        """That have it on record."""
+        """Ranks that have recorded the averaging."""
         return frozenset().union(*self.full_ns.values())
 
     @property
     def start_ns(self) -> int:
-        """When the first bucket was full on the first rank."""
+        """Time at which the first bucket was full on the first rank."""
         return min(moment for ranks in self.full_ns.values() for moment in ranks.values())
 
     @property
     def critical(self) -> str:
-        """The bucket that was full on all ranks last."""
+        """Name of the bucket that was full on all ranks last."""
         return max(self.full_ns, key=lambda name: max(self.full_ns[name].values()))
 
 
 def late_buckets(timelines: Iterable[RankTimeline]) -> list[LateBucket]:
-    """One row for each bucket, in order, and for each group of ranks; empty where there are none, or only one rank."""
+    """Return one row for each bucket and group of ranks, in order; empty with only one rank."""
     by_first: dict[int, list[Averaging]] = defaultdict(list)
     for averaging in averagings(timelines):
         by_first[min(averaging.ranks)].append(averaging)
-    rows = [row for _, found in sorted(by_first.items()) for row in _rows(found)]
+    rows = [row for _, together in sorted(by_first.items()) for row in _rows(together)]
     return sorted(rows, key=lambda row: _place(row.name))
 
 
-def _rows(found: list[Averaging]) -> list[LateBucket]:
-    """Of ranks that average together."""
-    found = found[WARM_UP:] if len(found) > WARM_UP + 1 else found
-    starts = [averaging.start_ns for averaging in found]
+def _rows(together: list[Averaging]) -> list[LateBucket]:
+    """Return the rows of ranks that average together."""
+    together = together[WARM_UP:] if len(together) > WARM_UP + 1 else together
+    starts = [averaging.start_ns for averaging in together]
     period = median(b - a for a, b in pairwise(starts)) if len(starts) > 1 else 0
     behind: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     seen: Counter[str] = Counter()
     sizes: dict[str, int] = {}
-    for averaging in found:
+    for averaging in together:
         for name, ranks in averaging.full_ns.items():
             seen[name] += 1
             sizes[name] = averaging.nbytes[name]
@@ -115,7 +115,7 @@ def _rows(found: list[Averaging]) -> list[LateBucket]:
             late_ns = ranks[last] - min(ranks.values())
             if late_ns > EVEN * period:
                 behind[name][last].append(late_ns)
-    critical = Counter(averaging.critical for averaging in found)
+    critical = Counter(averaging.critical for averaging in together)
     rows = []
     for name in seen:
         by_rank = behind[name]
@@ -129,10 +129,9 @@ def _rows(found: list[Averaging]) -> list[LateBucket]:
 
 
 def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
-    """Averagings that more than one rank has on record, in order of time."""
-    known: dict[
-        tuple[int, int, int], int
-    ] = {}  # group, channel and number of a collective -> averaging
+    """Return the averagings that more than one rank has recorded, in order of time."""
+    # (group, channel and number of a collective) -> index of the averaging
+    known: dict[tuple[int, int, int], int] = {}
     table: list[Averaging] = []
     for timeline in timelines:
         calls = timeline.of("collective")
@@ -154,7 +153,7 @@ def averagings(timelines: Iterable[RankTimeline]) -> list[Averaging]:
 
 
 def _groups(buckets: Sequence[Interval]) -> list[list[Interval]]:
-    """Spans of one rank by averaging: the next one begins when all of the last have ended."""
+    """Divide the bucket spans of a rank into averagings, which do not overlap."""
     groups: list[list[Interval]] = []
     end_ns = -1
     for bucket in buckets:

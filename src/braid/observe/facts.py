@@ -1,8 +1,8 @@
-"""What a timeline says, in three sentences: who is slow, what ranks wait for, and why the worst step was the worst.
+"""Summarizes timelines in three sentences: the slowest rank, the longest wait, the slowest step.
 
-A rank is not slow because its steps are long (those of all ranks are), but because its own work in
-them is. So ranks are compared by step time less waits; and a late rank is one whose own work in
-some phase exceeds what the others needed for the same phase of the same step.
+The steps of all ranks are equally long, because fast ranks wait for slow ones. Ranks are therefore
+compared by their own work: step time without waits. A rank is late in a phase if its own work there
+exceeds that of all other ranks in the same phase of the same step.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from braid.observe.units import bytes_text, duration_text, percent_text
 
 __all__ = ["by_step", "facts", "slowest_step"]
 
-EVEN = 0.05  # ranks whose own work differs by less than this are called equally fast
-OFTEN = 0.5  # of the steps; a rank that is behind less often is no habit
-LATE = 0.1  # of the step; a smaller lateness explains nothing
-WARM_UP = 1  # steps left out when there are enough others: the first one allocates
+EVEN = 0.05  # relative difference of own work below which ranks are called equally fast
+OFTEN = 0.5  # share of the steps in which a rank must be behind to be named
+LATE = 0.1  # share of the step below which a lateness explains nothing
+WARM_UP = 1  # number of steps that are ignored if possible: the first one allocates
 
 
 def facts(timelines: Sequence[RankTimeline]) -> list[str]:
-    """At most three sentences, each about another question; fewer when there is nothing to say."""
-    waits = _late_bucket(timelines) or _most_waited_for(timelines)
-    found = [_slowest_rank(timelines), waits, _slowest_step(timelines)]
-    return [fact for fact in found if fact]
+    """Return up to three sentences, each about another question."""
+    waits = _late_bucket(timelines) or _longest_wait(timelines)
+    sentences = [_slowest_rank(timelines), waits, _slowest_step(timelines)]
+    return [sentence for sentence in sentences if sentence]
 
 
 def by_step(timelines: Sequence[RankTimeline]) -> dict[StepKey, dict[int, StepTime]]:
-    """Finished steps that every rank with steps has recorded, in order of time: step -> rank -> times."""
+    """Return the finished steps that all ranks have recorded, as step -> rank -> times.
+
+    Steps are in order of time; ranks without any steps are ignored.
+    """
     ranks = [timeline for timeline in timelines if timeline.steps]
     table: dict[StepKey, dict[int, StepTime]] = {}
     for timeline in ranks:
@@ -44,7 +47,7 @@ def by_step(timelines: Sequence[RankTimeline]) -> dict[StepKey, dict[int, StepTi
 
 
 def slowest_step(steps: Mapping[StepKey, Mapping[int, StepTime]]) -> StepKey | None:
-    """The step that took longest, the first left out when there are others; None without steps."""
+    """Return the step that took longest, without the first one if possible; None without steps."""
     keys = list(steps)
     keys = keys[WARM_UP:] if len(keys) > WARM_UP + 1 else keys
     return max(keys, key=lambda key: _lasted_ns(steps[key]), default=None)
@@ -58,39 +61,39 @@ def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
     own = {rank: median(steps[key][rank].busy_ns for key in keys) for rank in steps[keys[0]]}
     if len(own) == 1:
         (only,) = own
-        return f"rank {only} needed {duration_text(own[only])} for a step (median of {len(keys)})"
+        return f"rank {only} needed {duration_text(own[only])} per step (median of {len(keys)})"
     slowest = max(own, key=lambda rank: (own[rank], -rank))
     others = median(value for rank, value in own.items() if rank != slowest)
     if own[slowest] <= others * (1 + EVEN):
         return (
-            f"{len(own)} ranks are equally fast: {duration_text(others)} of own work a step, "
+            f"{len(own)} ranks are equally fast: {duration_text(others)} of own work per step, "
             f"within {percent_text(EVEN)}"
         )
     return (
-        f"rank {slowest} is the slowest: {duration_text(own[slowest])} of own work a step, "
+        f"rank {slowest} is the slowest: {duration_text(own[slowest])} of own work per step, "
         f"{percent_text(own[slowest] / others - 1)} more than {_others(own, slowest)} "
         f"({duration_text(others)})"
     )
 
 
 def _late_bucket(timelines: Sequence[RankTimeline]) -> str:
-    """Who makes the others wait for the bucket that is full last, if that is mostly the same rank."""
+    """Name the rank that makes other ranks wait for the last bucket, if it is often the same."""
     rows = late_buckets(timelines)
     if not rows:
         return ""
     critical = max(rows, key=lambda row: row.num_critical)
     often = critical.num_behind >= OFTEN * critical.num_averagings
-    return f"{critical}, and the others waited for it" if often else ""
+    return f"{critical}, and the other ranks waited" if often else ""
 
 
-def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:
+def _longest_wait(timelines: Sequence[RankTimeline]) -> str:
     buckets = [bucket for bucket in bucket_waits(timelines) if bucket.wait_ns]
     if buckets:
         first = buckets[0]
         most = max(first.by_rank, key=lambda rank: (first.by_rank[rank], -rank))
         share = first.wait_ns / sum(bucket.wait_ns for bucket in buckets)
         text = (
-            f"{first.name} ({bytes_text(first.nbytes)}) is waited for longest: "
+            f"ranks waited longest for {first.name} ({bytes_text(first.nbytes)}): "
             f"{duration_text(first.wait_ns)} in all"
         )
         if len(buckets) > 1:
@@ -104,7 +107,7 @@ def _most_waited_for(timelines: Sequence[RankTimeline]) -> str:
     first_call = calls[0]
     waited = first_call.wait_share * first_call.total_ns
     called = f" called at {first_call.site}" if first_call.site else ""
-    return f"{first_call.name}{called} is waited for longest: {duration_text(waited)} in all"
+    return f"ranks waited longest in {first_call.name}{called}: {duration_text(waited)} in all"
 
 
 def _slowest_step(timelines: Sequence[RankTimeline]) -> str:
@@ -120,15 +123,15 @@ def _slowest_step(timelines: Sequence[RankTimeline]) -> str:
             f"{duration_text(usual)}"
         )
     text = (
-        f"step {key.seq} took longest: {duration_text(lasted)} against {duration_text(usual)} "
-        "in the median"
+        f"step {key.seq} took longest: {duration_text(lasted)}, the median is "
+        f"{duration_text(usual)}"
     )
     reason = _reason(key, steps)
     return f"{text}; {reason}" if reason else text
 
 
 def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> str:
-    """A rank that was late in a phase, else a phase that took all ranks longer than usual."""
+    """Name a rank that was late in a phase, else a phase that took all ranks longer than usual."""
     row = steps[key]
     lasted = _lasted_ns(row)
     names = {name for step in row.values() for name in step.phases}
@@ -151,8 +154,8 @@ def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> st
         default=(0, ""),
     )
     if longer[0] > LATE * lasted:
-        who = "all ranks" if len(row) > 1 else f"rank {next(iter(row))}"
-        return f"{who} needed {duration_text(longer[0])} more than usual in {longer[1]}"
+        subject = "all ranks" if len(row) > 1 else f"rank {next(iter(row))}"
+        return f"{subject} needed {duration_text(longer[0])} more than usual in {longer[1]}"
     return ""
 
 

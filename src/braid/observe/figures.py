@@ -1,9 +1,9 @@
-"""Geometry of the figures: from numbers to positions in percent, without any markup.
+"""Computes the geometry of the figures: positions in percent, without any markup.
 
-Text inside a scaled SVG shrinks with the window until nobody can read it. Here a figure is a
-drawing without text that stretches to whatever width there is (`preserveAspectRatio="none"`,
-strokes that do not scale), and its labels are ordinary text placed at percentages. The page's
-template draws what these functions measure.
+Text inside a scaled SVG shrinks with the window until it is illegible. A figure is therefore a
+drawing without text that stretches to the available width (`preserveAspectRatio="none"`, strokes
+that do not scale). Its labels are ordinary text at positions in percent. The page's template draws
+the results of these functions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from braid.observe.units import bytes_text, count_text, duration_text
 __all__ = ["Chart", "Lane", "Line", "Picture", "Tick", "line_chart", "picture", "ticks"]
 
 MAX_POINTS = 400
-MAX_FLIGHTS = 4  # rows of buckets and collectives under way, per rank
-MIN_LABEL = 6.0  # percent of the width below which a box has no room for text
-MIN_WIDTH = 0.12  # percent; thinner boxes would be invisible
+MAX_FLIGHTS = 4  # number of rows of buckets and collectives under way, per rank
+MIN_LABEL = 6.0  # width in percent below which a box has no room for text
+MIN_WIDTH = 0.12  # width in percent below which a box is invisible
 
 
 class Tick(NamedTuple):
@@ -33,7 +33,15 @@ class Tick(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One curve: pieces of SVG points, broken where values are missing, and single points."""
+    """One curve.
+
+    Attributes:
+        name: Name of the curve.
+        role: CSS class, which determines the colour.
+        pieces: SVG points of the connected pieces; the curve is broken at missing values.
+        dots: Points without neighbours.
+        last: Text of the last value.
+    """
 
     name: str
     role: str
@@ -43,7 +51,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Curves over steps; y runs downwards, as in SVG."""
+    """Curves over steps; y points downwards, as in SVG."""
 
     lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
@@ -53,7 +61,7 @@ class Chart(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A piece of a lane."""
+    """A rectangle in a lane, with its title and label."""
 
     left: float
     width: float
@@ -64,7 +72,7 @@ class Box(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One rank in a picture: its phases, what it did, and what was under way meanwhile."""
+    """One rank in a picture: rows for its phases, its states, and operations under way."""
 
     rank: int
     phases: tuple[Box, ...]
@@ -73,7 +81,7 @@ class Lane(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A piece of the timeline."""
+    """Section of the timeline of all ranks."""
 
     title: str
     lanes: tuple[Lane, ...]
@@ -88,23 +96,23 @@ def line_chart(
     scale: float = 1.0,
     from_zero: bool = False,
 ) -> Chart | None:
-    """Curves of some keys over steps.
+    """Return a chart of some numbers over steps.
 
     Args:
-        rows: Numbers of each step.
-        series: For each key, the name of its curve and its role (its colour).
-        y_label: What the y axis shows, with its unit.
+        rows: Numbers of each step, by key.
+        series: Name and role (colour) of the curve for each key.
+        y_label: Label of the y axis, with the unit.
         scale: Factor for all values.
         from_zero: Whether the y axis begins at 0.
 
     Returns:
-        None when no row has a finite value of any key.
+        The chart; None if no row has a finite value of any key.
     """
     points = {
         key: [(row["step"], row[key] * scale) for row in rows if key in row] for key in series
     }
-    finite = {key: [(x, y) for x, y in found if math.isfinite(y)] for key, found in points.items()}
-    known = [point for found in finite.values() for point in found]
+    finite = {key: [(x, y) for x, y in curve if math.isfinite(y)] for key, curve in points.items()}
+    known = [point for curve in finite.values() for point in curve]
     if not known:
         return None
     x_low, x_high = min(x for x, _ in known), max(x for x, _ in known)
@@ -143,7 +151,7 @@ def line_chart(
 def picture(
     timelines: Sequence[RankTimeline], start_ns: int, end_ns: int, *, title: str
 ) -> Picture:
-    """What all ranks did between two moments."""
+    """Return a picture of all ranks between two moments."""
     span = max(1, end_ns - start_ns)
     marks = ticks(0.0, span / 1e6, count=5)
     return Picture(
@@ -158,7 +166,7 @@ def picture(
 
 
 def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers that enclose [low, high], at most about `count` apart; at least two."""
+    """Return at least two round numbers that enclose [low, high] in about `count` steps."""
     if high <= low:
         margin = max(abs(low) * 0.1, 1.0 if whole else 1e-9)
         low, high = (0.0, high) if low > 0 and not whole else (low - margin, high + margin)
@@ -184,7 +192,7 @@ def _line(name: str, role: str, points: Iterable[tuple[float, float, float]], la
 
 
 def _thin(points: Sequence[tuple[float, float]]) -> tuple[list[tuple[float, float]], int]:
-    """Means of groups of neighbours, so that a long run does not make a large page."""
+    """Replace groups of neighbouring points by their means, to limit the size of the page."""
     size = math.ceil(len(points) / MAX_POINTS)
     if size <= 1:
         return list(points), 1

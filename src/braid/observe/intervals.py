@@ -1,9 +1,8 @@
-"""Sets of moments: the arithmetic that every figure of a report rests on.
+"""Sets of moments in time, from which every figure of a report is computed.
 
-"How long did this rank wait in step 31" is the measure of an intersection. Kept as disjoint, sorted
-pieces with running sums, it costs two bisections, whatever the number of events; and shares that
-are made of unions and differences add up to one by construction, whatever overlaps in the
-recording.
+"How long did this rank wait in step 31" is the measure of an intersection. With disjoint, sorted
+pieces and running sums, an intersection costs two bisections for any number of events. Shares are
+computed from unions and differences, so they add up to one, whatever overlaps in the recording.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ __all__ = ["Cover", "Interval", "lanes"]
 
 
 class Interval(NamedTuple):
-    """One event of a rank, with its texts, on the clock of the run.
+    """One event of a rank, with its names, on the clock of the run.
 
     Attributes:
-        start_ns: Begin, from the first event of the run.
-        end_ns: End; the end of the run when `open`.
-        name: Such as `backward` or `all_reduce(float32[1024], sum)`.
-        role: step, phase, bucket, collective, wait or instant.
+        start_ns: Begin, relative to the first event of the run.
+        end_ns: End; the end of the run if `open`.
+        name: Name, such as `backward` or `all_reduce(float32[1024], sum)`.
+        role: `step`, `phase`, `bucket`, `collective`, `wait` or `instant`.
         channel: Channel of a collective or wait.
         seq: Number of the step, of the bucket, or of the collective on its channel.
-        nbytes: Bytes moved.
-        site: Line of the program that asked for it; may be empty.
-        open: It had not ended when the run did.
-        group: Number of the group of a collective, since channels are counted in each; 0 when none.
+        nbytes: Number of bytes moved.
+        site: Call site; may be empty.
+        open: Whether the event had not ended at the end of the run.
+        group: Number of the group, to which the channel belongs; 0 if there is none.
     """
 
     start_ns: int
@@ -45,15 +44,18 @@ class Interval(NamedTuple):
 
     @property
     def dur_ns(self) -> int:
-        """Duration."""
+        """Duration of the event."""
         return self.end_ns - self.start_ns
 
 
 class Cover:
-    """A set of moments: disjoint pieces in ascending order.
+    """A set of moments.
 
     Args:
-        pieces: (start, end) in any order; may overlap, and empty ones do not count.
+        pieces: Intervals (start, end) in any order; may overlap. Empty intervals are ignored.
+
+    Attributes:
+        pieces: Disjoint intervals in ascending order.
 
     >>> Cover([(5, 9), (0, 2), (1, 3)]).pieces
     ((0, 3), (5, 9))
@@ -72,17 +74,17 @@ class Cover:
         self._before = [0, *accumulate(end - start for start, end in merged)]
 
     def within(self, start: int, end: int) -> int:
-        """How much of [start, end) it covers."""
+        """Return the measure of the set inside [start, end)."""
         return max(0, self._up_to(end) - self._up_to(start))
 
     def clipped(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Its pieces inside [start, end)."""
+        """Yield the pieces of the set inside [start, end)."""
         first = bisect_right(self._ends, start)
         for piece in self.pieces[first : bisect_left(self._starts, end)]:
             yield max(piece[0], start), min(piece[1], end)
 
     def minus(self, other: Cover) -> Cover:
-        """The moments of this set that are not in the other."""
+        """Return the moments of this set that are not in `other`."""
         left = []
         for start, end in self.pieces:
             at = start
@@ -102,16 +104,16 @@ class Cover:
 
 
 def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
-    """Spread intervals over as few lanes as a greedy choice needs.
+    """Distribute intervals over lanes without overlap, with a greedy choice.
 
     Args:
-        intervals: By begin; of two that begin together, the longer first.
-        nest: Whether one may lie inside another in the same lane.
+        intervals: Intervals by begin; of two that begin together, the longer one first.
+        nest: Whether an interval may lie inside another one in the same lane.
     """
-    found: list[list[Interval]] = []
-    stacks: list[list[int]] = []  # ends of what is open, per lane
+    filled: list[list[Interval]] = []
+    stacks: list[list[int]] = []  # ends of the open intervals of each lane
     for interval in intervals:
-        for lane, stack in zip(found, stacks, strict=True):
+        for lane, stack in zip(filled, stacks, strict=True):
             while stack and stack[-1] <= interval.start_ns:
                 stack.pop()
             if not stack or (nest and interval.end_ns <= stack[-1]):
@@ -119,6 +121,6 @@ def lanes(intervals: Iterable[Interval], *, nest: bool) -> list[list[Interval]]:
                 stack.append(interval.end_ns)
                 break
         else:
-            found.append([interval])
+            filled.append([interval])
             stacks.append([interval.end_ns])
-    return found
+    return filled

@@ -1,4 +1,4 @@
-"""Collectives summed up: which operation, called from where, cost how much, and how much of that was waiting."""
+"""Sums up collectives by operation: call site, duration, and the share of it that was waiting."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Operation(NamedTuple):
     """All calls of one operation, by all ranks.
 
     Attributes:
-        name: Such as `all_reduce(float32[1024], avg)`.
-        site: The line that called it most often; may be empty.
-        calls: Number of calls, all ranks together.
-        nbytes: Bytes of all calls.
+        name: Name of the operation, such as `all_reduce(float32[1024], avg)`.
+        site: Most frequent call site; may be empty.
+        calls: Number of calls by all ranks.
+        nbytes: Number of bytes of all calls.
         total_ns: Duration of all calls.
         p50_ns: Median duration of a call.
         p95_ns: Duration that one call in twenty exceeds.
         wait_share: Fraction of the duration that was waiting for other ranks.
-        num_open: Calls that did not end.
+        num_open: Number of calls that did not end.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Operation(NamedTuple):
 
 
 class BucketWait(NamedTuple):
-    """How long ranks were blocked by one gradient bucket."""
+    """Time for which ranks were blocked by one gradient bucket."""
 
     name: str
     nbytes: int
@@ -67,7 +67,7 @@ class _Calls:
 
 
 def operations(timelines: Iterable[RankTimeline]) -> list[Operation]:
-    """One row for each operation, the most expensive first."""
+    """Return one row for each operation, the most expensive first."""
     table: dict[str, _Calls] = defaultdict(_Calls)
     for timeline in timelines:
         for call, wait_ns in waits_by_collective(timeline):
@@ -95,7 +95,7 @@ def operations(timelines: Iterable[RankTimeline]) -> list[Operation]:
 
 
 def bucket_waits(timelines: Iterable[RankTimeline]) -> list[BucketWait]:
-    """How long each bucket was waited for, the longest first; empty without buckets."""
+    """Return the waiting time for each bucket, the longest first."""
     waits: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
     for timeline in timelines:
         buckets = timeline.of("bucket")
@@ -104,17 +104,17 @@ def bucket_waits(timelines: Iterable[RankTimeline]) -> list[BucketWait]:
             index = bisect_right(starts, call.start_ns) - 1
             if index >= 0 and _carries(buckets[index], call):
                 waits[buckets[index].name, call.nbytes][timeline.rank] += wait_ns
-    found = [
+    rows = [
         BucketWait(name, nbytes, sum(ranks.values()), dict(ranks))
         for (name, nbytes), ranks in waits.items()
     ]
-    return sorted(found, key=lambda bucket: (-bucket.wait_ns, bucket.name))
+    return sorted(rows, key=lambda bucket: (-bucket.wait_ns, bucket.name))
 
 
 def waits_by_collective(timeline: RankTimeline) -> list[tuple[Interval, int]]:
-    """Every collective with the time that the rank was blocked in it.
+    """Return every collective of a rank with the time for which the rank was blocked in it.
 
-    A wait belongs to the collective that was under way on its channel; channels are in order.
+    A wait belongs to the collective that was under way on its channel; a channel is in order.
     """
     calls = timeline.of("collective")
     by_channel: dict[int, list[int]] = defaultdict(list)
@@ -133,7 +133,7 @@ def waits_by_collective(timeline: RankTimeline) -> list[tuple[Interval, int]]:
 
 
 def percentile(values: Sequence[int], fraction: float) -> int:
-    """The smallest value that at least `fraction` of the values do not exceed; 0 of none."""
+    """Return the smallest value that `fraction` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else 0
 

@@ -1,13 +1,11 @@
-"""One page that tells a run: outcome, curves, where the time went, what ranks waited for, last words.
+"""Writes a page about a run: outcome, curves, division of time, waits, and the ends of the logs.
 
-Problem: the numbers of a parallel run lie in N logs, N event rings and a file of metrics; viewers
-for each exist, and need a server, an account or an installation on the machine where somebody wants
-to look.
+Problem: the numbers of a parallel run are in N logs, N event rings and a file of metrics. Viewers
+for each of them need a server, an account or an installation.
 
-Idea: a single HTML file without scripts, fonts or links that load anything, so that it can be
-mailed, archived and opened in ten years. Its content security policy forbids the browser to fetch,
-which makes that promise checkable. `Story` is what the page says, measured and worded; the template
-only sets it.
+Idea: write a single HTML file without scripts, fonts or other resources. It can be mailed, archived
+and opened in ten years, and its content security policy forbids the browser to load anything.
+`Story` has the contents of the page; the template only lays it out.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, Shares, StepKey, StepTime, read_timelines, shares
 from braid.observe.units import bytes_text, count_text, duration_text, percent_text
 
-__all__ = ["Story", "render_page", "tell", "this_machine", "write_report"]
+__all__ = ["Story", "build_story", "render_page", "this_machine", "write_report"]
 
 NO_END = "no end recorded"
 NO_END_BLOCK = (
-    "braid: the run goes on, or its launcher was killed: what follows is what it has written so far"
+    "braid: the run goes on, or its launcher was killed: this report shows its files so far"
 )
-MAX_ROWS = 30  # buckets and operations in their tables
-MAX_LANES = 16  # ranks in a picture of the timeline
+MAX_ROWS = 30  # number of buckets and operations in their tables
+MAX_LANES = 16  # number of ranks in a picture of the timeline
 MAX_LOGS = 16
-MAX_WORD = 80  # characters of one argument in the title; all of it stands below
+MAX_ARGUMENT = 80  # characters of one argument in the title; the whole command stands below
 
 
 class RankRow(NamedTuple):
-    """Where one rank's time went."""
+    """Division of one rank's time."""
 
     rank: int
     shares: Shares
@@ -56,7 +54,7 @@ class RankRow(NamedTuple):
 
 
 class PhaseRow(NamedTuple):
-    """Median own time of a phase, for each rank."""
+    """Median own work in a phase, for each rank."""
 
     name: str
     by_rank: tuple[float | None, ...]
@@ -64,22 +62,22 @@ class PhaseRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """Everything that a report says about a run.
+    """Contents of the report about a run.
 
     Attributes:
         run: The run.
-        status: How it ended, in one or two words.
-        outcome: The block that the launcher printed.
-        facts: At most three sentences.
-        rank_rows: Where the time went.
+        status: Status of the run in one or two words.
+        outcome: Error block of the run.
+        facts: Up to three sentences.
+        rank_rows: Division of time, by rank.
         phases: Median time of each phase of a step, by rank.
-        charts: Titles and curves; those without data are missing.
-        pictures: Pieces of the timeline.
-        buckets: Gradient buckets in order, and who was behind.
+        charts: Titles and curves; charts without data are missing.
+        pictures: Sections of the timeline.
+        buckets: Gradient buckets in order, with the ranks that were behind.
         operations: Collectives, the most expensive first.
-        num_steps: Steps that all ranks finished and still have on record.
-        job: What was trained, when the metrics tell.
-        notices: What is missing or left out.
+        num_steps: Number of finished steps that all ranks have recorded.
+        job: Description of the model and data; empty without metrics.
+        notices: Descriptions of missing data.
     """
 
     run: Run
@@ -97,8 +95,8 @@ class Story:
     notices: tuple[str, ...]
 
 
-def tell(run: Run) -> Story:
-    """Measure and word what a report says."""
+def build_story(run: Run) -> Story:
+    """Compute the contents of the report about a run."""
     outcome = run.record.outcome
     failed = outcome is not None and outcome.status != "finished"
     timelines = read_timelines(run.rings, failed=failed)
@@ -124,16 +122,16 @@ def tell(run: Run) -> Story:
 
 
 def write_report(story: Story, path: Path, *, trace: str, machine: str) -> Path:
-    """Write the page, whole or not at all, and return its path.
+    """Write the page atomically and return its path.
 
     Args:
-        story: What it says.
-        path: Where to.
-        trace: Name of the trace beside it; empty for none.
-        machine: Where the report is made, see `this_machine`.
+        story: Contents of the page.
+        path: Path of the page.
+        trace: Name of the trace in the same directory; empty if there is none.
+        machine: Machine on which the report is written; see `this_machine`.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The page cannot be written.
     """
     part = path.with_name(path.name + ".part")
     try:
@@ -145,7 +143,7 @@ def write_report(story: Story, path: Path, *, trace: str, machine: str) -> Path:
 
 
 def render_page(story: Story, *, trace: str, machine: str) -> str:
-    """The page as HTML; every text in it is escaped."""
+    """Return the page as HTML; every text in it is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("braid.observe", "page"),
         autoescape=True,
@@ -180,7 +178,7 @@ def render_page(story: Story, *, trace: str, machine: str) -> str:
 
 
 def this_machine() -> str:
-    """Host, cores and versions of where this runs."""
+    """Return a description of this machine: host, cores and versions."""
     try:
         torch_version = f", torch {metadata.version('torch')}"
     except metadata.PackageNotFoundError:
@@ -192,25 +190,25 @@ def this_machine() -> str:
 
 
 def _shortened(run: Run) -> str:
-    """The command line with long arguments, such as a configuration as JSON, left out."""
-    words = run.record.command
-    short = tuple(word if len(word) <= MAX_WORD else "..." for word in words)
+    """Return the command line, with long arguments (such as JSON) replaced by dots."""
+    command = run.record.command
+    short = tuple(arg if len(arg) <= MAX_ARGUMENT else "..." for arg in command)
     return replace(run, record=replace(run.record, command=short)).command_line
 
 
 def _job(about: Mapping[str, object]) -> str:
-    """Model, data and batch, as far as the metrics begin with them."""
+    """Describe model, data and batch, as far as the header of the metrics has them."""
     parts = []
     if "model" in about:
         parts.append(f"model {about['model']}")
-    for key, form, what in (
-        ("num_params", count_text, "parameters"),
-        ("tokens_per_step", count_text, "tokens a step"),
-        ("peak_flops_per_s", count_text, "FLOP/s at best a rank, measured"),
+    for key, unit in (
+        ("num_params", "parameters"),
+        ("tokens_per_step", "tokens per step"),
+        ("peak_flops_per_s", "FLOP/s peak per rank, measured"),
     ):
         value = about.get(key)
         if isinstance(value, (int, float)):
-            parts.append(f"{form(value)} {what}")
+            parts.append(f"{count_text(value)} {unit}")
     if "data" in about:
         parts.append(f"data: {about['data']}")
     return ", ".join(parts)
@@ -220,7 +218,7 @@ def _charts(
     run: Run, steps: Mapping[StepKey, Mapping[int, StepTime]]
 ) -> tuple[tuple[str, Chart], ...]:
     curves = partial(line_chart, run.metrics)
-    found = [
+    charts = [
         (
             "Loss",
             curves(
@@ -242,12 +240,15 @@ def _charts(
         ),
         ("Step time", _step_chart(steps)),
     ]
-    return tuple((title, chart) for title, chart in found if chart is not None)
+    return tuple((title, chart) for title, chart in charts if chart is not None)
 
 
 def _step_chart(steps: Mapping[StepKey, Mapping[int, StepTime]]) -> Chart | None:
-    """Duration and own work of each step; a first step that would flatten the rest is told, not drawn."""
-    # numbers of steps may come again (two loops in one program): then steps are counted
+    """Return a chart of each step's duration and own work.
+
+    A first step that is much longer than the rest is mentioned in a note instead.
+    """
+    # if numbers of steps repeat (two loops in one program), steps are counted instead
     numbered = all(key.repeat == 0 for key in steps)
     lasted = [
         {
@@ -301,7 +302,7 @@ def _pictures(
     *,
     failed: bool,
 ) -> tuple[Picture, ...]:
-    """The slowest steps, some in the middle and the last ones; the end first when the run failed."""
+    """Return pictures of the slowest, middle and last steps, after the end of a failed run."""
     shown = [timeline for timeline in timelines if timeline.intervals][:MAX_LANES]
     if not shown:
         return ()
@@ -339,14 +340,14 @@ def _window(
 
 
 def _most_behind(buckets: Sequence[LateBucket]) -> list[LateBucket]:
-    """Those for which ranks were waited for longest, in order."""
+    """Return the buckets with the longest waits, in their order."""
     shown = sorted(buckets, key=lambda row: row.num_behind * row.behind_ns, reverse=True)[:MAX_ROWS]
     return [row for row in buckets if row in shown]
 
 
 def _losses(timelines: Sequence[RankTimeline]) -> list[str]:
     return [
-        f"rank {t.rank}: the {t.num_lost:,} oldest events were overwritten; figures are of the "
+        f"rank {t.rank}: the {t.num_lost:,} oldest events were overwritten; the figures show the "
         f"last {len(t.intervals):,}"
         for t in timelines
         if t.num_lost

@@ -1,7 +1,7 @@
-"""The directory that a run left, read without trust: a run may have been killed while it wrote, or still be going on.
+"""Reads the directory of a run, which may be damaged: a run may have been killed, or still go on.
 
-What makes the directory a run is `run.json`. Everything else is optional, and what cannot be read
-is left out and said: a torn ring of one rank is no reason to hide what the other seven recorded.
+Only `run.json` is required. A file that cannot be read is left out with a notice, so that a damaged
+event ring of one rank does not hide the events of all other ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogTail:
-    """The last lines of a rank's log."""
+    """Last lines of a rank's log.
+
+    Attributes:
+        rank: Rank that wrote the log.
+        text: Last lines of the log.
+        shortened: Whether the log has more lines.
+    """
 
     rank: int
     text: str
@@ -47,16 +53,16 @@ class _Metrics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run as it is on disk.
+    """Contents of a run's directory.
 
     Attributes:
-        path: Its directory.
-        record: What the launcher wrote about it.
-        rings: Events of the ranks that have some.
-        metrics: One mapping for each step that rank 0 reported, by step; numbers only.
-        about: What the metrics begin with: model, data and so on; may be empty.
-        logs: Ends of the ranks' logs, by rank.
-        notices: What could not be read, in words.
+        path: Path of the directory.
+        record: Record of the run, from the launcher.
+        rings: Event rings of the ranks that have recorded events.
+        metrics: Numbers that rank 0 has reported, one mapping for each step.
+        about: Header of the metrics, such as model and data; may be empty.
+        logs: Last lines of the ranks' logs, by rank.
+        notices: Descriptions of files that could not be read.
     """
 
     path: Path
@@ -69,17 +75,17 @@ class Run:
 
     @property
     def command_line(self) -> str:
-        """The command as one would type it."""
+        """Command line of the run, as a user would type it."""
         kind = {"module": ["-m"], "program": ["--no-python"]}.get(self.record.command_kind, [])
-        words = ["braid", "run", "-n", str(self.record.num_ranks), *kind, *self.record.command]
-        return shlex.join(words)
+        argv = ["braid", "run", "-n", str(self.record.num_ranks), *kind, *self.record.command]
+        return shlex.join(argv)
 
 
 def read_run(path: Path) -> Run:
     """Read the directory of a run.
 
     Raises:
-        ConfigError: It is missing, is not the directory of a run, or was written by a newer braid.
+        ConfigError: `path` is missing, is not the directory of a run, or is of a newer braid.
     """
     record = _read_record(path)
     notices: list[str] = []
@@ -99,45 +105,35 @@ def read_run(path: Path) -> Run:
 
 
 def _read_record(path: Path) -> RunRecord:
-    expected = "expected the directory of a run, such as runs/2026-11-20_a3f"
+    file = path / "run.json"
     try:
-        raw = (path / "run.json").read_bytes()
+        raw = file.read_bytes()
     except FileNotFoundError as exc:
-        if not path.exists():
-            msg = f"{expected}, found nothing at {path}"
-        elif not any(path.iterdir()):
-            msg = f"{expected}, found that {path} is empty"
-        else:
-            msg = f"{expected}, found no run.json in {path}"
-        raise ConfigError(f"{msg}: `braid run` prints the directory when it starts") from exc
+        problem = f"{path} has no run.json" if path.exists() else f"{path} does not exist"
+        msg = (
+            f"{problem}: give the directory of a run, such as runs/2026-11-20_a3f, which "
+            "`braid run` prints when it starts"
+        )
+        raise ConfigError(msg) from exc
     except OSError as exc:
-        msg = f"{expected}, found that {path / 'run.json'} cannot be read: {exc.strerror}"
+        msg = f"cannot read {file}: {exc.strerror}; give the directory of a run"
         raise ConfigError(msg) from exc
     if not raw:
-        msg = (
-            f"expected a record of the run in {path / 'run.json'}, found it empty: its launcher "
-            "could not write it"
-        )
+        msg = f"{file} is empty: the launcher of the run could not write it"
         raise ConfigError(msg)
     try:
         version = str(msgspec.json.decode(raw, type=dict[str, object]).get("braid", ""))
         if _major_minor(version) > _major_minor(__version__):
-            msg = (
-                f"expected a run of braid {__version__} or older in {path}, found braid "
-                f"{version}: update braid"
-            )
+            msg = f"{path} is a run of braid {version}, this is braid {__version__}: update braid"
             raise ConfigError(msg)
         return msgspec.json.decode(raw, type=RunRecord)
     except msgspec.MsgspecError as exc:
-        msg = (
-            f"expected a record of a run in {path / 'run.json'}, found: {exc}; is it a run of "
-            "braid?"
-        )
+        msg = f"{file} is not the record of a run of braid: {exc}"
         raise ConfigError(msg) from exc
 
 
 def _each(paths: list[Path], read: Callable[[Path], T | None], notices: list[str]) -> list[T]:
-    found = []
+    values = []
     for path in paths:
         try:
             value = read(path)
@@ -147,22 +143,21 @@ def _each(paths: list[Path], read: Callable[[Path], T | None], notices: list[str
             notices.append(f"{path.name} is left out: {exc}")
         else:
             if value is not None:
-                found.append(value)
-    return found
+                values.append(value)
+    return values
 
 
 def _read_ring(path: Path) -> EventRing:
     raw = path.read_bytes()
     if len(raw) < HEADER_BYTES:
-        msg = f"expected an event ring, found {len(raw)} bytes, less than its header"
+        msg = f"{len(raw)} bytes are less than the header of an event ring"
         raise ConfigError(msg)
     ring = EventRing(raw)
-    expected = EventRing.nbytes_for(ring.capacity)
-    if len(raw) < expected:
+    nbytes = EventRing.nbytes_for(ring.capacity)
+    if len(raw) < nbytes:
         msg = (
-            f"expected {expected:,} bytes for {ring.capacity:,} records, found {len(raw):,}: it "
-            "was not "
-            "written to the end"
+            f"expected {nbytes:,} bytes for {ring.capacity:,} records, got {len(raw):,}: the file "
+            "is incomplete"
         )
         raise ConfigError(msg)
     try:
@@ -170,13 +165,16 @@ def _read_ring(path: Path) -> EventRing:
             ring.name(event.kind)
             ring.name(event.site)
     except (struct.error, ValueError) as exc:
-        msg = f"expected a table of names after the records, found it damaged ({exc})"
+        msg = f"the table of names after the records is damaged ({exc})"
         raise ConfigError(msg) from exc
     return ring
 
 
 def _read_metrics(path: Path) -> _Metrics | None:
-    """Rows with a step, and what stands before them; the last line may be torn. None when the file has no such row."""
+    """Read the rows that have a step, and the header before them; None if there are no such rows.
+
+    Lines that are not JSON, such as a torn last line, are skipped.
+    """
     rows: list[dict[str, float]] = []
     about: dict[str, object] = {}
     with path.open(errors="replace") as file:

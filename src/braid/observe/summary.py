@@ -1,4 +1,4 @@
-"""The report for people who stay in the terminal: outcome, one bar per rank, three sentences, two paths."""
+"""Prints a summary of the report: outcome, one bar per rank, three sentences and two paths."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from braid.observe.units import percent_text
 
 __all__ = ["print_summary"]
 
-BAR_WIDTH = 24  # with the figures beside it, a line fits into 80 columns
+BAR_WIDTH = 24  # with the numbers beside it, a line fits into 80 columns
 MAX_BARS = 16
 STYLES = {"compute": ("#", "blue"), "wait": ("=", "yellow"), "transfer": (".", "magenta")}
 
 
 def print_summary(story: Story, console: Console, *, report: Path, trace: Path | None) -> None:
-    """Print it.
+    """Print the summary of a report.
 
     Args:
-        story: What there is to say.
-        console: Where to.
-        report: The page that was written.
-        trace: The trace that was written; None when there was nothing to trace.
+        story: Contents of the report.
+        console: Console to print to.
+        report: Path of the page.
+        trace: Path of the trace; None if no rank has recorded events.
     """
     console.print(Text(story.outcome), soft_wrap=True)
     for notice in story.notices:
@@ -43,7 +43,7 @@ def print_summary(story: Story, console: Console, *, report: Path, trace: Path |
     if story.facts:
         console.print(facts)
     if not rows:
-        console.print(Text("  no events on record: the program did not call braid.init()"))
+        console.print(Text("  no events recorded: the program did not call braid.init()"))
     paths = Text(f"  report  {report}")
     if trace is not None:
         paths.append(f"\n  trace   {trace}   open https://ui.perfetto.dev and drag the file there")
@@ -58,7 +58,7 @@ def _legend() -> Text:
 
 
 def _bar(row: RankRow) -> Text:
-    """`rank 0  ####====..  compute 60 %  wait 30 %  transfer 10 %`."""
+    """Return a line such as `rank 0  ####====..  compute 60 %  wait 30 %  transfer 10 %`."""
     text = Text(f"  rank {row.rank:<3} ")
     edge, drawn = 0.0, 0
     for name, (sign, style) in STYLES.items():

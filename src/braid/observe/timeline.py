@@ -1,26 +1,25 @@
-"""From event rings to one timeline: what each rank did when, and where its time went.
+"""Converts event rings to timelines on one clock, and computes where the time of each rank went.
 
-Problem: ranks of a synchronous job all take equally long a step, because the fast ones wait for the
-slow one. Durations therefore show nothing; what tells is how a rank's step divides into
+Problem: the steps of all ranks in a synchronous job are equally long, because fast ranks wait for
+slow ones. Durations therefore show nothing. The division of a rank's steps does:
 
-    wait        blocked until another rank has come (`wait` spans)
+    wait        blocked until another rank arrives (`wait` spans)
     transfer    inside collectives without waiting
     compute     the rest of the step: forward, backward, optimizer, data
 
 A collective that was started from a hook is open while backward goes on computing, so its span is
-not the time it cost. Only its *foreground* counts: from the last moment at which the rank is seen
-to do something else.
+not its cost. Only its *foreground* counts: the part after the last begin or end of something else
+on the rank.
 
-    backward     |-----------------------------------------|
-    bucket 1            |.....................=====|            . under way   = counts, less the waits inside
+    backward     |-----------------------------------------|     . under way
+    bucket 1            |.....................=====|             = foreground, less the waits inside
     bucket 2                                  |=========|
                                               ^ the rank began something else
 
-Clocks: `t_ns` + the ring's offset is the launcher's clock; the first event of the run is moment 0.
-A span that never ended lasts until the last event of any rank; what is left of a collective that
-never ended counts as waiting. When the run failed, the last step of every rank counts as unfinished
-(ranks that an exception carries out of a step close it), and so does a collective that nothing came
-after.
+Clocks: `t_ns` plus the ring's offset is the launcher's clock; the first event of the run is time 0.
+An open span lasts until the last event of any rank, and the foreground of an open collective counts
+as waiting. If the run failed, the last step of every rank counts as unfinished, because an exception
+closes it, and so does a last collective that no other event follows.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ from braid.observe.intervals import Cover, Interval
 __all__ = ["RankTimeline", "Shares", "StepKey", "StepTime", "read_timelines", "shares"]
 
 COLLECTIVE = re.compile(r"\w+\(.*\)", re.DOTALL)
-WORK = frozenset(
-    {"step", "phase", "bucket", "collective"}
-)  # shows that the rank itself did something
+# roles of events which show that the rank itself did something
+WORK = frozenset({"step", "phase", "bucket", "collective"})
 BUCKET = re.compile(r"bucket \d+ of \d+")
 
 
 class Shares(NamedTuple):
-    """Fractions of a rank's time; they add up to 1, or are all 0 when there is no time."""
+    """Fractions of a rank's time; they add up to 1, or are all 0 without any time."""
 
     compute: float
     wait: float
@@ -53,24 +51,24 @@ class Shares(NamedTuple):
 
 
 class StepKey(NamedTuple):
-    """Identity of a step over ranks: its number, and how often that number had come before."""
+    """Identity of a step on all ranks: its number, and how often that number occurred before."""
 
     repeat: int
     seq: int
 
 
 class StepTime(NamedTuple):
-    """How one rank spent one step.
+    """Division of one step of one rank.
 
     Attributes:
-        key: Which step.
-        start_ns: Begin.
-        end_ns: End.
-        wait_ns: Blocked by others.
-        transfer_ns: In collectives, not waiting.
+        key: Identity of the step.
+        start_ns: Begin of the step.
+        end_ns: End of the step.
+        wait_ns: Time blocked by other ranks.
+        transfer_ns: Time in collectives, without waits.
         phases: Time of each outermost phase, without waits; `between steps` is the time since the
-        step before.
-        open: The step did not end.
+            previous step.
+        open: Whether the step did not end.
     """
 
     key: StepKey
@@ -83,12 +81,12 @@ class StepTime(NamedTuple):
 
     @property
     def dur_ns(self) -> int:
-        """Duration."""
+        """Duration of the step."""
         return self.end_ns - self.start_ns
 
     @property
     def busy_ns(self) -> int:
-        """Time that the rank needed itself: all but waits."""
+        """Own work of the rank: duration without waits."""
         return self.dur_ns - self.wait_ns
 
     @property
@@ -99,15 +97,15 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimeline:
-    """What one rank recorded.
+    """Recording of one rank.
 
     Attributes:
-        rank: Its rank.
-        intervals: By begin; of two that begin together, the longer first.
-        num_lost: Older records that the ring had no room for.
-        waits: When it was blocked.
-        transfers: When it was in collectives without being blocked.
-        steps: Its steps in order of time.
+        rank: Number of the rank.
+        intervals: Events by begin; of two that begin together, the longer one first.
+        num_lost: Number of older records that were overwritten.
+        waits: Moments at which the rank was blocked.
+        transfers: Moments at which the rank was in a collective without being blocked.
+        steps: Steps in order of time.
     """
 
     rank: int
@@ -118,7 +116,7 @@ class RankTimeline:
     steps: tuple[StepTime, ...]
 
     def of(self, *roles: str) -> list[Interval]:
-        """The intervals of some roles."""
+        """Return the events with one of `roles`."""
         return [i for i in self.intervals if i.role in roles]
 
     @property
@@ -130,31 +128,31 @@ class RankTimeline:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """What shares are of: finished steps, else unfinished ones, else the whole recording."""
+        """Base of shares: finished steps, else unfinished ones, else the whole recording."""
         finished = [(s.start_ns, s.end_ns) for s in self.steps if not s.open]
         return finished or [(s.start_ns, s.end_ns) for s in self.steps] or [self.span_ns]
 
 
 def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple[RankTimeline, ...]:
-    """The timelines of all ranks on one clock, by rank.
+    """Return the timelines of all ranks on one clock, by rank.
 
     Args:
-        rings: What the ranks recorded.
-        failed: Whether the run did not end well.
+        rings: Event rings of the ranks.
+        failed: Whether the run has failed.
     """
-    found = [(ring, ring.tail(), ring.clock_offset_ns) for ring in rings]
-    begins = [event.t_ns + offset for _, events, offset in found for event in events]
+    tails = [(ring, ring.tail(), ring.clock_offset_ns) for ring in rings]
+    begins = [event.t_ns + offset for _, events, offset in tails for event in events]
     origin_ns = min(begins, default=0)
     last_ns = max(
         (
             event.t_ns + offset + (0 if event.open else event.dur_ns)
-            for _, events, offset in found
+            for _, events, offset in tails
             for event in events
         ),
         default=0,
     )
     timelines = []
-    for ring, events, offset in found:
+    for ring, events, offset in tails:
         name = ring.name
         intervals = []
         for event in events:
@@ -180,7 +178,7 @@ def read_timelines(rings: Iterable[EventRing], *, failed: bool = False) -> tuple
 
 
 def shares(timeline: RankTimeline) -> Shares:
-    """Where the rank's time went, over all its steps."""
+    """Return the division of the rank's time, over all its steps."""
     total = wait = transfer = 0
     for start_ns, end_ns in timeline.windows:
         total += end_ns - start_ns
@@ -192,7 +190,7 @@ def shares(timeline: RankTimeline) -> Shares:
 
 
 def foreground(intervals: Sequence[Interval]) -> list[tuple[int, int, bool]]:
-    """The part of each collective during which the rank did nothing else, and whether it is open."""
+    """Return the part of each collective in which the rank did nothing else, and if it is open."""
     elsewhere = sorted(
         moment
         for i in intervals
@@ -221,8 +219,7 @@ def _timeline(ring: EventRing, intervals: list[Interval], *, failed: bool) -> Ra
     intervals.sort(key=lambda i: (i.start_ns, -i.end_ns))
     inside = foreground(intervals)
     if failed and (last := [i for i in intervals if i.role in WORK][-1:]) and inside:
-        # the collective that a rank was in last did not come to pass: it ended by an error, which
-        # records no wait
+        # the last collective of a failed rank ended by an error, which records no wait
         inside[-1] = (*inside[-1][:2], inside[-1][2] or last[0].role == "collective")
     waits = Cover(
         [(i.start_ns, i.end_ns) for i in intervals if i.role == "wait"]
@@ -272,7 +269,7 @@ def _step_times(
 def _outermost_phases(
     intervals: Sequence[Interval], steps: Sequence[Interval], starts: list[int], waits: Cover
 ) -> list[dict[str, int]]:
-    """For each step, the time of its phases; those inside other phases are part of them."""
+    """Return the time of the outermost phases of each step."""
     phases: list[dict[str, int]] = [{} for _ in steps]
     covered_ns = 0
     for i in intervals:

@@ -1,18 +1,18 @@
-"""The recording as a trace file: all ranks on one clock, for https://ui.perfetto.dev or chrome://tracing.
+"""Writes the recording of all ranks as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-The format asks that events of one track nest or are disjoint. Buckets and collectives of several
-channels overlap, so every kind of event is laid out on as many tracks as it takes; waits go into
-the track of the collective that they block.
+The format requires that events of one track nest or are disjoint. Buckets and collectives of several
+channels overlap, so every kind of event gets as many tracks as it needs. A wait is on the track of
+the collective that it blocks.
 
     rank 0   phases               |step                                             |
                                   |data|forward   |backward            |optimizer   |
              buckets                                |bucket 1 of 2   |
              buckets 2                                    |bucket 2 of 2|
              channel 5            all_reduce        |  |wait|        | ----.
-    rank 1   channel 5            all_reduce                   |     | <---'  arrow to the rank that came last
+    rank 1   channel 5            all_reduce                   |     | <---'  arrow to the last rank
 
-Events are written one by one, never held together as text. A large trace is compressed, which both
-viewers can read.
+Events are written one by one, so the text of the trace is never in memory as a whole. A large trace
+is compressed; both viewers can read it.
 
 Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M
 (metadata), microseconds.
@@ -51,14 +51,14 @@ def write_trace(run: Run, path: Path) -> Path:
     """Write the trace of a run.
 
     Args:
-        run: The run.
-        path: File to write, such as `trace.json`.
+        run: Run to trace.
+        path: Path of the file, such as `trace.json`.
 
     Returns:
-        The file: `path`, or `path` with `.gz` appended when the trace is large.
+        Path of the file: `path`, or `path` with `.gz` appended for a large trace.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     timelines = read_timelines(run.rings)
     if sum(len(timeline.intervals) for timeline in timelines) > LARGE:
@@ -86,7 +86,7 @@ def write_trace(run: Run, path: Path) -> Path:
 
 
 def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object]]:
-    """All events of the trace, as the format wants them."""
+    """Yield all events of the trace, in its format."""
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for timeline in timelines:
         rank = timeline.rank
@@ -107,7 +107,7 @@ def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object
 
 
 def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
-    """Titles and members of the rank's tracks, from top to bottom."""
+    """Yield the titles and events of the rank's tracks, from top to bottom."""
     families: dict[tuple[int, int], list[Interval]] = defaultdict(list)
     operations: dict[int, set[str]] = defaultdict(set)
     for i in timeline.intervals:
@@ -132,7 +132,7 @@ def _event(rank: int, tid: int, i: Interval) -> dict[str, object]:
     if i.site:
         args["called at"] = i.site
     if i.open:
-        args["unfinished"] = "had not ended when the run did"
+        args["unfinished"] = "had not ended at the end of the run"
     event: dict[str, object] = {
         "ph": "i" if i.role == "instant" else "X",
         "name": f"{i.name} {i.seq}" if i.role == "step" else i.name,
@@ -155,7 +155,7 @@ def _event(rank: int, tid: int, i: Interval) -> dict[str, object]:
 def _arrows(
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]],
 ) -> Iterator[dict[str, object]]:
-    """Through each collective, from the rank that came first to the one that came last."""
+    """Yield an arrow for each collective, from the rank that began first to the last one."""
     for number, places in enumerate(meetings.values(), start=1):
         if len(places) < 2:
             continue
@@ -171,12 +171,12 @@ def _arrows(
                 "ts": start_ns / 1000,
             }
             if arrow["ph"] == "f":
-                arrow["bp"] = "e"  # bind to the slice around it, not to the next one
+                arrow["bp"] = "e"  # bind to the enclosing slice, not to the next one
             yield arrow
 
 
-def _metadata(rank: int, tid: int, what: str, **args: object) -> dict[str, object]:
-    return {"ph": "M", "pid": rank, "tid": tid, "name": what, "args": args}
+def _metadata(rank: int, tid: int, kind: str, **args: object) -> dict[str, object]:
+    return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": args}
 
 
 def _write(file: BinaryIO, head: dict[str, object], events: Iterable[dict[str, object]]) -> None:

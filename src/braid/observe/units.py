@@ -1,4 +1,4 @@
-"""Numbers with units, as a reader wants them: three digits at most, and always the unit."""
+"""Formats numbers with units for readers, with three digits at most."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["bytes_text", "count_text", "duration_text", "number_text", "percent_
 
 
 def duration_text(duration_ns: float) -> str:
-    """`850 ns`, `12.4 ms`, `3.2 s`, `2 min 5 s`, `1 h 3 min`."""
+    """Format a duration: `850 ns`, `12.4 ms`, `3.2 s`, `2 min 5 s`, `1 h 3 min`."""
     if duration_ns >= 3600e9:
         minutes = round(duration_ns / 60e9)
         return f"{minutes // 60} h {minutes % 60} min"
@@ -20,7 +20,7 @@ def duration_text(duration_ns: float) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """`0 B`, `512 B`, `1.5 KiB`, `64 MiB`."""
+    """Format a size: `0 B`, `512 B`, `1.5 KiB`, `64 MiB`."""
     for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{number_text(nbytes / size)} {unit}"
@@ -28,7 +28,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """`950`, `12.4k`, `3.2M`, for axes and totals."""
+    """Format a count for axes and totals: `950`, `12.4k`, `3.2M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size * 0.9995:
             return f"{number_text(count / size)}{unit}"
@@ -36,7 +36,7 @@ def count_text(count: float) -> str:
 
 
 def percent_text(fraction: float) -> str:
-    """`0 %`, `0.4 %`, `12 %`; `< 0.1 %` for what is there and rounds to nothing."""
+    """Format a fraction: `0 %`, `0.4 %`, `12 %`; `< 0.1 %` for smaller positive fractions."""
     percent = 100 * fraction
     if 0 < percent < 0.1:
         return "< 0.1 %"
@@ -44,7 +44,7 @@ def percent_text(fraction: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """Three digits, without needless zeros: `0.0123`, `1.5`, `12.4`, `950`."""
+    """Format a number with three digits, without trailing zeros: `0.0123`, `1.5`, `12.4`, `950`."""
     if value == 0:
         return "0"
     if abs(value) >= 99.95:
