@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
@@ -96,6 +97,33 @@ def test_a_callback_that_waits_in_the_progress_thread_is_refused_with_a_reason()
     assert (
         "a callback waits for all_reduce(float32[1], sum) in the thread that carries it out" in text
     )
+
+
+def _callback_receives(group: Group, ready: threading.Event) -> float:
+    if group.rank == 1:
+        ready.wait(10)
+        group.all_reduce(torch.ones(1))
+        group.send(torch.full((3,), 7.0), 0)
+        group.barrier()
+        return 7.0
+    refused = threading.Event()
+
+    def receive(_work: object) -> None:
+        with contextlib.suppress(StaleError):
+            group.recv(torch.empty(3), 1, timeout_s=5)
+            return
+        refused.set()
+
+    group.all_reduce(torch.ones(1), async_op=True).add_done_callback(receive)
+    ready.set()
+    assert refused.wait(10)
+    message = group.recv(torch.zeros(3), 1, timeout_s=5)
+    group.barrier()
+    return message[0].item()
+
+
+def test_a_receive_that_is_refused_takes_no_message():
+    assert run_threads(2, _callback_receives, threading.Event()) == [7.0, 7.0]
 
 
 def _in_two_threads(group: Group) -> list[float]:

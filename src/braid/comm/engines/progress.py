@@ -58,7 +58,7 @@ class Progress:
     def execute(self, operation: Operation) -> None:
         """Carry out a new operation in this thread, behind what is queued on its channel."""
         if self._transport.forked or self._thread is not None:
-            self._check_caller(operation)
+            self.check_caller(operation.text)
         with self._ordering:
             queued = operation.channel in self._queues
             if queued:
@@ -176,7 +176,7 @@ class Progress:
             CommError: What stopped it.
         """
         if not operation.done and (self._transport.forked or self._thread is not None):
-            self._check_caller(operation)
+            self.check_caller(operation.text)
         if operation.submitted is not None:
             self._join(operation, timeout_s)
         else:
@@ -255,14 +255,13 @@ class Progress:
             )
             raise StaleError(msg)
 
-    def _check_caller(self, operation: Operation) -> None:
+    def check_caller(self, text: str) -> None:
         """Raise StaleError in a forked child, and in the progress thread."""
         self.refuse_fork()
         if threading.current_thread() is self._thread:
             msg = (
-                f"a callback waits for {operation.text} in the thread that carries it out: start "
-                "it there with "
-                "async_op=True, and wait for it in a thread of the program"
+                f"a callback waits for {text} in the thread that carries it out: start it there "
+                "with async_op=True, and wait for it in a thread of the program"
             )
             raise StaleError(msg)
 

@@ -151,6 +151,8 @@ class SharedMemoryEngine:
 
     def run(self, collective: Collective) -> None:
         """Carry a collective out in this thread, behind what is queued on the same channel."""
+        if collective.kind == "recv":  # once it is posted it takes a message, even if refused
+            self.progress.check_caller(collective.text)
         self.progress.execute(self._operation(collective))
 
     def start(self, collective: Collective, steps_by: StepsBy) -> Work:
