@@ -280,6 +280,28 @@ def test_a_forked_child_leaves_its_parents_memory_alone(procs):
     assert procs(2, _use_in_a_child) == [[], []]
 
 
+def _closes_in_a_child(group: Group) -> int:
+    """How a forked child ends that closes a group whose progress another thread was just at."""
+    import os
+    import signal
+
+    with group.engine.progress._lock:
+        pid = os.fork()
+        if not pid:
+            signal.alarm(5)
+            group.abort("child")
+            group.close()
+            os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    group.barrier()
+    return os.waitstatus_to_exitcode(status)
+
+
+@pytest.mark.procs
+def test_a_forked_child_may_close_its_parents_group(procs):
+    assert procs(2, _closes_in_a_child) == [7, 7]
+
+
 def _pass_descriptors(group: Group, directory: str) -> float:
     from braid.clock import MonotonicClock
     from braid.events import Recorder

@@ -426,6 +426,8 @@ class Group(Reductions, Movements, PointToPoint):
         if not self._given_back:
             self._given_back = True
             self._closed = self._closed or "has been closed"
+            if self._engine.forked:  # a child gives nothing back, and locks may be held for good
+                return
             for engine in self._engines():
                 engine.close()
 
