@@ -215,6 +215,26 @@ def test_a_rank_with_another_secret_is_refused():
     assert "handshake with tcp://127.0.0.1:" in str(one)
 
 
+class _Remembering(HashStore):
+    """A store that remembers every key and value that was ever set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_once: dict[str, bytes] = {}
+
+    def set(self, key, value):
+        self.set_once[key] = value
+        super().set(key, value)
+
+
+def test_a_secret_that_went_through_the_store_does_not_stay_there():
+    store = _Remembering()
+    _close_all(_join_all([{}, {}, {}], store))
+    secrets = {key for key, value in store.set_once.items() if "secret" in key and value}
+    assert len(secrets) == 1
+    assert not any(store.check([key]) for key in secrets)
+
+
 class _Strangers(HashStore):
     """Lets strangers call a rank as soon as it has said where it listens."""
 

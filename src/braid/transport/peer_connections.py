@@ -117,7 +117,7 @@ def call_all(
         own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
         words = _say_all(meeting, "shm/address", own, "can listen")
         if me == 0:  # all have read it
-            meeting.store.delete_key("shm/secret")
+            meeting.store.delete_key("shm/secret/0")
         said = [_Said.parse(word) for word in words]
         over_network = _require_one_network(meeting, said)
         if over_network:
