@@ -345,6 +345,27 @@ def test_who_waits_for_background_work_goes_on_with_started_requests():
     run_threads(2, _wait_for_background_first, threading.Event())
 
 
+def _registers_again(group: Group) -> list[int]:
+    """The numbers of requests after one that could not be made on the last rank."""
+    register = group.engine.request
+
+    def fail_once(*_args: object) -> None:
+        group.engine.request = register
+        msg = "no memory for another channel"
+        raise CommError(msg)
+
+    if group.rank == group.size - 1:
+        group.engine.request = fail_once
+        with pytest.raises(CommError):
+            group.persistent("all_reduce", torch.ones(1))
+    requests = [group.persistent("all_reduce", torch.ones(1)) for _ in range(2)]
+    return [request._number for request in requests]
+
+
+def test_a_request_that_could_not_be_made_keeps_no_number():
+    assert run_threads(2, _registers_again) == [[0, 1], [0, 1]]
+
+
 def _retires(group: Group) -> tuple[list[float], list[str]]:
     found, said = [], []
     last = group.persistent("all_reduce", torch.ones(1))

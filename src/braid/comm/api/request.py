@@ -96,7 +96,11 @@ class Request:
         self._scaled: dict[float, Collective] = {}
         self._numbers = numbers
         self._number = numbers.next()
-        self._request = engine.request(collective, self._number)
+        try:
+            self._request = engine.request(collective, self._number)
+        except BaseException:
+            numbers.give_back(self._number)  # for another attempt, with the members' number
+            raise
         self._work: Work | None = None
         self._retired = False
 
