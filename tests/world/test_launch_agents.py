@@ -96,7 +96,7 @@ def test_a_host_that_has_no_descriptors_left_says_so_and_not_that_ssh_is_missing
         placement.start()
 
 
-def test_a_node_0_that_cannot_open_a_lobby_leaves_no_file_for_the_next_run(tmp_path):
+def test_a_node_0_that_cannot_listen_leaves_no_file_for_the_next_run(tmp_path):
     path = str(tmp_path / "meeting")
     nodes = Nodes(
         meeting=MeetingPoint(2, 0, path=path), insecure_network=True, interfaces=("eth77",)

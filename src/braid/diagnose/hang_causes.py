@@ -40,7 +40,7 @@ DATA_PHASES = ("data", "load", "batch")
 
 
 class Blocked(NamedTuple):
-    """A rank that waits for others.
+    """A rank that waits for other ranks.
 
     Attributes:
         view: View of the rank.

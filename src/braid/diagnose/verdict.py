@@ -4,9 +4,9 @@ Problem: when one rank dies, every other rank fails milliseconds later, often wi
 ("Connection reset by peer"). Launchers that blame the first process that they reap name an innocent
 rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
-Idea: the end of a rank is a *cause* (a signal that braid has not sent, an ordinary exception, an
-exit code, a rank declared dead) or a *symptom* (a lost peer, a deadline, a reset connection). The
-verdict names the first cause in time, and all ranks with the same error: one bad option fails all
+Idea: the end of a rank is a *cause* or a *symptom*. Causes are a signal that braid has not sent, an
+ordinary exception, an exit code, or a rank declared dead. Symptoms are a lost peer, a deadline, or a
+reset connection. The verdict names the first cause in time, and all ranks with the same error: one bad option fails all
 ranks. A symptom is blamed only if there is no cause, and the verdict is then marked as uncertain.
 
     end                                                | weight

@@ -95,7 +95,7 @@ def system() -> System:
 
 
 def cores() -> Cores:
-    """Cores and what this process may use of them."""
+    """Return the cores of this machine and of this process."""
     return Cores(
         physical=psutil.cpu_count(logical=False) or 0,
         logical=psutil.cpu_count() or 1,
@@ -220,7 +220,7 @@ def container() -> Container:
     }
     kinds = [kind for kind, present in marks.items() if present]
     groups = _text(Path("/proc/1/cgroup"))
-    if not kinds and any(word in groups for word in ("docker", "kubepods", "containerd")):
+    if not kinds and any(name in groups for name in ("docker", "kubepods", "containerd")):
         kinds = ["a container"]
     return Container(", ".join(kinds), _text(Path("/proc/1/comm")) or "unknown")
 

@@ -77,7 +77,7 @@ def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
 
 
 def _late_bucket(timelines: Sequence[RankTimeline]) -> str:
-    """Name the rank that makes other ranks wait for the last bucket, if it is often the same."""
+    """Name the rank that often makes other ranks wait for the last bucket; empty if none does."""
     rows = late_buckets(timelines)
     if not rows:
         return ""

@@ -1,6 +1,6 @@
 """Reads the directory of a run, which may be damaged: a run may have been killed, or still go on.
 
-Only `run.json` is required. A file that cannot be read is left out with a notice, so that a damaged
+Only `run.json` is required. Any other file that cannot be read is left out with a notice. A damaged
 event ring of one rank does not hide the events of all other ranks.
 """
 

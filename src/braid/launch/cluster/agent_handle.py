@@ -135,9 +135,10 @@ class AgentHandle:
             self.on_message(self, message, delivery.buffers)
 
     def close(self, deadline_ns: int) -> None:
-        """Wait for the agent's end, kill it at the deadline, and close its descriptors. Idempotent.
+        """Wait for the agent's end, until a deadline, and close all descriptors. Idempotent.
 
-        Call after the van is closed, which makes the agent end.
+        Call after the van is closed, which makes the agent end. An agent that lives at the deadline
+        is killed.
         """
         self.hang_up()
         if self._placed is not None:

@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
 
 class AgentRanks:
-    """Starts ranks and reports to the launcher what happens to them.
+    """Starts ranks and reports their state changes to the launcher.
 
     Args:
         job: Job of the ranks.

@@ -1,4 +1,4 @@
-"""Parses lists of hosts and assigns ranks to them.
+"""Parses lists of hosts and assigns ranks to hosts.
 
 Problem: mpirun, horovodrun and deepspeed each read host lists in their own way and guess at the
 meaning of mistakes. A host that is named twice becomes two hosts, a missing number becomes one.

@@ -190,14 +190,14 @@ def _problem(
         if blind[node]:
             lines.append(f"{names[node]} cannot be reached from {', '.join(blind[node])}")
         else:
-            seen = [
+            reached_at = [
                 f"{a.ip} from {names[a.source]}"
                 for a in attempts
                 if a.target == node and not a.reason
             ]
             lines.append(
                 f"{names[node]} has no address that all other hosts can reach: it is reached at "
-                f"{', '.join(seen)}"
+                f"{', '.join(reached_at)}"
             )
     has = {
         node: [f"{e.interface} {e.ip}/{e.prefix}" for e in endpoints if e.node == node]

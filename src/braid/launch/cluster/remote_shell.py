@@ -37,7 +37,7 @@ AGENT = ("-m", "braid.launch.cluster.agent_main")
 DEFAULT_RSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=10 {host}"
 # errors of this host, not of the command
 EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
-JOINS_WORDS = frozenset({"ssh", "rsh"})  # these join their arguments and pass them to a shell
+JOINS_ARGUMENTS = frozenset({"ssh", "rsh"})  # these join their arguments and pass them to a shell
 
 
 class Placed:
@@ -138,20 +138,20 @@ class RshPlacement:
 
     def __init__(self, host: str, rsh: str = DEFAULT_RSH, python: str = "") -> None:
         self._host = host
-        words = _words(rsh, "--rsh")
-        if not any("{host}" in word for word in words):
+        argv = _words(rsh, "--rsh")
+        if not any("{host}" in arg for arg in argv):
             msg = f"--rsh must contain {{host}}, got {rsh!r}: write for example 'ssh {{host}}'"
             raise ConfigError(msg)
-        self._words = [word.replace("{host}", host) for word in words]
+        self._shell = [arg.replace("{host}", host) for arg in argv]
         self._python = _words(python, "--remote-python") if python else [sys.executable]
 
     @property
     def argv(self) -> list[str]:
         """Command that runs on this host."""
         command = [*self._python, *AGENT]
-        if Path(self._words[0]).name in JOINS_WORDS:
-            command = [shlex.quote(word) for word in command]
-        return [*self._words, *command]
+        if Path(self._shell[0]).name in JOINS_ARGUMENTS:
+            command = [shlex.quote(arg) for arg in command]
+        return [*self._shell, *command]
 
     def start(self) -> Placed:
         """Run the command."""

@@ -86,7 +86,12 @@ class _Phase(Enum):
 
 
 class _Place(NamedTuple):
-    """When a call site may be reported again, and the interval after that, in limits."""
+    """Report times of one call site.
+
+    Attributes:
+        due_ns: Time before which the site is not reported again.
+        limits: Interval after the next report, in multiples of the limit.
+    """
 
     due_ns: int
     limits: int

@@ -58,7 +58,7 @@ class RankSpec(NamedTuple):
 
 
 class RankBackend(Protocol):
-    """Starts ranks and reports what happens to them; the caller of `carry_out` owns the backend."""
+    """Starts ranks and reports their state changes; owned by the caller of `carry_out`."""
 
     @property
     def run_id(self) -> str:

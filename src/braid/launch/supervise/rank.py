@@ -108,7 +108,7 @@ class Rank(ABC):
 
     @abstractmethod
     def view(self) -> RankView:
-        """Return what is observed of the rank from outside, on the launcher's clock."""
+        """Return a view of the rank from outside, on the launcher's clock."""
 
     @abstractmethod
     def lasted_ns(self, wait: OpenWait) -> int | None:
@@ -165,7 +165,7 @@ class Rank(ABC):
 
         Args:
             change: Last state change of the process.
-            facts: What the supervisor knows of the rank and has done to it.
+            facts: State of the process, as the supervisor knows it.
         """
         ended_ns = change.t_ns or self._clock.now_ns()
         exit_code = change.status if change.kind == "exited" else None

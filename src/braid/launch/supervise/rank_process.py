@@ -93,7 +93,7 @@ class RankProcess(Rank):
         self._observer.request_stack(alive=self.alive, answers=self.has_joined)
 
     def view(self) -> RankView:
-        """Return what is observed of the rank from outside."""
+        """Return a view of the rank from outside."""
         ended = clause(self.end) if self.end is not None else ""
         return self._observer.view(alive=self.alive, ended=ended)
 

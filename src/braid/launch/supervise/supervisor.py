@@ -1,8 +1,8 @@
 """The launcher for one host.
 
-Problem: a launcher of N processes must notice a death at once, inform the remaining ranks, collect
-all errors, leave no process behind and name the rank that caused the failure. Shell loops and
-`mp.spawn` do a part of this. torchrun polls its workers and restarts them.
+Problem: a launcher of N processes must notice a death at once, inform the remaining ranks and
+collect all errors. It must leave no process behind and name the rank that caused the failure. Shell
+loops and `mp.spawn` do a part of this. torchrun polls its workers and restarts them.
 
 Idea: a `RankBackend` starts ranks, on one host or several; `supervision` supervises them, wherever
 they run. This module combines the two for one host, `several_hosts` for more.

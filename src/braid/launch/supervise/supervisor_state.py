@@ -159,7 +159,7 @@ Instruction: TypeAlias = SendSignal | SendToRank | Warn | CollectStacks
 
 @dataclass(slots=True)
 class RankFacts:
-    """What the supervisor knows of a rank's process.
+    """State of a rank's process, as the supervisor knows it.
 
     Attributes:
         alive: Whether the process has not ended.
