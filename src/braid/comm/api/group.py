@@ -29,7 +29,7 @@ from braid.comm.api.objects import Objects
 from braid.comm.api.point_to_point import PointToPoint
 from braid.comm.api.rebuild import meet_survivors
 from braid.comm.api.reductions import Reductions
-from braid.comm.api.request import Numbers, Request
+from braid.comm.api.request import Numbers, Request, describe_persistent
 from braid.comm.api.starter import Starter
 from braid.comm.channel.control_pages import ControlPages
 from braid.comm.engines.collective import Collective, Describer
@@ -37,7 +37,7 @@ from braid.comm.engines.engine import Engine
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.shared_memory import SharedMemoryEngine
 from braid.comm.engines.work import StepsBy, Work
-from braid.comm.tensors.arguments import Data, as_tensor, check_movable, check_seconds, is_number
+from braid.comm.tensors.arguments import Data, check_movable, check_seconds, is_number
 from braid.errors import ConfigError, StaleError
 from braid.events import NameTable
 from braid.store import Store, exchange
@@ -48,7 +48,6 @@ __all__ = ["Group"]
 DEADLINE_S = 300.0
 FIRST_DEADLINE_S = 600.0
 REBUILD_S = 60.0
-PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 # to be told of a fork, which is cheaper than asking the engine at every call
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -203,39 +202,7 @@ class Group(Reductions, Movements, PointToPoint):
 
         Cost: none; the first start compares what the members registered.
         """
-        if kind not in PERSISTENT:
-            msg = (
-                f"expected kind out of {', '.join(PERSISTENT)} for a persistent request, found "
-                f"{kind!r}"
-            )
-            raise ConfigError(msg)
-        if wire is not None and kind != "all_reduce":
-            msg = (
-                f"expected wire=None for {kind}, found {wire!r}: only an all_reduce converts "
-                "numbers on their way"
-            )
-            raise ConfigError(msg)
-        with Batch(self, lambda _: []) as batch:  # writes the collective down, and starts nothing
-            if kind == "all_reduce":
-                batch.all_reduce(x, op, wire=wire)
-            elif kind == "broadcast":
-                batch.broadcast(x, root)
-            elif kind == "all_gather":
-                batch.all_gather(x, out=out)
-            elif kind == "reduce_scatter":
-                batch.reduce_scatter(x, op, out=out)
-            else:
-                batch.all_to_all(x, out=out)
-        collective = batch.collectives[0]
-        copied = collective.copies is not None and collective.copies.needed
-        # an array that is read-only has been copied without anybody's doing
-        if copied or collective.ins[0].data_ptr() != as_tensor(x).data_ptr():
-            msg = (
-                f"a tensor registered for {kind} would have to be copied at every start: pass "
-                "x.contiguous() on the "
-                "group's device, and an out that does not overlap it"
-            )
-            raise ConfigError(msg)
+        collective = describe_persistent(self, kind, x, out=out, op=op, root=root, wire=wire)
         engine = self._prepare(collective)
         return Request(engine, collective, self.numbers, self._describer)
 
@@ -253,10 +220,10 @@ class Group(Reductions, Movements, PointToPoint):
         """
         self._check_open()
         if not (isinstance(shape, list | tuple) and all(is_number(n) and n >= 0 for n in shape)):
-            msg = f"expected a shape, such as (3, 4), found {shape!r}"
+            msg = f"{shape!r} is not a shape: pass sizes that are not negative, such as (3, 4)"
             raise ConfigError(msg)
         if not isinstance(dtype, torch.dtype):
-            msg = f"expected a torch.dtype, found {dtype!r}"  # type: ignore[unreachable]  # without a type checker
+            msg = f"{dtype!r} is not a torch.dtype, such as torch.float32"  # type: ignore[unreachable]  # without a type checker
             raise ConfigError(msg)
         return self._engine.empty(shape, dtype)
 
@@ -294,9 +261,8 @@ class Group(Reductions, Movements, PointToPoint):
         whole = all(is_number(number) for number in (color or 0, key))
         if not whole or (color is not None and color < 0):
             msg = (
-                "expected a color of at least 0 or None and a whole number as key, found "
-                f"{color!r} and {key!r} on rank "
-                f"{self.context.rank}"
+                f"rank {self.context.rank} called split(color={color!r}, key={key!r}): color is a "
+                "whole number of at least 0 or None, and key a whole number"
             )
             raise ConfigError(msg)
         self._check_open()
@@ -331,9 +297,8 @@ class Group(Reductions, Movements, PointToPoint):
         strangers = [rank for rank in ranks if rank not in self.ranks]
         if strangers or self.context.rank not in ranks or len(set(ranks)) < len(ranks):
             msg = (
-                f"expected different ranks out of {list(self.ranks)} with {self.context.rank} "
-                "among them, found "
-                f"{list(ranks)}"
+                f"rank {self.context.rank} called select({list(ranks)}) on the group of ranks "
+                f"{list(self.ranks)}: name each member once, and this rank among them"
             )
             raise ConfigError(msg)
         columns = [
@@ -373,8 +338,8 @@ class Group(Reductions, Movements, PointToPoint):
             self._check_open()
         if self._given_back and self._successor is not None:
             msg = (
-                f"expected a group that was not rebuilt, found that epoch {self.epoch + 1} of "
-                "it exists: use that one"
+                f"this group of epoch {self.epoch} has been rebuilt already: use the group that "
+                "rebuild returned, which `current` also gives"
             )
             raise StaleError(msg)
         name = f"{self._name_prefix}/{self.epoch}"
@@ -481,8 +446,7 @@ class Group(Reductions, Movements, PointToPoint):
         if collective.wire is not None and not engine.capabilities.wires:
             msg = (
                 f"wire={collective.wire!r} does not work for tensors that a backend of torch "
-                "moves: leave wire out, "
-                "and convert the tensor first"
+                "moves: leave wire out, and convert the tensor first"
             )
             raise ConfigError(msg)
         return engine
@@ -490,10 +454,10 @@ class Group(Reductions, Movements, PointToPoint):
     def _check_algorithm(self, c: Collective, engine: Engine) -> None:
         possible = engine.capabilities.algorithms
         if c.algorithm not in possible:
+            choices = f"choose one of {', '.join(possible)}" if possible else "leave it out"
             msg = (
-                f"this group's engine cannot use algorithm {c.algorithm!r} here: choose one of "
-                f"{', '.join(possible) or 'none, it chooses itself'}, or see braid doctor for "
-                "what the host does not permit"
+                f"this group's engine cannot use algorithm {c.algorithm!r} here: {choices}, or see "
+                "braid doctor for what the host does not permit"
             )
             raise ConfigError(msg)
         if c.algorithm in PROGRAMS:

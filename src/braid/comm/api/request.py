@@ -13,13 +13,17 @@ from collections.abc import Iterable
 
 import torch
 
+from braid.comm.api.batch import Batch
+from braid.comm.api.face import Face
 from braid.comm.engines.collective import Collective, Describer
 from braid.comm.engines.engine import Engine
 from braid.comm.engines.work import StepsBy, Work
+from braid.comm.tensors.arguments import Data, as_tensor
 from braid.errors import ConfigError, StaleError
 
-__all__ = ["Numbers", "Request"]
+__all__ = ["Numbers", "Request", "describe_persistent"]
 
+PERSISTENT = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 MAX_SCALES = 64  # factors whose descriptions are kept
 
 
@@ -190,3 +194,44 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self._number}, {self._collective.text})"
+
+
+def describe_persistent(
+    group: Face, kind: str, x: Data, *, out: Data | None, op: str, root: int, wire: str | None
+) -> Collective:
+    """Return the collective of `Group.persistent`, whose arguments these are.
+
+    Raises:
+        ConfigError: The kind has no persistent form or no wire format, or a tensor would have to be
+            copied at every start.
+    """
+    if kind not in PERSISTENT:
+        msg = f"{kind!r} has no persistent form: kind is one of {', '.join(PERSISTENT)}"
+        raise ConfigError(msg)
+    if wire is not None and kind != "all_reduce":
+        msg = (
+            f"wire={wire!r} does not work for {kind}: only an all_reduce converts numbers on "
+            "their way, so leave wire out"
+        )
+        raise ConfigError(msg)
+    with Batch(group, lambda _: []) as batch:  # writes the collective down, and starts nothing
+        if kind == "all_reduce":
+            batch.all_reduce(x, op, wire=wire)
+        elif kind == "broadcast":
+            batch.broadcast(x, root)
+        elif kind == "all_gather":
+            batch.all_gather(x, out=out)
+        elif kind == "reduce_scatter":
+            batch.reduce_scatter(x, op, out=out)
+        else:
+            batch.all_to_all(x, out=out)
+    collective = batch.collectives[0]
+    copied = collective.copies is not None and collective.copies.needed
+    # an array that is read-only has been copied without anybody's doing
+    if copied or collective.ins[0].data_ptr() != as_tensor(x).data_ptr():
+        msg = (
+            f"a tensor registered for {kind} would have to be copied at every start: pass "
+            "x.contiguous() on the group's device, and an out that does not overlap it"
+        )
+        raise ConfigError(msg)
+    return collective
