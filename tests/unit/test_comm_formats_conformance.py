@@ -129,7 +129,7 @@ def test_arbitrary_bytes_are_decoded_or_refused_and_then_change_nothing(name, me
         assert len(message) <= form.nbytes(numel)
     else:
         assert out.eq(5.0).all()
-        assert re.match(r"expected .*found ", refused)
+        assert re.search(r"agree on format|in another format", refused)
 
 
 INDEX = st.integers(-1, 16) | st.integers(-(1 << 31), (1 << 31) - 1)
@@ -160,7 +160,7 @@ def test_sparse_messages_are_read_only_if_their_indices_ascend_within_the_tensor
     if good:
         read(words.view(torch.uint8), out)
     else:
-        with pytest.raises(CommError, match=r"expected .*found "):
+        with pytest.raises(CommError, match=r"agree on format|in another format"):
             read(words.view(torch.uint8), out)
 
 
@@ -168,7 +168,7 @@ def test_sparse_messages_are_read_only_if_their_indices_ascend_within_the_tensor
 def test_scales_that_cannot_be_are_refused(scale):
     buffer = sent(Int8(), noise(600))
     buffer[4:8] = torch.tensor([scale]).view(torch.uint8)
-    with pytest.raises(CommError, match=r"found .* for block 1 of 3"):
+    with pytest.raises(CommError, match="scale of block 1 of 3"):
         Int8().decode(buffer, torch.empty(600))
 
 
@@ -192,9 +192,9 @@ def test_a_message_cut_short_or_too_long_is_refused(name):
 )
 def test_numbers_that_are_not_flat_float32_are_refused(name, x, found):
     form = form_of(name)
-    with pytest.raises(ConfigError, match=f"expected x to be .*{found}"):
+    with pytest.raises(ConfigError, match=f"x must be .*{found}"):
         form.encode(x, torch.empty(99, dtype=torch.uint8))
-    with pytest.raises(ConfigError, match=f"expected out to be .*{found}"):
+    with pytest.raises(ConfigError, match=f"out must be .*{found}"):
         form.decode(sent(form, torch.zeros(5)), x)
 
 
@@ -203,8 +203,8 @@ def test_room_that_is_too_small_unaligned_or_no_bytes_is_refused(name):
     form, x = form_of(name), noise(100)
     room = torch.empty(1000, dtype=torch.uint8)
     for wrong, found in (
-        (room[: form.nbytes(100) - 1], f"found {form.nbytes(100) - 1}"),
-        (room[2:], "found byte 2"),
+        (room[: form.nbytes(100) - 1], f"room for {form.nbytes(100) - 1} bytes"),
+        (room[2:], "begins at byte 2"),
         (room[::2], r"strides \(2,\)"),
         (torch.empty(1000), "torch.float32"),
     ):
@@ -216,7 +216,7 @@ def test_room_that_is_too_small_unaligned_or_no_bytes_is_refused(name):
 def test_numbers_and_bytes_on_two_devices_are_refused(name):
     form = form_of(name)
     elsewhere = torch.empty(10, device="meta")
-    with pytest.raises(ConfigError, match="found meta and cpu"):
+    with pytest.raises(ConfigError, match="on meta and the bytes on cpu"):
         form.encode(elsewhere, torch.empty(99, dtype=torch.uint8))
 
 
@@ -327,17 +327,17 @@ def test_names_give_formats_that_say_the_same_name():
     [
         (
             "fp8",
-            "expected a wire format out of float32, bf16, float16, int8, int8:stochastic, topk:RATIO",
+            "choose one of float32, bf16, float16, int8, int8:stochastic, topk:RATIO",
         ),
-        ("bf16:fast", "found 'bf16:fast'"),
-        ("int8:random", "found 'int8:random'"),
-        ("topk", "as in topk:0.01, found 'topk'"),
-        ("topk:few", "as in topk:0.01, found 'topk:few'"),
-        ("topk:0", "found 0.0"),
-        ("topk:1.5", "found 1.5"),
-        ("topk:nan", "found nan"),
+        ("bf16:fast", "no wire format 'bf16:fast'"),
+        ("int8:random", "no wire format 'int8:random'"),
+        ("topk", "ratio in 'topk' is not a number"),
+        ("topk:few", "ratio in 'topk:few' is not a number"),
+        ("topk:0", "not 0.0"),
+        ("topk:1.5", "not 1.5"),
+        ("topk:nan", "not nan"),
         ("rank-4", "see LowRank"),
-        ("int8:stochastic", "expected a torch.Generator"),
+        ("int8:stochastic", "needs a torch.Generator"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(name, says):

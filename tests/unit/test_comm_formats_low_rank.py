@@ -111,7 +111,7 @@ def test_bytes_are_those_of_both_factors():
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_ranks_beyond_the_matrix_are_refused(rank):
-    with pytest.raises(ConfigError, match=f"expected a rank from 1 to 5 .*found {rank}"):
+    with pytest.raises(ConfigError, match=f"ranks from 1 to 5, not {rank}"):
         low_rank(9, 5, rank)
 
 
@@ -126,5 +126,5 @@ def test_matrices_that_do_not_fit_are_refused():
         lambda: rank.load_state_dict({}),
         lambda: rank.load_state_dict({"q": p}),
     ):
-        with pytest.raises(ConfigError, match=r"expected .*LowRank\(9, 5, 2\), found"):
+        with pytest.raises(ConfigError, match=r"LowRank\(9, 5, 2\)"):
             call()

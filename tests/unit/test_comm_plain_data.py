@@ -59,24 +59,24 @@ def nested(depth):
 @pytest.mark.parametrize(
     ("obj", "found"),
     [
-        ({"model": [1, complex(1, 2)]}, "found complex at ['model'][1]: "),
-        (cyclic(list), "found a list that contains itself at ['model'][0][0]: "),
-        (cyclic(dict), "found a list that contains itself at ['model'][0]['again']: "),
+        ({"model": [1, complex(1, 2)]}, "complex at ['model'][1] is not"),
+        (cyclic(list), "a list that contains itself at ['model'][0][0] is not"),
+        (cyclic(dict), "a list that contains itself at ['model'][0]['again'] is not"),
         (
             ["a\ud800"],
-            "found a str with half a surrogate pair ('\\ud800', character 1) at [0]: ",
+            "a str with half a surrogate pair ('\\ud800', character 1) at [0] is not",
         ),
         (
             {"x": {"\udcff": 1}},
-            "found a str with half a surrogate pair ('\\udcff', character 0) at ['x'] key: ",
+            "a str with half a surrogate pair ('\\udcff', character 0) at ['x'] key is not",
         ),
-        (nested(MAX_DEPTH + 1), f"found more than {MAX_DEPTH} containers in each other: "),
+        (nested(MAX_DEPTH + 1), f"more than {MAX_DEPTH} containers in each other is not"),
     ],
 )
 def test_what_cannot_travel_is_named_with_its_place(obj, found):
     with pytest.raises(ConfigError) as error:
         encode(obj)
-    assert found in str(error.value)
+    assert str(error.value).startswith(found)
     assert "pass allow_pickle=True on all ranks" in str(error.value)
 
 
@@ -89,7 +89,7 @@ def test_what_is_held_twice_is_no_cycle():
 @pytest.mark.parametrize("obj", ["\ud800", 1 + 2j])
 def test_with_the_switch_everything_that_can_be_pickled_travels(obj):
     assert decode(encode(obj, allow_pickle=True), allow_pickle=True) == obj
-    with pytest.raises(ConfigError, match="found a pickled object"):
+    with pytest.raises(ConfigError, match="sent a pickled object"):
         decode(encode(obj, allow_pickle=True))
 
 
@@ -99,7 +99,7 @@ class Unmade:
 
 
 def test_what_cannot_be_pickled_or_made_again_is_named():
-    with pytest.raises(ConfigError, match=r"can be pickled, found function: "):
+    with pytest.raises(ConfigError, match=r"function cannot be pickled \("):
         encode(lambda: None, allow_pickle=True)
-    with pytest.raises(ConfigError, match=r"made again here, found ValueError: "):
+    with pytest.raises(ConfigError, match=r"made again here \(ValueError: "):
         decode(encode(Unmade(), allow_pickle=True), allow_pickle=True)

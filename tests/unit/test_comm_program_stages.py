@@ -27,5 +27,5 @@ def test_a_buffer_without_elements_sends_nothing():
 
 def test_blocks_of_all_to_all_must_be_equal():
     made = program(algorithm("pairwise", "all_to_all", 3))
-    with pytest.raises(ConfigError, match="expected a multiple of 6 elements"):
+    with pytest.raises(ConfigError, match="pass a multiple of 6"):
         stages(made, 0, 10)

@@ -192,7 +192,7 @@ def test_all_values_that_are_wrong_are_said_at_once():
         (["-np", "2", "--hostfile", "", "x.py"], "--hostfile is '', expected FILE"),
         (["-np", "", "x.py"], "--num-proc is '', expected N"),
         (["--xyzzy"], "--xyzzy is none (see --help)"),
-        (["-np", "2", "-H", "a:1", "x.py"], "expected 1 to 1 ranks on a:1, found -n 2"),
+        (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not fit a:1, with slots for 1 to 1 ranks"),
         (["-np", "2", "--min-np", "1", "x.py"], "--min-np: elastic training is not there yet"),
         (["--blacklist-cooldown-range", "1", "2", "x"], "--blacklist-cooldown-range: elastic"),
     ],

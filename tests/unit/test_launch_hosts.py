@@ -98,7 +98,9 @@ def test_ranks_have_no_gaps_and_no_host_has_more_than_its_slots(slots, data):
 
 @pytest.mark.parametrize("wanted", [0, 5])
 def test_more_ranks_than_slots_are_refused(wanted):
-    with pytest.raises(ConfigError, match=f"a:2,b:2 have 1 to 4 ranks, got -n {wanted}"):
+    with pytest.raises(
+        ConfigError, match=f"-n {wanted} does not fit a:2,b:2, with slots for 1 to 4 ranks"
+    ):
         assign(parse_hosts("a:2,b:2"), wanted)
 
 

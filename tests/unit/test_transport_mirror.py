@@ -78,10 +78,10 @@ def test_what_is_written_is_found_at_the_same_place(mirrors):
 @pytest.mark.parametrize(
     ("writes", "sizes", "words"),
     [
-        (Writes([(7, 0)], []), (4,), "memory that it has announced, found extent 7"),
-        (Writes([(3, 8190)], []), (4,), "inside of its extent 3 of 8192 bytes, found 4 at 8190"),
-        (Writes([(0, ROOT_BYTES)], []), (1,), "inside of its extent 0"),
-        (Writes([(3, 0)], []), (1, 1), "expected 1 buffers from rank 1, found 2"),
+        (Writes([(7, 0)], []), (4,), "extent 7, which it has not announced"),
+        (Writes([(3, 8190)], []), (4,), "4 bytes at 8190, outside of its extent 3 of 8192 bytes"),
+        (Writes([(0, ROOT_BYTES)], []), (1,), "outside of its extent 0"),
+        (Writes([(3, 0)], []), (1, 1), "rank 1 sent 2 buffers for 1 writes"),
     ],
 )
 def test_writes_to_nowhere_are_refused(mirrors, writes, sizes, words):
@@ -91,7 +91,7 @@ def test_writes_to_nowhere_are_refused(mirrors, writes, sizes, words):
 
 
 def test_small_writes_to_nowhere_are_refused(mirrors):
-    with pytest.raises(CommError, match="found extent 9"):
+    with pytest.raises(CommError, match="wrote to extent 9"):
         mirrors.apply(1, pack_writes(Writes([], [(9, 0, b"x")])))
 
 

@@ -192,7 +192,7 @@ def test_memory_that_is_not_to_be_had_is_a_clear_error(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CommError, match="expected 4096 bytes of shared memory"):
+    with pytest.raises(CommError, match="too little shared memory for 4096 bytes"):
         MemoryFile.create(4096, "braid-test-full")
 
 

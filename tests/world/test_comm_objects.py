@@ -19,9 +19,9 @@ def _told(call) -> str:
         return f"got {call()!r}"
     except (ConfigError, CommError) as exc:
         whose = "mine" if isinstance(exc, ConfigError) else str(exc).split(" could")[0]
-        found = re.search(r"found ([^:]*)", str(exc))
+        found = re.search(r"((?:complex|a str) .*) is not plain|root passed (.*)", str(exc))
         assert found is not None
-        return f"{whose}: {found[1]}"
+        return f"{whose}: {found[1] or found[2]}"
 
 
 def _one_cannot_send(group: Group, kind: str) -> tuple[str, list[int]]:

@@ -140,11 +140,11 @@ BAD_NUMBERS = [
 
 def _passes_bad_numbers(group: Group) -> None:
     for call in BAD_NUMBERS + BAD_TENSORS:
-        with pytest.raises(ConfigError, match="expected"):
+        with pytest.raises(ConfigError):
             call(group)
     work = group.barrier(async_op=True)  # nothing has been started before
     for timeout_s in ("a", -1, timedelta(seconds=3)):
-        with pytest.raises(ConfigError, match="expected timeout_s in seconds"):
+        with pytest.raises(ConfigError, match="timeout_s is a number of seconds"):
             work.wait(timeout_s)
     work.wait()
 

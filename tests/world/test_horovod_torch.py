@@ -282,7 +282,7 @@ EXPECTED = {
     "no handle": "ConfigError: expected what an asynchronous operation has returned, found 5",
     "average of logic": "HorovodInternalError: 'allreduce.logic' cannot be reduced: ",
     "sparse": "ConfigError: expected an ordinary tensor for 'allreduce.sparse', found a torch.sparse_coo one",
-    "expanded": "ConfigError: expected a tensor whose elements each have their own memory",
+    "expanded": "ConfigError: elements of an expanded tensor",
     "surrogate": "ConfigError: expected a name of whole characters for allreduce",
     "group": "HorovodInternalError: expected the same group of 'allreduce.g.0' on all ranks",
     "after": "[2.0, 2.0, 2.0]",

@@ -24,14 +24,10 @@ def refusal(op: str, dtype: str) -> str:
     >>> refusal("sum", "float32")
     ''
     >>> refusal("avg", "bool")
-    "expected a reduction that is defined for bool (sum, product, min, max are), found 'avg':
-    convert the tensor first"
+    "reduction 'avg' is not defined for bool (sum, product, min, max are): convert the tensor first"
     """
     possible = POSSIBLE.get(dtype, ())
     if op not in ORDERED or op in possible:
         return ""
     what = f"{', '.join(possible)} are" if possible else "only moving them is"
-    return (
-        f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert the "
-        "tensor first"
-    )
+    return f"reduction {op!r} is not defined for {dtype} ({what}): convert the tensor first"

@@ -42,7 +42,7 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.broadcast(x, group.size), str(group.size)),
         (lambda: group.reduce_scatter(odd), "multiple"),
         (lambda: group.all_gather(x, out=torch.ones(1, 1)), "[1, 1]"),
-        (lambda: group.send(x, group.rank), "oneself"),
+        (lambda: group.send(x, group.rank), "itself"),
         (lambda: group.split(-3), "-3"),
         (lambda: group.persistent("barrier", x), "barrier"),
         (lambda: group.persistent("all_reduce", torch.ones(4, 4).t()), "contiguous"),
@@ -72,7 +72,7 @@ def wrong_parts_are_refused(group: Group) -> None:
         (lambda: group.gather(x, n), str(n)),
         (lambda: group.scatter(x if me else None, out=x), "root"),
         (lambda: group.scan(x, "max", exclusive=True), "exclusive"),
-        (lambda: group.recv(x, me), "oneself"),
+        (lambda: group.recv(x, me), "itself"),
         (lambda: group.send(x, (me + 1) % n, tag=1 << 62), "tag")
         if n > 1
         else (lambda: group.split(-1), "-1"),

@@ -292,9 +292,8 @@ class Arena:
         number = len(self._extents) + 1
         if number >= MAX_EXTENTS:
             msg = (
-                f"expected fewer than {MAX_EXTENTS} extents in the arena of rank {self.rank}: "
-                "allocate one large "
-                "tensor instead of many small ones"
+                f"rank {self.rank} has allocated {MAX_EXTENTS} extents, as many as an arena "
+                "holds: allocate one large tensor instead of many small ones"
             )
             raise CommError(msg)
         return number
@@ -338,9 +337,8 @@ def _require_space(nbytes: int) -> None:
     free = space.f_bavail * space.f_frsize
     if free < nbytes + SPARE_BYTES:
         msg = (
-            f"expected {nbytes:,} bytes free in {SHARED_FILES}, found {free:,} (of which "
-            f"{SPARE_BYTES:,} stay free): "
-            "enlarge it (docker run --shm-size), or allocate the tensor with Group.empty, which "
-            "does not need it"
+            f"{SHARED_FILES} has {free:,} bytes free, too little for {nbytes:,} "
+            f"({SPARE_BYTES:,} stay free): enlarge it (docker run --shm-size), or allocate the "
+            "tensor with Group.empty, which does not need it"
         )
         raise CommError(msg)

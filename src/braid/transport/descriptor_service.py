@@ -100,9 +100,8 @@ def open_through_services(
             raise PeerLostError(msg, rank=rank) from exc
         if not fds:
             msg = (
-                f"expected descriptor {number} from rank {rank} (pid {addresses[rank].pid}), "
-                "found that it refused: "
-                "do all ranks run as the same user?"
+                f"rank {rank} (pid {addresses[rank].pid}) refused to hand over descriptor "
+                f"{number}: do all ranks run as the same user?"
             )
             raise CommError(msg)
         return fds[0]

@@ -57,9 +57,8 @@ class Meeting:
         self.timeout_s = timeout_s
         if store.add(f"shm/joined/{rank}", 1) > 1:
             msg = (
-                f"expected one process with rank {rank}, found a second one (pid {os.getpid()}): "
-                "give every process "
-                "its own RANK, or use a fresh rendezvous address for a new job"
+                f"this is a second process with rank {rank} (pid {os.getpid()}): give every "
+                "process its own RANK, or use a fresh rendezvous address for a new job"
             )
             raise RendezvousError(msg)
 
@@ -154,7 +153,7 @@ def _disagreement(words: list[str], claim: str, advice: str) -> str:
         f"  rank {r}  {word:<{width}}{'  <-- differs' if clear and word != usual else ''}".rstrip()
         for r, word in enumerate(words)
     )
-    return f"expected all ranks to {claim}, found\n{table}\n{advice}"
+    return f"not all ranks {claim}:\n{table}\n{advice}"
 
 
 def host_name() -> str:

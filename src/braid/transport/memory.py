@@ -116,7 +116,7 @@ class MemoryFile:
         except OSError as exc:
             os.close(fd)
             msg = (
-                f"expected {nbytes} bytes of shared memory for {name}, found too little "
+                f"there is too little shared memory for {nbytes} bytes of {name} "
                 f"({exc.strerror}): use a smaller model or bucket, or fewer ranks on this host"
             )
             raise CommError(msg) from exc
@@ -124,9 +124,8 @@ class MemoryFile:
             return cls(fd, nbytes, keep_fd=True)
         except (OSError, OverflowError) as exc:
             msg = (
-                f"expected room for {nbytes:,} more bytes in the address space of this process "
-                f"for {name}, found too little "
-                f"({exc}): raise its limit (ulimit -v), or use a smaller model or bucket"
+                f"the address space of this process has no room for {nbytes:,} more bytes of "
+                f"{name} ({exc}): raise its limit (ulimit -v), or use a smaller model or bucket"
             )
             raise CommError(msg) from exc
 
@@ -142,9 +141,8 @@ class MemoryFile:
             return cls(-1, nbytes, keep_fd=False)
         except (OSError, OverflowError) as exc:
             msg = (
-                f"expected {nbytes:,} bytes of memory for {name}, found too little ({exc}): use a "
-                "smaller model or bucket, "
-                "or fewer ranks on this host"
+                f"there is too little memory for {nbytes:,} bytes of {name} ({exc}): use a "
+                "smaller model or bucket, or fewer ranks on this host"
             )
             raise CommError(msg) from exc
 
@@ -292,7 +290,7 @@ class MappedMemory:
         """Return the mapping of an extent of `rank`."""
         extent = self.root(rank).extent(extent_id)
         if not extent.nbytes:
-            msg = f"expected extent {extent_id} of rank {rank}, found no such entry"
+            msg = f"rank {rank} has no extent {extent_id}"
             raise CommError(msg)
         with self._lock:
             file = self._extents.get((rank, extent_id))
@@ -371,9 +369,8 @@ def _require_memory(nbytes: int, name: str) -> None:
     free = psutil.virtual_memory().available
     if nbytes > free:
         msg = (
-            f"expected {nbytes:,} bytes of free memory on this host for {name}, found {free:,}: "
-            "use a smaller model or "
-            "bucket, or fewer ranks on this host"
+            f"this host has {free:,} bytes of free memory, too little for {nbytes:,} bytes of "
+            f"{name}: use a smaller model or bucket, or fewer ranks on this host"
         )
         raise CommError(msg)
 

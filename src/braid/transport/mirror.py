@@ -87,13 +87,10 @@ def unpack_writes(meta: bytes) -> Writes:
             small.append((extent, offset, meta[at : at + nbytes]))
             at += nbytes
     except struct.error as exc:
-        msg = f"expected a list of writes, found {len(meta)} bytes that end within one: {exc}"
+        msg = f"{len(meta)} bytes are no list of writes, for they end within one: {exc}"
         raise CommError(msg) from exc
     if at > len(meta):
-        msg = (
-            f"expected a list of writes, found {len(meta)} bytes that end {at - len(meta)} too "
-            "early"
-        )
+        msg = f"{len(meta)} bytes are no list of writes: they end {at - len(meta)} bytes too early"
         raise CommError(msg)
     return Writes(large, small)
 
@@ -137,10 +134,7 @@ class MirroredMemory(PeerMemory):
                 msg = f"rank {rank} has ended before it announced its memory"
                 raise PeerLostError(msg, rank=rank)
             if not nbytes:
-                msg = (
-                    f"expected extent {extent_id} of rank {rank} within {ARRIVAL_S:g} s, found "
-                    "no such entry"
-                )
+                msg = f"rank {rank} has not announced extent {extent_id} within {ARRIVAL_S:g} s"
                 raise CommError(msg)
             file = self._extents.get((rank, extent_id))
             if file is None:
@@ -163,7 +157,7 @@ class MirroredMemory(PeerMemory):
         """
         places = unpack_writes(meta).large
         if len(places) != len(sizes):
-            msg = f"expected {len(places)} buffers from rank {rank}, found {len(sizes)}"
+            msg = f"rank {rank} sent {len(sizes)} buffers for {len(places)} writes"
             raise CommError(msg)
         return [
             self._target(rank, extent, offset, nbytes)
@@ -213,16 +207,12 @@ class MirroredMemory(PeerMemory):
         elif extent < MAX_EXTENTS and self._roots[rank].extent(extent).nbytes:
             memory = self.extent(rank, extent)
         else:
-            msg = (
-                f"expected rank {rank} to write to memory that it has announced, found extent "
-                f"{extent}"
-            )
+            msg = f"rank {rank} wrote to extent {extent}, which it has not announced"
             raise CommError(msg)
         if offset + nbytes > len(memory):
             msg = (
-                f"expected rank {rank} to write inside of its extent {extent} of {len(memory)} "
-                f"bytes, found {nbytes} at "
-                f"{offset}"
+                f"rank {rank} wrote {nbytes} bytes at {offset}, outside of its extent {extent} "
+                f"of {len(memory)} bytes"
             )
             raise CommError(msg)
         return memoryview(memory)[offset : offset + nbytes]

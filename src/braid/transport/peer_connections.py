@@ -172,9 +172,9 @@ def _own_address(network: Network) -> str:
             found = own_address_towards(OUTWARDS)
     except OSError as exc:
         msg = (
-            f"expected a way from {socket.gethostname()} to {network.towards}, found {exc}: name "
-            "the address on which this "
-            "rank listens with BRAID_LISTEN, or see whether MASTER_ADDR is right"
+            f"{socket.gethostname()} finds no way to {network.towards} ({exc}): name the "
+            "address on which this rank listens with BRAID_LISTEN, or see whether MASTER_ADDR "
+            "is right"
         )
         raise ConfigError(msg) from exc
     return found
@@ -194,12 +194,11 @@ def _agree_on_secret(
         said = {"own": "has a secret", "store": "trusts the store", "none": "has no secret"}
         table = "\n".join(f"  rank {r} {said[kind]}" for r, kind in enumerate(kinds))
         msg = (
-            "expected a secret for connections between hosts, the same way on all ranks, "
-            f"found\n{table}\n"
-            "start the job with `braid run`, or put 32 random bytes into a file that only you can "
-            "read (chmod 600) and name it "
-            "in BRAID_SECRET_FILE on all hosts, or, on a network that you trust, set "
-            "BRAID_INSECURE_NETWORK=1 on all"
+            "ranks have no secret for connections between hosts, or not all in the same way:\n"
+            f"{table}\n"
+            "start the job with `braid run`, or put 32 random bytes into a file that only you "
+            "can read (chmod 600) and name it in BRAID_SECRET_FILE on all hosts, or, on a "
+            "network that you trust, set BRAID_INSECURE_NETWORK=1 on all"
         )
         raise ConfigError(msg)
     if secret is not None:
@@ -218,9 +217,10 @@ def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
         meeting.part()
         table = "\n".join(f"  rank {r} on {one.host}: {one.address}" for r, one in enumerate(said))
         msg = (
-            f"expected addresses that other hosts can reach, found\n{table}\nname one for ranks "
-            f"{inside} with BRAID_LISTEN, or "
-            "see why MASTER_ADDR means the host itself there (/etc/hosts)"
+            "other hosts cannot reach some of the addresses on which ranks listen:\n"
+            f"{table}\n"
+            f"name one for ranks {inside} with BRAID_LISTEN, or see why MASTER_ADDR means the "
+            "host itself there (/etc/hosts)"
         )
         raise ConfigError(msg)
     return not inside
@@ -244,10 +244,10 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     firsts = [said[hosts.index(number)] for number in range(max(hosts) + 1)]
     names = [f"{one.host} {Address.parse(one.address).host}" for one in firsts]
     msg = (
-        f"expected all {len(names)} hosts to reach each other, found\n{reach_table(names, found)}\n"
-        "open the ports between them in both directions, or name an address on a network that all "
-        "share with BRAID_LISTEN (or "
-        "`braid run --network-interface`)"
+        f"some of the {len(names)} hosts cannot reach each other:\n"
+        f"{reach_table(names, found)}\n"
+        "open the ports between them in both directions, or name an address on a network that "
+        "all share with BRAID_LISTEN (or `braid run --network-interface`)"
     )
     meeting.part()
     raise RendezvousError(msg)
@@ -265,8 +265,8 @@ def _call(
     if connection.peer.rank != peer:
         connection.close()
         msg = (
-            f"expected rank {peer} at {address}, found {connection.peer}: is the store that of "
-            "another job?"
+            f"{connection.peer} answers at {address} instead of rank {peer}: is the store that "
+            "of another job?"
         )
         raise RendezvousError(msg)
     return connection
@@ -283,9 +283,8 @@ def _answer(meeting: Meeting, listener: Listener, missing: list[int]) -> SocketC
             if left_s <= LOOK_S:
                 refused = "".join(f"\n  refused {one}" for one in listener.refusals)
                 msg = (
-                    f"expected connections from ranks {missing} within {meeting.timeout_s:g} s "
-                    "(this is rank "
-                    f"{meeting.rank}), found none: see their errors, or whether they have the "
+                    f"ranks {missing} did not connect to rank {meeting.rank} within "
+                    f"{meeting.timeout_s:g} s: see their errors, or whether they have the "
                     f"job's secret{refused}"
                 )
                 raise RendezvousError(msg) from exc

@@ -82,10 +82,9 @@ def read(rank: int, pid: int, address: int, destination: int, nbytes: int) -> No
                 raise PeerLostError(msg, rank=rank)
             why = os.strerror(code) if count < 0 else "nothing could be read"
             msg = (
-                f"expected to read {nbytes} bytes of rank {rank} (pid {pid}), found after {done}: "
-                f"{why}; "
-                "its tensor was freed during the operation, or the host forbids it (see braid "
-                "doctor)"
+                f"only {done} of {nbytes} bytes of rank {rank} (pid {pid}) could be read: "
+                f"{why}; its tensor was freed during the operation, or the host forbids it "
+                "(see braid doctor)"
             )
             raise CommError(msg)
         done += count

@@ -184,9 +184,9 @@ def _require_offers(ch: Channel) -> None:
     missing = [rank for rank, block in enumerate(offers(ch)) if not block]
     if missing:
         msg = (
-            "expected tensors from Group.empty on all ranks for algorithm 'registered', found "
-            "other memory on group "
-            f"ranks {missing}: leave algorithm out, or allocate there with empty()"
+            "algorithm 'registered' needs tensors from Group.empty on all ranks, and those of "
+            f"group ranks {missing} lie in other memory: leave algorithm out, or allocate "
+            "there with empty()"
         )
         raise ConfigError(msg)
 

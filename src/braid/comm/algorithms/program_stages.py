@@ -84,8 +84,8 @@ def stages(program: Program, rank: int, numel: int) -> tuple[Stage, ...]:
     blocks = program.header.num_units
     if program.header.operation == "all_to_all" and numel % blocks:
         msg = (
-            f"expected a multiple of {blocks} elements for all_to_all in equal blocks, found "
-            f"{numel}"
+            f"all_to_all cannot cut {numel} elements into {blocks} equal blocks: pass a "
+            f"multiple of {blocks}"
         )
         raise ConfigError(msg)
     bounds = [numel * i // blocks for i in range(blocks + 1)]

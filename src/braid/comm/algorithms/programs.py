@@ -112,9 +112,8 @@ def check_equal_parts(kind: str, algorithm: str, widths: Sequence[int] | None) -
     """
     if widths is not None and (kind == "all_to_all" or len(set(widths)) > 1):
         msg = (
-            f"expected parts of one size, in one tensor, for {kind} with algorithm {algorithm!r}, "
-            "found parts of "
-            f"{list(widths)} elements: leave algorithm out"
+            f"algorithm {algorithm!r} needs parts of one size, in one tensor, for {kind}, and "
+            f"these have {list(widths)} elements: leave algorithm out"
         )
         raise ConfigError(msg)
 
@@ -145,8 +144,8 @@ def program_steps(
     rows = 0 if operation in WHOLE else ch.size * (2 if operation == "all_to_all" else 1)
     if rows and x.numel() % rows:
         msg = (
-            f"expected parts of one size for algorithm {name!r}, found {x.numel()} elements for "
-            f"{rows} parts"
+            f"algorithm {name!r} needs parts of one size, and {x.numel()} elements do not make "
+            f"{rows} of them"
         )
         raise ConfigError(msg)
     for piece in _pieces(x, rows):

@@ -65,8 +65,8 @@ class Batch(Reductions, Movements, PointToPoint):
         """
         if self._work is None:
             msg = (
-                "expected the coalesced block to have ended, found that its operations have not "
-                "been started"
+                "the work of a coalesced block was asked for inside the block, before its "
+                "operations have been started: ask after the `with`"
             )
             raise StaleError(msg)
         return self._work

@@ -116,7 +116,7 @@ class Group(Reductions, Movements, PointToPoint):
                 inside of each host first, which sends less.
         """
         if sum_order not in {"rank", "any"}:
-            msg = f"expected sum_order 'rank' or 'any', found {sum_order!r}"
+            msg = f"sum_order is 'rank' or 'any', not {sum_order!r}"
             raise ConfigError(msg)
         page = ControlPages.first_page(transport)
         ranks = tuple(range(context.world_size))

@@ -154,9 +154,9 @@ class Movements(Face):
             widths = tuple(row.numel() for row in rows)
             if widths[self.rank] != flat.numel():
                 msg = (
-                    f"expected out[{self.rank}] to hold this rank's {flat.numel()} elements, "
-                    "found room for "
-                    f"{widths[self.rank]} (shape {list(out[self.rank].shape)})"
+                    f"out[{self.rank}] has room for {widths[self.rank]} elements (shape "
+                    f"{list(out[self.rank].shape)}), and this rank brings {flat.numel()}: give "
+                    "it the shape of x"
                 )
                 raise ConfigError(msg)
             equal = len(set(widths)) == 1
@@ -284,7 +284,7 @@ class Movements(Face):
         if self.rank != root:
             self._refuse_elsewhere(x, "x", root)
         elif x is None:
-            msg = f"expected the parts to scatter on the root (group rank {root}), found None"
+            msg = f"this rank is the root (group rank {root}) and passed no parts to scatter"
             raise ConfigError(msg)
         elif is_sequence(x):
             flat, widths = self._read_parts(copies, x, "scatter input")  # type: ignore[arg-type]
@@ -427,8 +427,8 @@ class Movements(Face):
     ) -> Any:
         if not is_sequence(out):
             msg = (
-                "expected out to be a sequence with one tensor per rank, as x is, found "
-                f"{type(out).__name__}: its sizes say how much each rank sends here"
+                "x is a sequence of tensors, so out must be one too, with one tensor per "
+                f"rank, not {type(out).__name__}: its sizes say how much each rank sends here"
             )
             raise ConfigError(msg)
         copies = self._copies(as_tensor(x[0] if x else torch.empty(0)))
@@ -454,8 +454,8 @@ class Movements(Face):
     def _refuse_elsewhere(self, x: object, name: str, root: int) -> None:
         if x is not None:
             msg = (
-                f"expected {name} on the root only (group rank {root}), found one on group rank "
-                f"{self.rank}: pass None"
+                f"{name} belongs to the root (group rank {root}), and group rank {self.rank} "
+                "passed one too: pass None there"
             )
             raise ConfigError(msg)
 
@@ -467,5 +467,5 @@ def check_parts_fit(flat: torch.Tensor, out: torch.Tensor) -> None:
         ConfigError: The dtypes differ.
     """
     if flat.dtype != out.dtype:
-        msg = f"expected parts of out's dtype {out.dtype}, found {flat.dtype}: convert one of them"
+        msg = f"the parts have dtype {flat.dtype} and out has {out.dtype}: convert one of them"
         raise ConfigError(msg)

@@ -219,7 +219,7 @@ def _packed_parts(objs: Sequence[object] | None, size: int, *, allow_pickle: boo
     """One object for each member, or for each the reason why one cannot be sent."""
     if not isinstance(objs, Sequence) or len(objs) != size:
         found = len(objs) if isinstance(objs, Sequence) else type(objs).__name__
-        msg = f"expected {size} objects to scatter, one for every member, found {found}"
+        msg = f"scatter needs {size} objects, one for every member, and the root passed {found}"
         return [_refused(ConfigError(msg))] * size
     parts = [_packed(obj, f"objs[{i}]", allow_pickle=allow_pickle) for i, obj in enumerate(objs)]
     bad = next((part for part in parts if part.error is not None), None)

@@ -121,12 +121,12 @@ class PointToPoint(Face):
             check_peer(peer, self.size, "destination" if kind == "send" else "source")
         if number == self.rank or (peer is None and self.size == 1):
             msg = (
-                f"expected another member than oneself to {kind} with, found {number} on group "
-                f"rank {self.rank}"
+                f"group rank {self.rank} cannot {kind} with itself: name another member than "
+                f"{number}"
             )
             raise ConfigError(msg)
         if not is_number(tag) or not -(1 << 61) < tag < 1 << 61:
-            msg = f"expected a tag of up to 61 bits, found {tag!r}"
+            msg = f"tag {tag!r} is not a whole number of up to 61 bits"
             raise ConfigError(msg)
         tensor = as_tensor(x, written=kind == "recv")
         source: list[int] = []

@@ -59,8 +59,8 @@ def meet_survivors(
         strangers = [rank for rank in survivors if rank not in ranks]
         if strangers or context.rank not in survivors:
             msg = (
-                f"expected survivors out of ranks {list(ranks)} with {context.rank} among them, "
-                f"found {list(survivors)}"
+                f"survivors {list(survivors)} are not different ranks out of {list(ranks)} "
+                f"with {context.rank} among them"
             )
             raise ConfigError(msg)
         topic = f"rebuild/{name}/of {sorted(set(survivors))}"
@@ -78,16 +78,14 @@ def meet_survivors(
         if context.clock.now_ns() > deadline_ns:
             missing = [r for r in ranks if not context.store.check([f"{topic}/{r}"])]
             msg = (
-                f"expected all survivors of ranks {list(ranks)} to rebuild the group within "
-                f"{timeout_s:g} s, found that ranks "
-                f"{missing} have neither come nor died: every survivor calls rebuild()"
+                f"ranks {missing} neither joined the rebuilding of the group of ranks "
+                f"{list(ranks)} within {timeout_s:g} s nor died: every survivor calls rebuild()"
             )
             raise CommTimeout(msg)
     if context.rank not in decided:
         msg = (
-            f"expected rank {context.rank} among the survivors of ranks {list(ranks)}, found that "
-            "the others have gone on "
-            f"as {decided}: they took this process for lost; end it"
+            f"the survivors of ranks {list(ranks)} have gone on as {decided} without rank "
+            f"{context.rank}: they took this process for lost, so end it"
         )
         raise StaleError(msg)
     words = _words(context, topic, decided)
@@ -104,8 +102,8 @@ def _decision(context: RankContext, ranks: Sequence[int], topic: str, *, agreed:
         lost = [r for r in missing if r in health.lost]
         if agreed and lost:
             msg = (
-                f"expected rank {lost[0]} among the survivors, found that it "
-                f"{health.lost[lost[0]].reason}: leave it out"
+                f"rank {lost[0]} is named as a survivor, but it {health.lost[lost[0]].reason}: "
+                "leave it out"
             )
             raise PeerLostError(msg, rank=lost[0])
         awaited = [r for r in missing if r not in lost]

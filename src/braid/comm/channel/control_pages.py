@@ -256,7 +256,9 @@ def _place(index: int) -> tuple[int, int]:
             return page, line
         line -= lines
         lines *= 4
-    msg = f"expected at most {index} channels in one group: make a new one with split(0)"
+    msg = (
+        f"a group has room for {index} channels, and all are taken: make a new group with split(0)"
+    )
     raise StaleError(msg)
 
 

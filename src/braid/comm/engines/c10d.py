@@ -192,7 +192,7 @@ class C10dEngine:
 
     def _operation(self, c: Collective) -> _Operation:
         if self._stopped:
-            msg = f"expected a group in use for {c.text}, found that it ended: {self._stopped}"
+            msg = f"{c.text} was called on a group that has ended: {self._stopped}"
             raise StaleError(msg)
         with self._lock:
             if c.kind not in {"send", "recv"}:  # two ranks only: the others would wait
@@ -233,10 +233,7 @@ class C10dEngine:
         if len({a.text for a in asked}) > 1:
             return MismatchError(mismatch_table(asked, step=self._sequence))
         text = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        msg = (
-            f"expected {c.text} to end, found that {self._group.name()} failed on rank "
-            f"{self._context.rank}: {text}"
-        )
+        msg = f"{c.text} failed in {self._group.name()} on rank {self._context.rank}: {text}"
         return CommTimeout(msg) if "imed out" in text else CommError(msg)
 
     def _compare(self, c: Collective) -> None:

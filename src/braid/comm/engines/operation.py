@@ -228,7 +228,7 @@ class Operation:
         if state.value and not pages.abort_reason:
             return PeerLostError(pages.end_reason, rank=state.value - 1)
         reason = pages.abort_reason or pages.end_reason
-        msg = f"expected a group in use for {self.text}, found that it ended{when}: {reason}"
+        msg = f"{self.text} cannot go on: its group ended{when}: {reason}"
         return StaleError(msg)
 
     def _is_loss_published(self) -> bool:

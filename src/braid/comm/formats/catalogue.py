@@ -38,7 +38,7 @@ def by_name(name: str, *, generator: torch.Generator | None = None) -> WireForma
     hint = ""
     if kind.startswith(("rank", "powersgd")):
         hint = "; low rank takes two all-reduces and is no format of one message: see LowRank"
-    msg = f"expected a wire format out of {', '.join(NAMES)}, found {name!r}{hint}"
+    msg = f"there is no wire format {name!r}: choose one of {', '.join(NAMES)}{hint}"
     raise ConfigError(msg)
 
 
@@ -46,5 +46,5 @@ def _ratio(name: str, option: str) -> float:
     try:
         return float(option)
     except ValueError:
-        msg = f"expected a number as the ratio of topk, as in topk:0.01, found {name!r}"
+        msg = f"the ratio in {name!r} is not a number: write it as in topk:0.01"
         raise ConfigError(msg) from None

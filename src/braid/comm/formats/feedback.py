@@ -113,7 +113,7 @@ class ErrorFeedback:
         """
         residual = state.get("residual")
         if residual is None:
-            msg = f"expected a state with residual for {self}, found {sorted(state)}"
+            msg = f"the state of {self} is its residual, and this one holds {sorted(state)}"
             raise ConfigError(msg)
         self._residual.copy_(self._check(residual.to(self._residual.device)))
 

@@ -64,8 +64,8 @@ class Int8:
     def __post_init__(self) -> None:
         if self.stochastic and self.generator is None:
             msg = (
-                "expected a torch.Generator for stochastic rounding, found None: "
-                "pass generator=torch.Generator().manual_seed(seed)"
+                "stochastic rounding needs a torch.Generator: pass "
+                "generator=torch.Generator().manual_seed(seed)"
             )
             raise ConfigError(msg)
 
@@ -92,8 +92,8 @@ class Int8:
         generator = self.generator if self.stochastic else None
         if generator is not None and generator.device.type != x.device.type:
             msg = (
-                f"expected a generator on {x.device}, where the numbers are, found one on "
-                f"{generator.device}"
+                f"the generator is on {generator.device} and the numbers are on {x.device}: "
+                "make it there"
             )
             raise ConfigError(msg)
         scales, codes = _parts(into[:nbytes], x.numel())
@@ -124,9 +124,9 @@ class Int8:
         if bool(wrong.any()):
             block = int(wrong.nonzero()[0])
             msg = (
-                f"expected scales of at least 0 in {self.name}, found {float(scales[block])} for "
-                f"block {block} of "
-                f"{scales.numel()}: the message is corrupt, or in another format"
+                f"the scale of block {block} of {scales.numel()} in {self.name} is "
+                f"{float(scales[block])}, not a number of at least 0: the message is corrupt, or "
+                "in another format"
             )
             raise CommError(msg)
         return scales, codes

@@ -66,9 +66,8 @@ class LowRank:
     def __init__(self, rows: int, columns: int, rank: int, *, generator: torch.Generator) -> None:
         if not 1 <= rank <= min(rows, columns):
             msg = (
-                f"expected a rank from 1 to {min(rows, columns)} for a matrix of {rows} x "
-                f"{columns}, found {rank}: "
-                "send small matrices and vectors as they are"
+                f"a matrix of {rows} x {columns} has ranks from 1 to {min(rows, columns)}, not "
+                f"{rank}: send small matrices and vectors as they are"
             )
             raise ConfigError(msg)
         self.rows, self.columns, self.rank = rows, columns, rank
@@ -147,7 +146,7 @@ class LowRank:
         """
         q = state.get("q")
         if q is None:
-            msg = f"expected a state with q for {self}, found {sorted(state)}"
+            msg = f"the state of {self} is its q, and this one holds {sorted(state)}"
             raise ConfigError(msg)
         self._check("q", q.to(self._q.device), self.columns, self.rank)
         self._q.copy_(q)

@@ -66,8 +66,7 @@ class TopK:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             msg = (
-                f"expected a ratio above 0 and at most 1 for topk, found {self.ratio}: "
-                "topk:0.01 sends 1 %"
+                f"the ratio of topk is above 0 and at most 1, not {self.ratio}: topk:0.01 sends 1 %"
             )
             raise ConfigError(msg)
 
@@ -94,8 +93,8 @@ class TopK:
         x = numbers(x, "x")
         if x.numel() > MAX_NUMEL:
             msg = (
-                f"expected at most {MAX_NUMEL} numbers for topk, found {x.numel()}: encode it "
-                "in parts"
+                f"topk takes at most {MAX_NUMEL} numbers at once, not {x.numel()}: encode the "
+                "tensor in parts"
             )
             raise ConfigError(msg)
         into = room(into, "into", self.nbytes(x.numel()))
@@ -130,9 +129,8 @@ class TopK:
         cap = self.max_entries(numel)
         if not 0 <= count <= cap:
             msg = (
-                f"expected a count of 0 to {cap} for {numel} numbers in {self.name}, found "
-                f"{count}: "
-                "sender and receiver must agree on format and shape"
+                f"a message of {self.name} counts {count} of {numel} numbers, and at most "
+                f"{cap} are possible: sender and receiver must agree on format and shape"
             )
             raise CommError(msg)
         check_length(self.name, found, COUNT_BYTES + ENTRY_BYTES * count, numel)
@@ -145,9 +143,8 @@ class TopK:
         ):
             low, high = (int(end) for end in indices.aminmax())
             msg = (
-                f"expected ascending indices from 0 to {numel - 1} in {self.name}, found {count} "
-                f"from {low} to {high}: "
-                "the message is corrupt, or in another format"
+                f"the {count} indices in {self.name}, from {low} to {high}, do not ascend from "
+                f"0 to {numel - 1}: the message is corrupt, or in another format"
             )
             raise CommError(msg)
         return indices, values

@@ -86,8 +86,7 @@ def numbers(x: torch.Tensor, name: str) -> torch.Tensor:
     """
     if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous():
         msg = (
-            f"expected {name} to be a flat contiguous tensor of torch.float32, found "
-            f"{_described(x)}: "
+            f"{name} must be a flat contiguous tensor of torch.float32, not {_described(x)}: "
             "pass x.float().contiguous().view(-1)"
         )
         raise ConfigError(msg)
@@ -102,22 +101,21 @@ def room(buffer: torch.Tensor, name: str, nbytes: int = 0) -> torch.Tensor:
     """
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         msg = (
-            f"expected {name} to be a flat contiguous tensor of torch.uint8, found "
-            f"{_described(buffer)}: "
-            "pass x.view(torch.uint8), or a slice of bytes"
+            f"{name} must be a flat contiguous tensor of torch.uint8, not "
+            f"{_described(buffer)}: pass x.view(torch.uint8), or a slice of bytes"
         )
         raise ConfigError(msg)
     if buffer.storage_offset() % ALIGNMENT or buffer.data_ptr() % ALIGNMENT:
         msg = (
-            f"expected {name} to begin at a multiple of {ALIGNMENT} bytes, found byte "
-            f"{buffer.storage_offset()} of "
-            f"memory at {buffer.untyped_storage().data_ptr():#x}: round the offset up"
+            f"{name} begins at byte {buffer.storage_offset()} of memory at "
+            f"{buffer.untyped_storage().data_ptr():#x}, which is no multiple of {ALIGNMENT}: "
+            "round the offset up"
         )
         raise ConfigError(msg)
     if buffer.numel() < nbytes:
         msg = (
-            f"expected {name} to have room for {nbytes} bytes, found {buffer.numel()}: "
-            "allocate what nbytes(numel) says"
+            f"{name} has room for {buffer.numel()} bytes and needs {nbytes}: allocate what "
+            "nbytes(numel) says"
         )
         raise ConfigError(msg)
     return buffer
@@ -127,8 +125,8 @@ def same_device(x: torch.Tensor, buffer: torch.Tensor) -> None:
     """Refuse numbers and bytes that lie on different devices."""
     if x.device != buffer.device:
         msg = (
-            f"expected numbers and bytes on one device, found {x.device} and {buffer.device}: "
-            "encode where the numbers are, then move the bytes"
+            f"the numbers are on {x.device} and the bytes on {buffer.device}: encode where the "
+            "numbers are, then move the bytes"
         )
         raise ConfigError(msg)
 

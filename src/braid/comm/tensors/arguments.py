@@ -61,8 +61,8 @@ def as_tensor(x: Data, *, written: bool = False) -> torch.Tensor:
     if isinstance(x, np.ndarray):
         return _from_array(x, written=written)
     msg = (  # type: ignore[unreachable]  # users without a type checker
-        f"expected a torch.Tensor, a numpy array or a Buffer, found {type(x).__name__}: wrap "
-        "numbers with torch.tensor"
+        f"{type(x).__name__} is not a torch.Tensor, a numpy array or a Buffer: wrap numbers "
+        "with torch.tensor"
     )
     raise ConfigError(msg)
 
@@ -169,7 +169,7 @@ def check_peer(peer: int, size: int, role: str) -> None:
         ConfigError: `peer` is out of range, or not an integer.
     """
     if not is_number(peer) or not 0 <= peer < size:
-        msg = f"expected a {role} out of 0..{size - 1} (group ranks), found {peer!r}"
+        msg = f"{peer!r} is not a {role} of this group: group ranks go from 0 to {size - 1}"
         raise ConfigError(msg)
 
 
@@ -193,8 +193,8 @@ def check_seconds(timeout_s: Any, *, zero: bool = False) -> float | None:
     if not isinstance(timeout_s, int | float) or not (timeout_s > 0 or (zero and timeout_s == 0)):
         least = "of at least 0" if zero else "above 0"
         msg = (
-            f"expected timeout_s in seconds, {least}, found {timeout_s!r}: of a timedelta pass "
-            "total_seconds()"
+            f"timeout_s is a number of seconds, {least}, not {timeout_s!r}: of a timedelta "
+            "pass total_seconds()"
         )
         raise ConfigError(msg)
     return float(timeout_s)
@@ -208,7 +208,7 @@ def check_movable(x: object) -> None:
     """
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
         found = f"one on {x.device}" if isinstance(x, torch.Tensor) else type(x).__name__
-        msg = f"expected a tensor on the CPU to move its storage, found {found}"
+        msg = f"only a tensor on the CPU can move its storage, not {found}"
         raise ConfigError(msg)
 
 
@@ -219,7 +219,7 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
         ConfigError: Names the parts that differ.
     """
     if len(parts) != size:
-        msg = f"expected {size} tensors as {role}, one for every member, found {len(parts)}"
+        msg = f"{role} needs {size} tensors, one for every member, not {len(parts)}"
         raise ConfigError(msg)
     odd = [
         f"part {r}: {part.dtype} on {part.device}"
@@ -227,7 +227,10 @@ def check_parts(parts: Sequence[torch.Tensor], size: int, x: torch.Tensor, role:
         if part.dtype != x.dtype or part.device != x.device
     ]
     if odd:
-        msg = f"expected {role} of dtype {x.dtype} on {x.device}, found {'; '.join(odd)}"
+        msg = (
+            f"{role} mixes dtypes or devices: it is of dtype {x.dtype} on {x.device}, but for "
+            f"{'; '.join(odd)}"
+        )
         raise ConfigError(msg)
 
 
@@ -240,9 +243,8 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
     if x.dim() == 0 or x.shape[0] % size:
         found = "a zero-dim tensor" if x.dim() == 0 else f"{x.shape[0]}"
         msg = (
-            f"expected dim 0 of the {kind} input to be a multiple of the group's size {size}, "
-            f"found {found} "
-            f"(shape {list(x.shape)}): pad it, or pass a list with one tensor per rank"
+            f"dim 0 of the {kind} input is {found} (shape {list(x.shape)}), no multiple of the "
+            f"group's size {size}: pad it, or pass a list with one tensor per rank"
         )
         raise ConfigError(msg)
     return (x.shape[0] // size, *x.shape[1:])
@@ -250,7 +252,7 @@ def slice_shape(x: torch.Tensor, size: int, kind: str) -> tuple[int, ...]:
 
 def _from_pointer(x: Buffer) -> torch.Tensor:
     if x.count < 0 or (x.count and not x.pointer):
-        msg = f"expected an address and a count, found {x}"
+        msg = f"a Buffer is an address and a count, which {x} lacks"
         raise ConfigError(msg)
     if not x.count:
         return torch.empty(0, dtype=x.dtype, device="cpu")
@@ -261,14 +263,11 @@ def _from_pointer(x: Buffer) -> torch.Tensor:
 def _from_array(x: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
     if not x.flags.writeable:
         if written:
-            msg = "expected an array that can hold the result, found a read-only one: pass x.copy()"
+            msg = "a read-only array cannot hold the result: pass x.copy()"
             raise ConfigError(msg)
         x = x.copy()  # torch warns of tensors over memory that must not be written
     try:
         return torch.from_numpy(x)
     except (TypeError, ValueError) as exc:
-        msg = (
-            f"expected an array that torch can share, found dtype {x.dtype} with strides "
-            f"{x.strides}: {exc}"
-        )
+        msg = f"torch cannot share an array of dtype {x.dtype} with strides {x.strides}: {exc}"
         raise ConfigError(msg) from exc

@@ -171,16 +171,16 @@ class Copies:
 def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
     if x.device.type not in device_types and x.device.type != "cuda":
         msg = (
-            f"expected a tensor on {' or '.join(sorted(device_types))}, found one on {x.device}: "
-            "this group has no "
-            "engine for that device; move the tensor, or make a group with a backend for it"
+            f"this group has no engine for a tensor on {x.device}, only on "
+            f"{' or '.join(sorted(device_types))}: move the tensor, or make a group with a "
+            "backend for it"
         )
         raise ConfigError(msg)
     if x.layout != torch.strided or x.is_quantized:
         kind = "quantized" if x.is_quantized else str(x.layout)
         msg = (
-            f"expected an ordinary strided tensor, found a {kind} one: convert it first "
-            "(to_dense, dequantize)"
+            f"a {kind} tensor cannot be communicated: convert it to an ordinary strided one "
+            "first (to_dense, dequantize)"
         )
         raise ConfigError(msg)
 
@@ -188,9 +188,8 @@ def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
 def _check_own_memory(x: torch.Tensor) -> None:
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         msg = (
-            "expected a tensor whose elements each have their own memory, found shape "
-            f"{list(x.shape)} with strides "
-            f"{x.stride()}: pass x.clone(), an expanded tensor cannot hold a result"
+            f"elements of an expanded tensor of shape {list(x.shape)} with strides {x.stride()} share "
+            "their memory, so it cannot hold a result: pass x.clone()"
         )
         raise ConfigError(msg)
 

@@ -63,9 +63,8 @@ def encode(obj: object, path: str = "", *, allow_pickle: bool = False) -> bytes:
             return bytes([PICKLE]) + _pickled(obj)
         where = f" at {exc.path}" if exc.path else ""
         msg = (
-            "expected plain data (None, bool, int, float, str, bytes, lists, tuples, sets, "
-            "dictionaries), found "
-            f"{exc.found}{where}: {exc.advice}"
+            f"{exc.found}{where} is not plain data (None, bool, int, float, str, bytes, lists, "
+            f"tuples, sets, dictionaries): {exc.advice}"
         )
         raise ConfigError(msg) from None
     return bytes([PLAIN]) + msgspec.msgpack.encode(plain)
@@ -86,18 +85,16 @@ def decode(raw: bytes, *, allow_pickle: bool = False) -> Any:
         return _original(msgspec.msgpack.decode(raw[1:]))
     if not allow_pickle:
         msg = (
-            "expected plain data, found a pickled object: pass allow_pickle=True here, too, if "
-            "you trust the rank "
-            "that sent it (unpickling runs code)"
+            "a rank sent a pickled object: pass allow_pickle=True here, too, if you trust the "
+            "rank that sent it (unpickling runs code)"
         )
         raise ConfigError(msg)
     try:
         return pickle.loads(raw[1:])  # noqa: S301 - what the switch is for
     except Exception as exc:
         msg = (
-            f"expected a pickled object that can be made again here, found {type(exc).__name__}: "
-            f"{exc}; see that its "
-            "classes can be imported on all ranks"
+            f"a pickled object cannot be made again here ({type(exc).__name__}: {exc}): see "
+            "that its classes can be imported on all ranks"
         )
         raise ConfigError(msg) from exc
 
@@ -115,8 +112,7 @@ def _pickled(obj: object) -> bytes:
         return pickle.dumps(obj)
     except Exception as exc:  # of whatever class the object's own __reduce__ likes
         msg = (
-            f"expected an object that can be pickled, found {_name(type(obj))}: "
-            f"{type(exc).__name__}: {exc}; send what it "
+            f"{_name(type(obj))} cannot be pickled ({type(exc).__name__}: {exc}): send what it "
             "is made of instead"
         )
         raise ConfigError(msg) from exc

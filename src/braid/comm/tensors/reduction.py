@@ -49,15 +49,12 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         ConfigError: Says which are possible.
     """
     if op not in OPS:
-        msg = f"expected a reduction out of {', '.join(OPS)}, found {op!r}"
+        msg = f"there is no reduction {op!r}: choose one of {', '.join(OPS)}"
         raise ConfigError(msg)
     possible = _OPS_OF.get(dtype, ())
     if op not in possible:
         what = f"{', '.join(possible)} are" if possible else "only moving them is"
-        msg = (
-            f"expected a reduction that is defined for {dtype} ({what}), found {op!r}: convert "
-            "the tensor first"
-        )
+        msg = f"reduction {op!r} is not defined for {dtype} ({what}): convert the tensor first"
         raise ConfigError(msg)
 
 
@@ -72,8 +69,8 @@ def identity(op: str, x: torch.Tensor) -> torch.Tensor:
     if op == "product":
         return torch.ones_like(x)
     msg = (
-        f"expected sum, product, bor or bxor for an exclusive scan, found {op!r}: rank 0 would "
-        "have no result"
+        f"an exclusive scan is defined for sum, product, bor and bxor, not for {op!r}: rank 0 "
+        "would have no result"
     )
     raise ConfigError(msg)
 

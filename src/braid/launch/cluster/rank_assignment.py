@@ -107,7 +107,10 @@ def assign(hosts: Sequence[Host], num_ranks: int | None = None) -> tuple[Place, 
     wanted = slots if num_ranks is None else num_ranks
     if not 1 <= wanted <= slots:
         listed = ",".join(map(str, hosts))
-        msg = f"{listed} have 1 to {slots} ranks, got -n {wanted}: name more hosts or slots"
+        msg = (
+            f"-n {wanted} does not fit {listed}, with slots for 1 to {slots} ranks: name more "
+            "hosts or slots"
+        )
         raise ConfigError(msg)
     places: list[Place] = []
     for node, host in enumerate(hosts):

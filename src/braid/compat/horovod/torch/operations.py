@@ -454,9 +454,8 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
     )
     if shared:
         msg = (
-            "expected a tensor whose elements each have their own memory for an operation in "
-            f"place, found shape {list(out.shape)} with strides "
-            f"{out.stride()}: pass x.clone()"
+            f"elements of an expanded tensor of shape {list(out.shape)} with strides {out.stride()} "
+            "share their memory, so an operation in place cannot use it: pass x.clone()"
         )
         raise ConfigError(msg)
     return given, given
