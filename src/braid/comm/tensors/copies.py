@@ -188,8 +188,8 @@ def _check(x: torch.Tensor, device_types: frozenset[str]) -> None:
 def _check_own_memory(x: torch.Tensor) -> None:
     if any(stride == 0 and n > 1 for stride, n in zip(x.stride(), x.shape, strict=True)):
         msg = (
-            f"elements of an expanded tensor of shape {list(x.shape)} with strides {x.stride()} share "
-            "their memory, so it cannot hold a result: pass x.clone()"
+            f"elements of an expanded tensor of shape {list(x.shape)} with strides {x.stride()} "
+            "share their memory, so it cannot hold a result: pass x.clone()"
         )
         raise ConfigError(msg)
 
