@@ -8,7 +8,7 @@ people and programs find the cause at once.
 
     braid: run stopped at step 213 after 41 s (exit 1)
       cause    rank 1 on host b (pid 812): ValueError: shard-7 is missing      train.py:57 in load
-      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 - stopped cleanly
+      affected ranks 0,2,3 were waiting in all_reduce(...)#426 called at train.py:41 - ...
       saved    checkpoint step 200 (sha256 ok), 13 steps not saved
       resume   braid run --resume auto -n 4 train.py
       logs     ./runs/2026-11-20_a3f/rank1.log   timeline: braid report ./runs/2026-11-20_a3f

@@ -1,7 +1,7 @@
 """Determines which ranks of a job hang, in which operations, and which ranks they wait for.
 
-Problem: when one rank does not reach a collective, all other ranks wait silently until a deadline of
-minutes. The stack that the user then sees is that of an innocent rank. Existing tools (torch's
+Problem: when one rank does not reach a collective, all other ranks wait silently until a deadline
+of minutes. The stack that the user then sees is that of an innocent rank. Existing tools (torch's
 flight recorder, `py-spy dump`) show the stacks of all ranks, to be compared by eye.
 
 Idea: build the wait-for graph. An edge goes from each waiting rank to each member of its operation
@@ -276,7 +276,8 @@ def _missing_row(case: Case) -> str:
     last = view.last
     if last is None:
         return text
-    return f"{text}\nlast seen {format_seconds(case.now_ns - last.end_ns)} ago, {_last_known(view, last)}"
+    ago = format_seconds(case.now_ns - last.end_ns)
+    return f"{text}\nlast seen {ago} ago, {_last_known(view, last)}"
 
 
 def _last_known(view: RankView, last: SpanView) -> str:

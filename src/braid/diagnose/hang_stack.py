@@ -97,7 +97,7 @@ class Thread(NamedTuple):
 
     @property
     def call(self) -> str:
-        """Library function that `place` has called, or the DataLoader that calls `place`; or empty."""
+        """Library function called by `place`, or the DataLoader that calls it; may be empty."""
         called = ""
         for frame in self.frames:
             if frame.is_users:

@@ -1,13 +1,14 @@
 """Parses errors and stack dumps from the stderr of a process.
 
-Problem: the stderr of a dying rank ends with a traceback of forty frames, mostly of torch and braid,
-and then warnings of the interpreter's shutdown. The relevant line is somewhere inside. The
+Problem: the stderr of a dying rank ends with a traceback of forty frames, mostly of torch and
+braid, and then warnings of the interpreter's shutdown. The relevant line is somewhere inside. The
 `traceback` module prints such texts but cannot read them. Log scrapers take the last line and miss
 chained exceptions, notes, exception groups and `SyntaxError`, which has no header.
 
 Idea: find the blocks (`Traceback (most recent call last):`, the `File` line of a syntax error,
-`Fatal Python error`, C++'s `terminate called`). Ignore blocks of threads and finalizers unless there
-is no other. Show the deepest frame of user code: not of an installed package, Python or braid.
+`Fatal Python error`, C++'s `terminate called`). Ignore blocks of threads and finalizers unless
+there is no other. Show the deepest frame of user code: not of an installed package, Python or
+braid.
 
 Source: the formats written by CPython 3.10 to 3.14 (`Lib/traceback.py`, `Python/traceback.c`),
 libstdc++'s verbose terminate handler, rich's boxes (`rich/traceback.py`), and torch's `[rankN]: `
@@ -59,8 +60,8 @@ class ParsedError:
     Attributes:
         type: Name of the exception without its module, such as `ValueError`.
         message: First line of the message.
-        where: Deepest frame of user code, such as `train.py:57 in load_shard`. Empty for an error of
-            braid without a frame of user code, as in `braid train`.
+        where: Deepest frame of user code, such as `train.py:57 in load_shard`. Empty for an error
+            of braid without a frame of user code, as in `braid train`.
         details: Further lines of the message, and the notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
     """

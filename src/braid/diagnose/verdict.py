@@ -5,9 +5,10 @@ Problem: when one rank dies, every other rank fails milliseconds later, often wi
 rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
 Idea: the end of a rank is a *cause* or a *symptom*. Causes are a signal that braid has not sent, an
-ordinary exception, an exit code, or a rank declared dead. Symptoms are a lost peer, a deadline, or a
-reset connection. The verdict names the first cause in time, and all ranks with the same error: one bad option fails all
-ranks. A symptom is blamed only if there is no cause, and the verdict is then marked as uncertain.
+ordinary exception, an exit code, or a rank declared dead. Symptoms are a lost peer, a deadline, or
+a reset connection. The verdict names the first cause in time, and all ranks with the same error:
+one bad option fails all ranks. A symptom is blamed only if there is no cause, and the verdict is
+then marked as uncertain.
 
     end                                                | weight
     ---------------------------------------------------+---------------------------------------------
@@ -45,8 +46,8 @@ SYMPTOM_TYPES = frozenset(
     {
         "PeerLostError", "CommTimeout", "StaleError", "RendezvousError",
         "DistNetworkError", "DistBackendError", "DistStoreError",
-        "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
-        "KeyboardInterrupt",
+        "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError",
+        "BrokenPipeError", "KeyboardInterrupt",
     }
 )  # fmt: skip
 SYMPTOM_TEXT = re.compile(

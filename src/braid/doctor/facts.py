@@ -166,7 +166,7 @@ class Clocks(NamedTuple):
 
 
 class Accelerators(NamedTuple):
-    """GPUs that torch sees, versions (empty for none), the driver of this host, and torch's error."""
+    """GPUs that torch sees, versions (empty if none), driver of this host, and torch's error."""
 
     names: tuple[str, ...]
     cuda: str

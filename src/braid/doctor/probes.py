@@ -1,8 +1,8 @@
 """Tries which system calls the kernel permits between processes.
 
-Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user and
-pid namespaces and the container's profile. A prediction from all these settings is wrong sooner or
-later.
+Problem: whether a process may open another's memory depends on Yama, seccomp, capabilities, user
+and pid namespaces and the container's profile. A prediction from all these settings is wrong sooner
+or later.
 
 Idea: start two children. One of them accesses the other as ranks access each other, this process
 accesses a child as a launcher would, and the kernel's answers are kept.
@@ -30,8 +30,8 @@ LIMIT_S = 10.0
 PROC = Path("/proc")
 MARK = b"braid was here!!"
 
-# Isolated interpreters without site start in some 15 ms. The holder prints its descriptor and address
-# and waits for the end of its stdin.
+# Isolated interpreters without site start in some 15 ms. The holder prints its descriptor and
+# address and waits for the end of its stdin.
 HOLDER = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None)

@@ -3,9 +3,10 @@
 Problem: an averaging ends on all ranks at once, so durations do not show which rank makes all other
 ranks wait. The moments at which the ranks have a bucket full do.
 
-Idea: the span of a bucket begins when the bucket is full. Spans of one averaging are matched between
-ranks by the collectives under way beside them. Groups, channels and numbers of collectives are the
-same on all ranks, whichever events a ring has lost. Each group of ranks is computed separately.
+Idea: the span of a bucket begins when the bucket is full. Spans of one averaging are matched
+between ranks by the collectives under way beside them. Groups, channels and numbers of collectives
+are the same on all ranks, whichever events a ring has lost. Each group of ranks is computed
+separately.
 
     rank 0   bucket 1 |..................|   bucket 2 |..........|
     rank 1     bucket 1 |................|                bucket 2 |..|

@@ -18,8 +18,8 @@ on the rank.
 
 Clocks: `t_ns` plus the ring's offset is the launcher's clock; the first event of the run is time 0.
 An open span lasts until the last event of any rank, and the foreground of an open collective counts
-as waiting. If the run failed, the last step of every rank counts as unfinished, because an exception
-closes the step. So does a last collective that no other event follows.
+as waiting. If the run failed, the last step of every rank counts as unfinished, because an
+exception closes the step. So does a last collective that no other event follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes the recording of all ranks as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-The format requires that events of one track nest or are disjoint. Buckets and collectives of several
-channels overlap, so every kind of event gets as many tracks as it needs. A wait is on the track of
-the collective that it blocks.
+The format requires that events of one track nest or are disjoint. Buckets and collectives of
+several channels overlap, so every kind of event gets as many tracks as it needs. A wait is on the
+track of the collective that it blocks.
 
     rank 0   phases               |step                                             |
                                   |data|forward   |backward            |optimizer   |

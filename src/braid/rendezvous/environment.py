@@ -1,11 +1,11 @@
 """Reads and checks the environment variables that a launcher sets for a rank.
 
-Problem: a job that was started partly by hand has some of the launcher's variables and lacks others.
-If each variable is read where it is needed, with a default, programs hang in their first collective
-or all become rank 0.
+Problem: a job that was started partly by hand has some of the launcher's variables and lacks
+others. If each variable is read where it is needed, with a default, programs hang in their first
+collective or all become rank 0.
 
-Idea: parse one frozen value from one mapping, and report all problems in one message. Variables have
-torchrun's names, so braid runs under torchrun and torch programs run under braid.
+Idea: parse one frozen value from one mapping, and report all problems in one message. Variables
+have torchrun's names, so braid runs under torchrun and torch programs run under braid.
 
 Source: environment of `torchrun` (torch.distributed.elastic.multiprocessing, "Environment
 Variables").

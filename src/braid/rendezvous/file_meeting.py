@@ -1,7 +1,7 @@
 """Rendezvous through a file, for launchers that share a directory but no known address.
 
-Node 0 (the first launcher, or the one with `--node-rank 0`) publishes its addresses in the file, and
-all other launchers read them. If two launchers have one number, the message names both.
+Node 0 (the first launcher, or the one with `--node-rank 0`) publishes its addresses in the file,
+and all other launchers read them. If two launchers have one number, the message names both.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ launcher with the same variables) torch's store is wrapped. A single process is 
 
 A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
 ends by an exception has *failed*: the exception is sent to the launcher before the interpreter
-shuts down. Forked children (such as those of a DataLoader) lose the descriptors, so they can neither
-send messages for their parent nor keep its sockets open.
+shuts down. Forked children (such as those of a DataLoader) lose the descriptors, so they can
+neither send messages for their parent nor keep its sockets open.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def _own_prefix(environment: JobEnvironment, store: Store) -> Store:
 
 
 def _forget(reference: weakref.ref[Membership]) -> None:
-    """Replace every descriptor of the parent's membership by /dev/null; called in forked children."""
+    """Replace the descriptors of the parent's membership by /dev/null, in a forked child."""
     membership = reference()
     if membership is None:
         return

@@ -3,8 +3,8 @@
 Run as `python -I -S orphan_reaper.py NAME=VALUE...`, with the reading end of a pipe as stdin. The
 program imports nothing of braid, so it costs one bare start of the interpreter.
 
-Problem: when an agent is killed, the kernel kills its ranks too, but not the data loaders and shells
-that the ranks have started. The launcher is on another host.
+Problem: when an agent is killed, the kernel kills its ranks too, but not the data loaders and
+shells that the ranks have started. The launcher is on another host.
 
 Idea: the kernel also closes the pipe of a dead agent. The reaper then kills every process with the
 agent's marks in its environment. An agent that has ended its ranks itself leaves no such process.
