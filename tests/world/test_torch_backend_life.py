@@ -231,6 +231,27 @@ def test_a_work_has_a_future_after_its_group(pool: ProcessPool, tmp_path: Path, 
     assert run(pool, tmp_path, 2, _future_of_an_ended_group, end) == [[2.0], [2.0]]
 
 
+def _uses_of_an_ended_group() -> list[str]:
+    group = dist.new_group([0, 1])
+    group.abort()
+    said = []
+    for numel in (1, 1 << 18):
+        try:
+            dist.all_reduce(torch.ones(numel), group=group, async_op=True)
+        except StaleError as error:
+            said.append(str(error))
+    return said
+
+
+def test_errors_of_an_ended_group_name_what_the_program_knows(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    for said in run(pool, tmp_path, 2, _uses_of_an_ended_group):
+        assert len(said) == 2
+        assert not any("spare_cores" in text for text in said)
+        assert all("has been aborted" in text for text in said)
+
+
 def _alone_in_a_barrier() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.2))
     if dist.get_rank() == 1:

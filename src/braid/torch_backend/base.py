@@ -35,14 +35,20 @@ Call = Callable[[Any, bool], Any]
 
 
 class _Ended:
-    """In the place of a group that is gone: whatever is asked of it is refused."""
+    """In the place of a group that is gone: whatever is asked of it is refused.
 
-    def __init__(self, text: str) -> None:
+    Args:
+        text: What has become of the group.
+        use: What the group was to be used for; the name that is asked for when empty.
+    """
+
+    def __init__(self, text: str, use: str = "") -> None:
         self._text = text
+        self._use = use
 
     def __getattr__(self, name: str) -> Any:
         msg = (
-            f"expected a process group in use for {name}, found that {self._text}: make a new one "
+            f"expected a process group in use for {self._use or name}, found that {self._text}: make a new one "
             "with "
             "init_process_group or new_group"
         )
@@ -238,7 +244,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         end_foreign()
         self._homes.leave(self._home, group)
         # torch keeps ended process groups in its caches, and with them whatever they hold
-        self._home = self._buckets = self._group
+        self._home = self._buckets = _Ended(text, "operations")
 
 
 def _nbytes(outputs: list[Any]) -> int:
