@@ -48,9 +48,8 @@ class _Ended:
 
     def __getattr__(self, name: str) -> Any:
         msg = (
-            f"expected a process group in use for {self._use or name}, found that {self._text}: make a new one "
-            "with "
-            "init_process_group or new_group"
+            f"expected a process group in use for {self._use or name}, found that {self._text}: "
+            "make a new one with init_process_group or new_group"
         )
         raise StaleError(msg)
 
