@@ -1,4 +1,4 @@
-"""WorkCounter of braid.compat.horovod's launcher and of its alias, with real processes."""
+"""Claims of braid.compat.horovod's launcher and of its alias, with real processes."""
 
 from __future__ import annotations
 

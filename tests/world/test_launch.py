@@ -1,4 +1,4 @@
-"""WorkCounter of the launcher, with real processes: deaths are seen and told, nothing is left behind."""
+"""Claims of the launcher, with real processes: deaths are noticed and reported, no process is left behind."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_survivors_are_told_who_died_and_why_at_once(run, console):
     ]
 
 
-def test_a_rank_that_says_its_error_and_hangs_is_causing_of_that_error(run):
+def test_a_rank_that_reports_its_error_and_hangs_is_the_cause(run):
     outcome = run("train", "say", "2")
     assert cause(outcome) == [1]
     assert "ValueError: shard-7 is missing      train.py:7 in step" in str(outcome)

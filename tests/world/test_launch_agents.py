@@ -1,4 +1,4 @@
-"""WorkCounter of the launcher's end of its agents: how they are started, forgotten and ended, without any that work."""
+"""Claims of the launcher's end of its agents: how they are started, forgotten and ended, without any that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WorkCounter of hang reports on real jobs: the rank that does not come is named with its line and the reason; nobody else is."""
+"""Claims of hang reports on real jobs: the rank that does not come is named with its line and the reason; nobody else is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WorkCounter of jobs over several hosts, with agents on this machine: `--rsh 'env NAME={host}'` reaches a host that is this one."""
+"""Claims of jobs over several hosts, with agents on this machine: `--rsh 'env NAME={host}'` reaches a host that is this one."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _slowest_rank(timelines: Sequence[RankTimeline]) -> str:
         )
     return (
         f"rank {slowest} is the slowest: {duration_text(own[slowest])} of own work per step, "
-        f"{percent_text(own[slowest] / others - 1)} more than {_others(own, slowest)} "
+        f"{percent_text(own[slowest] / others - 1)} more than {_other_ranks(own, slowest)} "
         f"({duration_text(others)})"
     )
 
@@ -137,7 +137,7 @@ def _reason(key: StepKey, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> st
     names = {name for step in row.values() for name in step.phases}
     late = max(
         (
-            (step.phases.get(name, 0) - _median_of_others(row, rank, name), -rank, name)
+            (step.phases.get(name, 0) - _median_without(row, rank, name), -rank, name)
             for rank, step in row.items()
             for name in sorted(names)
         ),
@@ -163,12 +163,12 @@ def _usual(name: str, steps: Mapping[StepKey, Mapping[int, StepTime]]) -> float:
     return median(step.phases.get(name, 0) for row in steps.values() for step in row.values())
 
 
-def _median_of_others(row: Mapping[int, StepTime], rank: int, name: str) -> float:
+def _median_without(row: Mapping[int, StepTime], rank: int, name: str) -> float:
     others = [step.phases.get(name, 0) for other, step in row.items() if other != rank]
     return median(others) if others else 0.0
 
 
-def _others(own: Mapping[int, float], slowest: int) -> str:
+def _other_ranks(own: Mapping[int, float], slowest: int) -> str:
     text = rank_list(rank for rank in own if rank != slowest)
     return text if len(own) == 2 else f"the median of {text}"
 
