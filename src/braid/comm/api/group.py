@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from braid.comm.algorithms.programs import PROGRAMS, check_equal_parts
 from braid.comm.api.batch import Batch
 from braid.comm.api.movements import Movements
 from braid.comm.api.objects import Objects
@@ -302,7 +301,7 @@ class Group(Reductions, Movements, PointToPoint):
             )
             raise ConfigError(msg)
         columns = [
-            _exchange(store, f"select/{name}/{i}", self.context.rank, tuple(ranks), engine.token())
+            _exchange(store, f"select/{name}/{i}", self.context.rank, ranks, engine.token())
             for i, engine in enumerate(self._engines())
         ]
         tokens = [list(row) for row in zip(*columns, strict=True)]
@@ -441,27 +440,9 @@ class Group(Reductions, Movements, PointToPoint):
             collective.timeout_s = self._deadline_s
         elif type(timeout_s) is not float or not timeout_s > 0:
             collective.timeout_s = check_seconds(timeout_s)
-        if collective.algorithm is not None:
-            self._check_algorithm(collective, engine)
-        if collective.wire is not None and not engine.capabilities.wires:
-            msg = (
-                f"wire={collective.wire!r} does not work for tensors that a backend of torch "
-                "moves: leave wire out, and convert the tensor first"
-            )
-            raise ConfigError(msg)
+        if collective.algorithm is not None or collective.wire is not None:
+            engine.capabilities.check(collective)
         return engine
-
-    def _check_algorithm(self, c: Collective, engine: Engine) -> None:
-        possible = engine.capabilities.algorithms
-        if c.algorithm not in possible:
-            choices = f"choose one of {', '.join(possible)}" if possible else "leave it out"
-            msg = (
-                f"this group's engine cannot use algorithm {c.algorithm!r} here: {choices}, or see "
-                "braid doctor for what the host does not permit"
-            )
-            raise ConfigError(msg)
-        if c.algorithm in PROGRAMS:
-            check_equal_parts(c.kind, c.algorithm, c.part_widths)
 
     def _device_types(self, x: torch.Tensor) -> frozenset[str]:
         return self._by_device.get(x.device.type, self._engine).device_types
@@ -497,17 +478,12 @@ class Group(Reductions, Movements, PointToPoint):
 
     def _check_open(self) -> None:
         if self._closed:
-            msg = (
-                f"this group of ranks {list(self.ranks)} cannot be used any more: it {self._closed}"
-            )
+            msg = f"group of ranks {list(self.ranks)} cannot be used any more: it {self._closed}"
             raise StaleError(msg)
 
 
 def _note_fork() -> None:
-    """In a forked child: close the groups that only the parent may use.
-
-    Nothing is written down for a call in the child: control pages and names are the parent's.
-    """
+    """In a forked child: close the groups that only the parent may use, before they write."""
     for group in _GROUPS:
         if group.engine.forked:
             group._closed = group._closed or "belongs to the parent of this forked process"  # noqa: SLF001 - one of its own
@@ -516,9 +492,7 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)  # after the transports have been told
 
 
-def _exchange(
-    store: Store, topic: str, rank: int, ranks: tuple[int, ...], number: int
-) -> list[int]:
+def _exchange(store: Store, topic: str, rank: int, ranks: Sequence[int], number: int) -> list[int]:
     """Tell the ranks a number and return theirs, in their order."""
     value = str(number).encode()
     values = exchange(store, topic, rank, ranks, value, timeout_s=FIRST_DEADLINE_S)

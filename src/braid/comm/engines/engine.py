@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from braid.comm.algorithms.programs import PROGRAMS, check_equal_parts
 from braid.comm.engines.collective import Collective
 from braid.comm.engines.work import StepsBy, Work
+from braid.errors import ConfigError
 
 __all__ = ["Capabilities", "Engine", "EngineRequest", "Statistics"]
 
@@ -42,6 +44,29 @@ class Capabilities(NamedTuple):
     adopts: bool = True
     wires: bool = True
     programs: bool = True
+
+    def check(self, collective: Collective) -> None:
+        """Refuse an algorithm or a wire format that was asked for and is not there.
+
+        Raises:
+            ConfigError: The engine does not have it, or not for parts of these sizes.
+        """
+        name, possible = collective.algorithm, self.algorithms
+        if name is not None and name not in possible:
+            choices = f"choose one of {', '.join(possible)}" if possible else "leave it out"
+            msg = (
+                f"this group's engine cannot use algorithm {name!r} here: {choices}, or see "
+                "braid doctor for what the host does not permit"
+            )
+            raise ConfigError(msg)
+        if name in PROGRAMS:
+            check_equal_parts(collective.kind, name, collective.part_widths)
+        if collective.wire is not None and not self.wires:
+            msg = (
+                f"wire={collective.wire!r} does not work for tensors that a backend of torch "
+                "moves: leave wire out, and convert the tensor first"
+            )
+            raise ConfigError(msg)
 
 
 @dataclass(slots=True)
