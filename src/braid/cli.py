@@ -143,7 +143,7 @@ def run(
         timeout: Longest duration of the run, in seconds; then programs that called braid.init()
             give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        stopped_limit: How long a rank may be stopped (SIGSTOP) before it is given up, in seconds.
+        stopped_limit: How long a rank may be stopped (SIGSTOP) before it is killed, in seconds.
         hang_report: How long ranks may wait for one that does not come before it is reported, in
             seconds; 0 for never.
         grace: After a failure, how long the other ranks may end by themselves, in seconds.
