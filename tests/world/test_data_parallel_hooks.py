@@ -496,7 +496,7 @@ def _refused(group: Group, name: str) -> str:
             "topk:0.1+powersgd",
             "no format for factors of powersgd, choose of bf16, fp16, float16, int8",
         ),
-        ("topk:much", "a number as the ratio of topk"),
+        ("topk:much", "is not a number"),
         ("powersgd:rnk=2", "rank=1, start=0, rate=2.0, warm_start=true, error_feedback=true"),
         ("powersgd:warm_start=perhaps", "'warm_start=perhaps' is no option"),
         ("powersgd:rank=0", "powersgd got rank=0"),
