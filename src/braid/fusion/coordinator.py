@@ -21,8 +21,9 @@ from typing import Any
 
 import msgspec
 
-from braid.fusion.reducible import refusal
 from braid.fusion.request import JOINABLE, Request, Response
+from braid.reductions import REDUCTIONS as DEFINED_OPS
+from braid.reductions import refusal
 
 __all__ = ["Coordinator", "agree"]
 
@@ -251,8 +252,8 @@ def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
         return f"expected {first.name!r} to have a dim 0 for {first.kind}, found a scalar"
-    refused = refusal(first.op, first.dtype) if first.kind in REDUCTIONS else ""
-    if refused:
+    own = first.kind in REDUCTIONS and first.op in DEFINED_OPS  # others, such as Adasum, refuse
+    if own and (refused := refusal(first.op, first.dtype)):
         return f"{first.name!r} cannot be reduced: {refused}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
         return f"expected the root of {first.name!r} to be one of {size} ranks, found {first.root}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from braid.errors import ConfigError
+from braid.reductions import refusal
 
 __all__ = ["OPS", "check_op", "combine", "early_factor", "finish", "identity"]
 
@@ -30,16 +31,6 @@ OPS: dict[str, Combine] = {
     "bxor": torch.bitwise_xor,
 }
 _WIDENED = (torch.float16, torch.bfloat16)
-_COUNTED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ORDERED = ("sum", "avg", "product", "min", "max")
-_BITS = ("band", "bor", "bxor")
-_OPS_OF: dict[torch.dtype, tuple[str, ...]] = {
-    **dict.fromkeys(_FLOATS, _ORDERED),
-    **dict.fromkeys(_COUNTED, (*_ORDERED, *_BITS)),
-    **dict.fromkeys((torch.complex64, torch.complex128), ("sum", "avg", "product")),
-    torch.bool: ("sum", "product", "min", "max", *_BITS),  # logic: sum is or, product is and
-}
 
 
 def check_op(op: str, dtype: torch.dtype) -> None:
@@ -51,11 +42,8 @@ def check_op(op: str, dtype: torch.dtype) -> None:
     if op not in OPS:
         msg = f"there is no reduction {op!r}: choose one of {', '.join(OPS)}"
         raise ConfigError(msg)
-    possible = _OPS_OF.get(dtype, ())
-    if op not in possible:
-        what = f"{', '.join(possible)} are" if possible else "only moving them is"
-        msg = f"reduction {op!r} is not defined for {dtype} ({what}): convert the tensor first"
-        raise ConfigError(msg)
+    if why := refusal(op, str(dtype).removeprefix("torch.")):
+        raise ConfigError(why)
 
 
 def identity(op: str, x: torch.Tensor) -> torch.Tensor:
