@@ -193,7 +193,7 @@ def _focal(output, target, weight=None, ignore_index=-100, reduction="sum"):
         (Flattening(WEIGHT), None, "Flattening weighs by classes"),
         (Flattening(WEIGHT), "mean", "Flattening weighs by classes"),
         (functools.partial(_focal, weight=WEIGHT), "mean", "_focal weighs by classes"),
-        (Flattening(), None, "Flattening leaves out targets of ignore_index=-100: .* pass reduction='sum' .* or pass reduction='mean'"),
+        (Flattening(), None, "Flattening leaves out targets of ignore_index=-100, .* pass reduction='sum' .* or pass reduction='mean'"),
         (functools.partial(_focal, ignore_index=0, reduction="mean"), None, "_focal leaves out targets of ignore_index=0"),
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ def test_the_spectral_gap_is_that_of_the_closed_form(mixing, gap):
         ([[[0.5, 0.0], [0.5, 1.0]]], "never hear of some others"),
         ([[[0.0, 1.0], [1.0, 0.0]]], "or only change places"),
         ([[[0, 1, 0], [0, 0, 1], [1, 0, 0]]], "or only change places"),
-        ([[[1, 1], [0, 0]], [[0.5, 0], [0.5, 1]]], "found nothing for rank 1 in step 0"),
+        ([[[1, 1], [0, 0]], [[0.5, 0], [0.5, 1]]], "got nothing for rank 1 in step 0"),
         ([[[1.0, 0.0]]], "no square matrices"),
         ([], "no square matrices"),
         ([[[math.nan]]], "nan for what rank 0"),
@@ -118,7 +118,7 @@ def test_columns_alone_are_enough_but_are_told_apart():
 
 
 def test_no_ranks_are_refused():
-    with pytest.raises(ConfigError, match="at least one rank"):
+    with pytest.raises(ConfigError, match="must be at least 1, got 0"):
         Mixing.ring(0)
 
 
@@ -179,5 +179,5 @@ def test_how_far_a_sum_is_from_1_is_said_where_few_digits_do_not_tell():
 
 @pytest.mark.parametrize("given", ["ring", 3, [0.5, 0.5], [[["a"]]], None])
 def test_what_is_no_matrix_of_numbers_is_refused(given):
-    with pytest.raises(ConfigError, match=r"expected matrices of numbers for mixing 'own'"):
+    with pytest.raises(ConfigError, match=r"mixing 'own' must be made of matrices of numbers"):
         Mixing.of(given)

@@ -260,11 +260,11 @@ def _refused(group: Group, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("size", "a mixing for 3 ranks, found Mixing('ring', 5"),
+        ("size", "is for 5 ranks, but the group has 3"),
         ("rows", "use PushSum"),
         ("columns", "columns that sum to 1"),
         ("matrix", "Mixing.of([matrix]), or Mixing.ring(group.size)"),
-        ("name", "as mixing of PushSum, found 'ring'"),
+        ("name", "mixing of PushSum must be a Mixing, got 'ring'"),
         ("integers", "got torch.int32"),
     ],
 )
@@ -370,7 +370,7 @@ def test_pairs_keep_the_mean_however_many_steps_each_rank_takes(world, size):
     mean = torch.tensor([found for found, _, _ in told], dtype=torch.float64).mean(0)
     expected = torch.stack([_target(r).double() for r in range(size)]).mean(0)
     torch.testing.assert_close(mean, expected)
-    assert all("it is done" in said for _, _, said in told)
+    assert all("mix() was called after finish()" in said for _, _, said in told)
     if size == 2:
         assert told[0][0] == told[1][0]
 

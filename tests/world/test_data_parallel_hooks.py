@@ -553,7 +553,7 @@ def _other_state(group: Group, hook: Any) -> str:
 
 @pytest.mark.parametrize(
     ("hook", "words"),
-    [(None, "wrap with the same hook"), (PostLocalSGDHook(1), "found ['error', 'q', 'steps']")],
+    [(None, "wrap with the same hook"), (PostLocalSGDHook(1), "got ['error', 'q', 'steps']")],
     ids=["none", "post-local"],
 )
 def test_state_of_another_hook_is_refused(world, hook, words):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from braid.autograd.nested import put_tensors, take_tensors
+from braid.autograd.nested import flatten, unflatten
 from braid.autograd.recompute_plan import LayerCost
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.autograd.streams import current_stream, synchronize
@@ -46,7 +46,7 @@ def measure(
     """
     clock = clock or MonotonicClock()
     found = []
-    with torch.enable_grad(), RngAndAutocast(generators_of(take_tensors(x)[1])).again():
+    with torch.enable_grad(), RngAndAutocast(generators_of(flatten(x)[1])).again():
         for layer in layers:
             x = _detached(x)
             output, saved_bytes, output_bytes = _bytes_of(layer, x)
@@ -80,7 +80,7 @@ class LiveBytes:
 
         def call(*args: Any, **kwargs: Any) -> Result:
             result = function(*args, **kwargs)
-            for x in take_tensors(result)[1]:
+            for x in flatten(result)[1]:
                 self.watch(x)
             return result
 
@@ -100,7 +100,7 @@ class LiveBytes:
 
 def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
     """The layer's result, the bytes that it adds to what is kept, and those of its result alone."""
-    outside = _storages(take_tensors(x)[1])
+    outside = _storages(flatten(x)[1])
     if isinstance(layer, nn.Module):
         outside |= _storages([*layer.parameters(), *layer.buffers()])
     saved: dict[int, int] = {}
@@ -112,13 +112,13 @@ def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
 
     with saved_tensors_hooks(save, lambda t: t):
         output = layer(x)
-    returned = _storages(take_tensors(output)[1])
+    returned = _storages(flatten(output)[1])
     added = {key: nbytes for key, nbytes in (saved | returned).items() if key not in outside}
     return output, sum(added.values()), sum(returned.values())
 
 
 def _seconds_of(layer: Callable[[Any], Any], x: Any, clock: Clock) -> float:
-    devices = {t.device for t in take_tensors(x)[1]}
+    devices = {t.device for t in flatten(x)[1]}
     streams = [current_stream(device) for device in devices]
     for stream in streams:
         synchronize(stream)
@@ -131,8 +131,8 @@ def _seconds_of(layer: Callable[[Any], Any], x: Any, clock: Clock) -> float:
 
 def _detached(x: Any) -> Any:
     """The same as leaves of a new graph."""
-    tree, tensors = take_tensors(x)
-    return put_tensors(tree, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
+    tree, tensors = flatten(x)
+    return unflatten(tree, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

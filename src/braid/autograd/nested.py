@@ -1,34 +1,41 @@
-"""Tensors inside arguments: taken out of lists, tuples, dicts and dataclasses, and put back.
+"""Tensors in nested containers: listed, changed, or taken out and put back.
 
-Containers that hold tensors are copied, so that later changes to them do not matter; whatever holds
-none stays the same object. A tensor that occurs twice is one tensor afterwards, too: modules ask
-whether `query is key`.
+Lists, tuples, named tuples, mappings and dataclasses are walked, their subclasses too. Containers
+in which nothing changes stay the same objects; others are copied with everything else that they
+hold, such as the default of a `defaultdict`. A tensor that occurs twice is one tensor afterwards,
+too: modules ask whether `query is key`.
+
+Why not `torch.utils._pytree`: it knows exact types only, so a dataclass, a `UserDict` or a subclass
+of `dict` (a model's output in `transformers`) is a leaf unless it is registered for the whole
+process. It also drops what else a container holds, and copies containers that do not change.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
-__all__ = ["put_tensors", "take_tensors"]
+__all__ = ["flatten", "map_tensors", "parts_of", "rebuild", "tensors_in", "unflatten"]
 
 
-class _Place(NamedTuple):
-    """Where a tensor was."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Place:
+    """Place of a tensor that `flatten` took out; not walked itself."""
 
-    number: int
+    index: int
 
 
-def take_tensors(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The tensors in `tree`, each once, and `tree` with places instead."""
+def flatten(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """Return `tree` with places instead of tensors, and the tensors, each once."""
     tensors: list[torch.Tensor] = []
     indices: dict[int, int] = {}
 
-    def take(leaf: Any) -> Any:
+    def replace(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         index = indices.setdefault(id(leaf), len(tensors))
@@ -36,41 +43,79 @@ def take_tensors(tree: Any) -> tuple[Any, list[torch.Tensor]]:
             tensors.append(leaf)
         return _Place(index)
 
-    return _mapped(tree, take), tensors
+    return _map_leaves(tree, replace), tensors
 
 
-def put_tensors(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """`tree` with tensors at their places again."""
-    return _mapped(tree, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf)
+def unflatten(tree: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the `tree` of `flatten` with `tensors` in their places."""
+    return _map_leaves(tree, lambda x: tensors[x.index] if isinstance(x, _Place) else x)
 
 
-def _mapped(tree: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return _changed(tree, {key: _mapped(value, change) for key, value in tree.items()})
-    if isinstance(tree, list):
-        return _changed(tree, {i: _mapped(value, change) for i, value in enumerate(tree)})
-    if isinstance(tree, tuple) and not isinstance(tree, _Place):
-        items = [_mapped(value, change) for value in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        found = {name: _mapped(value, change) for name, value in fields.items()}
-        if all(found[name] is fields[name] for name in fields):
-            return tree
-        twin = copy.copy(tree)
-        for name, value in found.items():
-            object.__setattr__(twin, name, value)  # also where it is frozen
-        return twin
-    return change(tree)
+def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `tree` with `change(x)` in the place of every tensor x.
+
+    Mappings that cannot be assigned to stay as they are, unless they are a `MappingProxyType`.
+    """
+    changed: dict[int, torch.Tensor] = {}
+
+    def change_once(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in changed:
+            changed[id(leaf)] = change(leaf)
+        return changed[id(leaf)]
+
+    return _map_leaves(tree, change_once)
 
 
-def _changed(container: Any, found: dict[Any, Any]) -> Any:
-    """Return a copy of a dict or list, of its own type, with `found` in it."""
-    if all(found[key] is container[key] for key in found):
-        return container
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in `tree`; sets and mappings that cannot be assigned to are walked, too."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, set | frozenset):
+        for item in tree:
+            yield from tensors_in(item)
+    else:
+        parts = dict(tree) if isinstance(tree, Mapping) else parts_of(tree) or {}
+        for item in parts.values():
+            yield from tensors_in(item)
+
+
+def parts_of(container: Any) -> dict[Any, Any] | None:
+    """Return what a container holds, by key, position or field; None for anything else."""
+    if isinstance(container, MutableMapping | MappingProxyType):
+        return dict(container)
+    if isinstance(container, list | tuple):
+        return dict(enumerate(container))
+    if isinstance(container, _Place | type):
+        return None
+    if dataclasses.is_dataclass(container):
+        names = [field.name for field in dataclasses.fields(container)]
+        return {name: getattr(container, name) for name in names if hasattr(container, name)}
+    return None
+
+
+def rebuild(container: Any, parts: dict[Any, Any]) -> Any:
+    """Return a copy of `container` with `parts` under the keys of `parts_of`."""
+    if isinstance(container, MappingProxyType):
+        return MappingProxyType(parts)
+    if isinstance(container, tuple):
+        values = list(parts.values())
+        return (
+            type(container)(*values) if hasattr(container, "_fields") else type(container)(values)
+        )
     twin = copy.copy(container)
-    for key, value in found.items():
-        twin[key] = value
+    for key, value in parts.items():
+        if isinstance(container, MutableMapping | list):
+            twin[key] = value
+        else:
+            object.__setattr__(twin, key, value)  # also where it is frozen
     return twin
+
+
+def _map_leaves(tree: Any, change: Callable[[Any], Any]) -> Any:
+    parts = parts_of(tree)
+    if parts is None:
+        return change(tree)
+    new = {key: _map_leaves(value, change) for key, value in parts.items()}
+    return tree if all(new[key] is parts[key] for key in parts) else rebuild(tree, new)

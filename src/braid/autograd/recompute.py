@@ -40,7 +40,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from braid.autograd.nested import put_tensors, take_tensors
+from braid.autograd.nested import flatten, unflatten
 from braid.autograd.phony import phony
 from braid.autograd.rng_and_autocast import RngAndAutocast, generators_of
 from braid.errors import BraidError
@@ -98,7 +98,7 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tree, tensors = take_tensors((args, kwargs))
+    tree, tensors = flatten((args, kwargs))
     if isinstance(preserve_rng_state, bool):
         generators = generators_of(tensors) if preserve_rng_state else []
     else:
@@ -217,7 +217,7 @@ class _Call:
             return x.detach()
 
         kept = zip(self._kept.saved_tensors, self._requires_grad, strict=True)
-        args, kwargs = put_tensors(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
+        args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
         with (
             contextlib.suppress(_Stop),
             self._surroundings.again(),

@@ -1,7 +1,9 @@
-"""The norm of all gradients, and clipping by it, the same on all ranks.
+"""Norm of all gradients, and clipping by it, with the same result on all ranks.
 
-With replicas every rank has the average after backward, so the norm of what a rank has is the norm of the whole, and nothing needs to be sent; clipping before the
-average, or each rank's own part, would be something else. Sums are in 32 bits at least, whatever the gradients' dtype; sparse gradients count, too.
+After backward every rank with a replica holds the averaged gradients, so the norm of its gradients
+is the norm of the whole and nothing is sent. Clip after the average: clipping before it, or each
+rank's own part, computes something else. Sums are in 32 bits at least, whatever the gradients'
+dtype. Sparse gradients are included.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ __all__ = ["clip_grad_norm_", "grad_norm"]
 def grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Norm of all gradients as if they were one vector; parameters without one do not count.
+    """Return the norm of all gradients as if they were one vector.
 
     Args:
-        parameters: After backward.
+        parameters: Parameters after backward; those without a gradient are left out.
         norm_type: p of the p-norm; may be infinite.
 
     Raises:
-        ConfigError: The p is not positive.
+        ConfigError: `norm_type` is not positive.
     """
     if not norm_type > 0:
-        msg = f"expected norm_type above 0, found {norm_type}"
+        msg = f"norm_type must be above 0, got {norm_type}"
         raise ConfigError(msg)
     given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     norms = [_norm(param.grad, norm_type) for param in given if param.grad is not None]
@@ -47,18 +49,22 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients so that their norm is at most `max_norm`, and return what it was.
+    """Scale all gradients so that their norm is at most `max_norm`; return the norm before scaling.
 
     Raises:
-        ConfigError: The norm is not finite, and that shall be raised; or `max_norm` is negative.
+        ConfigError: The norm is not finite and `error_if_nonfinite` is set, or `max_norm` is
+            negative.
     """
     if not max_norm >= 0:
-        msg = f"expected max_norm from 0, found {max_norm}"
+        msg = f"max_norm must not be negative, got {max_norm}"
         raise ConfigError(msg)
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     total = grad_norm(given, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
-        msg = f"expected gradients of a finite norm, found {total.item()}: see nonfinite= of DistributedDataParallel for whose they are"
+        msg = (
+            f"norm of the gradients is {total.item()}: see nonfinite= of DistributedDataParallel "
+            "for whose they are"
+        )
         raise ConfigError(msg)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for param in given:

@@ -1,4 +1,4 @@
-"""Which device is meant: torch writes 0, "cuda:0" and torch.device("cuda", 0) for the same one."""
+"""Devices by torch's several names: 0, "cuda:0" and torch.device("cuda", 0) are the same one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["DeviceLike", "as_device", "devices_for"]
 DeviceLike: TypeAlias = "int | str | torch.device"
 
 
-def as_device(found: DeviceLike) -> torch.device:
-    """The device, with its index.
+def as_device(device_like: DeviceLike) -> torch.device:
+    """Return the device with its index.
 
     Args:
-        found: Number of a GPU (-1 is the CPU, as in torch), a name, or a device.
+        device_like: Number of a GPU (-1 is the CPU, as in torch), a name, or a device.
 
     Raises:
         ConfigError: There is no such device.
     """
-    if isinstance(found, int):
-        device = torch.device("cpu") if found == -1 else torch.device("cuda", found)
+    if isinstance(device_like, int):
+        device = torch.device("cpu") if device_like == -1 else torch.device("cuda", device_like)
     else:
         try:
-            device = torch.device(found)
+            device = torch.device(device_like)
         except (RuntimeError, TypeError) as exc:
-            msg = f"expected a device, such as 0, 'cuda:0' or 'cpu', found {found!r}: {exc}"
+            msg = f"{device_like!r} is no device, such as 0, 'cuda:0' or 'cpu': {exc}"
             raise ConfigError(msg) from exc
     if device.type != "cuda":
         return device
@@ -40,22 +40,22 @@ def as_device(found: DeviceLike) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if index is None or index >= count:
         msg = (
-            f"expected one of the {count} CUDA devices that this process sees, found {found!r}: name others, or look at "
-            "CUDA_VISIBLE_DEVICES"
+            f"device {device_like!r} does not exist: this process sees {count} CUDA devices; "
+            "name others, or look at CUDA_VISIBLE_DEVICES"
         )
         raise ConfigError(msg)
     return device
 
 
 def devices_for(module: nn.Module, wanted: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """The devices of a module's replicas.
+    """Return the devices of a module's replicas.
 
     Args:
-        module: Stays where it is when there is no GPU.
-        wanted: None for all GPUs.
+        module: Module that stays where it is when there is no GPU.
+        wanted: Devices by number or name; None for all GPUs.
 
     Raises:
-        ConfigError: None at all, or such as there are not.
+        ConfigError: `wanted` is empty, or names a device that does not exist.
     """
     if wanted is None:
         wanted = list(range(torch.cuda.device_count()))
@@ -64,6 +64,6 @@ def devices_for(module: nn.Module, wanted: Sequence[DeviceLike] | None) -> list[
             wanted = [torch.device("cpu") if home is None else home.device]
     devices = [as_device(device) for device in wanted]
     if not devices:
-        msg = "expected at least one device in device_ids, found none: leave it out for all GPUs"
+        msg = "device_ids is empty: name at least one device, or leave it out for all GPUs"
         raise ConfigError(msg)
     return devices

@@ -92,4 +92,4 @@ def _cause(params: Sequence[torch.Tensor], group: Group) -> str:
     names = [f"{position} of shape {list(params[position].shape)}" for position in positions]
     plural = "s" if len(ranks) > 1 else ""
     where = f"on rank{plural} {', '.join(ranks)}"
-    return f"NaN or infinity in trained parameter {first_few(names, 5)} {where}"
+    return f"NaN or infinity in parameter {first_few(names, 5)} {where}"

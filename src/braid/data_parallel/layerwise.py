@@ -1,18 +1,26 @@
-"""LARS and LAMB: a learning rate of its own for each layer, for batches that grow with the number of ranks.
+"""LARS and LAMB: one learning rate per layer, for batches that grow with the number of ranks.
 
-Problem: twice the ranks are twice the batch, and half the steps for the same data. To learn as much, steps must be longer; but layers whose weights are small
-beside their gradients diverge long before the others have moved.
+Problem: twice the ranks are twice the batch, and half the steps for the same data. To learn as
+much, steps must be longer; but layers whose weights are small beside their gradients diverge long
+before the others have moved.
 
-Idea: scale each layer's step by its trust ratio, the norm of its weights over the norm of its update, so that every layer moves by the same share of its
-own size. LARS does this to momentum SGD, LAMB to Adam.
+Idea: scale each layer's step by its trust ratio, the norm of its weights over the norm of its
+update, so that every layer moves by the same share of its own size. LARS does this to momentum SGD,
+LAMB to Adam.
 
-    LARS    trust = coefficient |w| / (|g| + decay |w|)     update = trust (g + decay w), through momentum      w -= lr update
-    LAMB    trust = |w| / |update|                          update = Adam's + decay w                           w -= lr trust update
+    LARS    trust  = coefficient |w| / (|g| + decay |w|)
+            update = trust (g + decay w), through momentum
+            w     -= lr update
+
+    LAMB    update = Adam's + decay w
+            trust  = |w| / |update|
+            w     -= lr trust update
 
 A layer of which one of these norms is zero takes a plain step (trust 1).
 
-Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1; You et al., "Large Batch Optimization for
-Deep Learning: Training BERT in 76 Minutes", ICLR 2020, algorithm 2. In LARS the learning rate is outside of the momentum, as in torch's SGD: where it
+Source: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks" (2017), algorithm 1;
+You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes", ICLR 2020,
+algorithm 2. In LARS the learning rate is outside of the momentum, as in torch's SGD: where it
 changes from step to step, the paper's old updates keep their old one.
 """
 
@@ -32,13 +40,14 @@ class LARS(torch.optim.Optimizer):
     """Momentum SGD with a trust ratio per parameter.
 
     Args:
-        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain steps.
-        lr: Learning rate of the whole.
+        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain
+            steps.
+        lr: Learning rate of all layers.
         momentum: Share of the last update that stays.
-        weight_decay: Added to the gradient, times the weight.
+        weight_decay: Factor of the weight that is added to the gradient.
         trust_coefficient: Share of its size by which a layer moves with lr 1.
-        eps: Against division by zero.
-        nesterov: Look ahead, as in SGD.
+        eps: Number added to a divisor, against division by zero.
+        nesterov: Whether to look ahead, as in SGD.
 
     Raises:
         ConfigError: A number is out of range.
@@ -75,7 +84,7 @@ class LARS(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; `closure`, if there is one, computes the loss anew."""
+        """Take one step; `closure`, if there is one, computes the loss anew."""
         loss = _loss(closure)
         for group in self.param_groups:
             for param in group["params"]:
@@ -101,11 +110,12 @@ class LAMB(torch.optim.Optimizer):
     """Adam with a trust ratio per parameter.
 
     Args:
-        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain steps.
-        lr: Learning rate of the whole.
+        params: Parameters or groups of them; a group with `trust=False` (biases, norms) takes plain
+            steps.
+        lr: Learning rate of all layers.
         betas: Decay of the first and the second moment.
-        eps: Against division by zero.
-        weight_decay: Added to the update, times the weight.
+        eps: Number added to a divisor, against division by zero.
+        weight_decay: Factor of the weight that is added to the update.
 
     Raises:
         ConfigError: A number is out of range.
@@ -122,7 +132,7 @@ class LAMB(torch.optim.Optimizer):
     ) -> None:
         _check(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
         if max(betas) >= 1:
-            msg = f"expected betas below 1, found {betas}"
+            msg = f"betas must be below 1, got {betas}"
             raise ConfigError(msg)
         super().__init__(
             params,
@@ -131,7 +141,7 @@ class LAMB(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; `closure`, if there is one, computes the loss anew."""
+        """Take one step; `closure`, if there is one, computes the loss anew."""
         loss = _loss(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -160,12 +170,12 @@ class LAMB(torch.optim.Optimizer):
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    """A view of complex numbers as their parts, each of which has moments of its own, as in torch's Adam."""
+    """Return complex numbers as their parts, each with its own moments, as in torch's Adam."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
 def _trust(weight: torch.Tensor, moved: torch.Tensor, eps: float) -> torch.Tensor:
-    """How large weights are over how far they would move; 1 where either is zero."""
+    """Return the norm of weights over the norm of their update; 1 where either is zero."""
     ratio = weight / (moved + eps)
     return torch.where((weight > 0) & (moved > 0), ratio, torch.ones_like(ratio))
 
@@ -174,8 +184,9 @@ def _check_dense(param: torch.Tensor) -> None:
     grad = param.grad
     if grad is not None and grad.layout != torch.strided:
         msg = (
-            f"expected dense gradients, found one of layout {grad.layout} of a parameter of shape {tuple(param.shape)}: use "
-            "torch.optim.SparseAdam or SGD for it, or sparse=False"
+            f"gradient of a parameter of shape {tuple(param.shape)} has layout {grad.layout}, "
+            "and this optimizer takes dense gradients only: use torch.optim.SparseAdam or SGD "
+            "for it, or sparse=False"
         )
         raise ConfigError(msg)
 
@@ -190,5 +201,5 @@ def _loss(closure: Callable[[], float] | None) -> float | None:
 def _check(**numbers: float) -> None:
     wrong = [f"{name}={value}" for name, value in numbers.items() if not 0 <= value < float("inf")]
     if wrong:
-        msg = f"expected numbers that are finite and not negative, found {', '.join(wrong)}"
+        msg = f"numbers of an optimizer must be finite and not negative, got {', '.join(wrong)}"
         raise ConfigError(msg)

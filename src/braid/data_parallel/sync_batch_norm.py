@@ -1,22 +1,28 @@
 """SyncBatchNorm: batch normalisation with the statistics of all ranks' batches.
 
-With a small batch per rank, the mean and variance of each share are poor estimates, and n ranks do not compute what one process
-does. torch's layer of this name refuses the CPU, sends 1/std instead of what can be added exactly, and needs fused kernels.
+Problem: with a small batch per rank, the mean and variance of each share are poor estimates, and n
+ranks do not compute what one process does. torch's layer of this name refuses the CPU, sends 1/std
+instead of what can be added exactly, and needs fused kernels.
 
-Idea: each rank sends count n_r, mean m_r and sum of squared deviations M_r of its share; every rank combines them alike:
+Idea: each rank sends count n_r, mean m_r and sum of squared deviations M_r of its share. Every rank
+combines them alike:
 
-    n = sum n_r        m = sum n_r m_r / n        M = sum M_r + sum n_r (m_r - m)^2        variance = M / n
+    n = sum n_r
+    m = sum n_r m_r / n
+    M = sum M_r + sum n_r (m_r - m)^2
+    variance = M / n
 
-which never subtracts large squares from each other. With x^ = (x - m) / sqrt(variance + eps), y = w x^ + b, and sums over all
-ranks' samples, the gradient is
+which never subtracts large squares from each other. With x^ = (x - m) / sqrt(variance + eps),
+y = w x^ + b, and sums over all ranks' samples, the gradient is
 
     dx = w / sqrt(variance + eps) (dy - sum(dy) / n - x^ sum(dy x^) / n)
 
-so backward sends two numbers per channel. Gradients of w and b are those of this rank's share; whoever averages gradients does
-so with these, too.
+so backward sends two numbers per channel. Gradients of w and b are those of this rank's share;
+whoever averages gradients does so with these, too.
 
-Source: Ioffe and Szegedy, "Batch Normalization", 2015; Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
-Sample Variances", 1979; Peng et al., "MegDet", 2018 (batch statistics across devices).
+Source: Ioffe and Szegedy, "Batch Normalization", 2015; Chan, Golub, LeVeque, "Updating Formulae and
+a Pairwise Algorithm for Computing Sample Variances", 1979; Peng et al., "MegDet", 2018 (batch
+statistics across devices).
 """
 
 from __future__ import annotations
@@ -43,9 +49,9 @@ class Moments(NamedTuple):
     """Statistics of all ranks' batches.
 
     Attributes:
-        mean: Per channel.
-        variance: Per channel, biased: divided by the count.
-        num_values: Per channel.
+        mean: Mean per channel.
+        variance: Variance per channel, biased: divided by the count.
+        num_values: Number of values per channel.
     """
 
     mean: torch.Tensor
@@ -54,7 +60,7 @@ class Moments(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """What forward leaves for backward, besides tensors of autograd."""
+    """Values that forward keeps for backward, besides tensors of autograd."""
 
     moments: Moments
     eps: float
@@ -64,28 +70,34 @@ class _Batch(NamedTuple):
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation over the batches of all ranks of a group, on any device.
 
-    In training every rank calls it, and calls backward through it, equally often, with inputs of which all have a gradient or
-    none; batches may differ in size or be empty. In evaluation it is an ordinary batch normalisation. Parameters, buffers and their names are those of torch's layers.
+    In training every rank calls it, and calls backward through it, equally often. The inputs of all
+    ranks have a gradient, or none has. Batches may differ in size or be empty. In evaluation it is
+    an ordinary batch normalisation. Parameters, buffers and their names are those of torch's
+    layers.
 
     Args:
-        num_features: Channels C.
-        eps: Added to the variance.
-        momentum: Weight of a new batch in the running statistics; None for the mean over all batches so far.
+        num_features: Number of channels C.
+        eps: Number added to the variance.
+        momentum: Weight of a new batch in the running statistics; None for the mean over all
+            batches so far.
         affine: Whether there are a weight and a bias per channel.
-        track_running_stats: Whether running statistics are kept; without them evaluation uses those of its own batch.
+        track_running_stats: Whether running statistics are kept; without them evaluation uses those
+            of its own batch.
         process_group: Ranks whose batches are one, such as `braid.init()`.
-        device: Of parameters and buffers.
-        dtype: Of parameters and buffers.
-        bias: False for a weight alone.
+        device: Device of parameters and buffers.
+        dtype: Data type of parameters and buffers.
+        bias: Whether an affine layer has a bias beside its weight.
 
     Shape:
         x: (N, C, ...), result likewise.
 
     Raises:
-        ConfigError: No group; another number of channels; all ranks together have a single value per channel (on all of them).
+        ConfigError: There is no group; x has another number of channels; or all ranks together have
+            a single value per channel (raised on all of them).
 
-    Cost: training sends one all_gather of 2 C + 2 numbers per forward and one all_reduce of 2 C per backward in which x has a
-        gradient. 16-bit inputs have statistics in float32.
+    Cost:
+        Training sends one all_gather of 2 C + 2 numbers per forward and one all_reduce of 2 C per
+        backward in which x has a gradient. 16-bit inputs have statistics in float32.
 
     Twice differentiable: no; a second derivative raises ConfigError.
     """
@@ -111,7 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = group_of(process_group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise."""
+        """Normalise `x` by the statistics of all ranks' batches."""
         self._check(x)
         if not self.training:
             own = self.running_mean is None  # then there is nothing but this batch
@@ -125,8 +137,9 @@ class SyncBatchNorm(_BatchNorm):
         moments = _moments(x, self.process_group)
         if moments.num_values < 2:
             msg = (
-                f"expected more than 1 value per channel when training, found {moments.num_values} on ranks "
-                f"{list(self.process_group.ranks)} together (input shape {list(x.shape)} on rank {self.process_group.context.rank}): "
+                "SyncBatchNorm needs more than 1 value per channel when training, got "
+                f"{moments.num_values} on ranks {list(self.process_group.ranks)} together "
+                f"(input shape {list(x.shape)} on rank {self.process_group.context.rank}): "
                 "leave the last, incomplete batch out, or call eval()"
             )
             raise ConfigError(msg)
@@ -140,32 +153,35 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: Group | None = None
     ) -> nn.Module:
-        """Replace all batch normalisations in `module` by this one; they keep parameters, buffers, hooks and modes.
+        """Replace all batch normalisations in `module` by SyncBatchNorm.
+
+        They keep parameters, buffers, hooks and modes.
 
         Args:
-            module: Changed in place.
-            process_group: Of the new ones.
+            module: Module that is changed in place.
+            process_group: Group of the new layers.
 
         Returns:
-            The module, or what replaces it.
+            The module, or its replacement if it is a batch normalisation itself.
 
         Raises:
-            ConfigError: No group; a lazy layer that has not been called yet, or a subclass with a forward of its own.
+            ConfigError: There is no group; a lazy layer has not been called yet; or a subclass has
+                a forward of its own.
         """
         group = group_of(process_group)
         _check_convertible(module)
-        made: dict[int, nn.Module] = {}  # one that is used twice stays one
+        converted: dict[int, nn.Module] = {}  # one that is used twice stays one
         for child in list(module.modules()):
             if isinstance(child, _BatchNorm):
                 twin = cls.__new__(cls)
                 vars(twin).update(vars(child))
                 vars(twin)["process_group"] = group
-                made[id(child)] = twin
+                converted[id(child)] = twin
         for parent in list(module.modules()):
             children = parent._modules  # noqa: SLF001 - named_children() leaves out second names
-            for name, found in children.items():
-                children[name] = made.get(id(found), found)
-        return made.get(id(module), module)
+            for name, original in children.items():
+                children[name] = converted.get(id(original), original)
+        return converted.get(id(module), module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         memo[id(self.process_group)] = self.process_group  # ranks cannot be copied
@@ -176,14 +192,14 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check(self, x: torch.Tensor) -> None:
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            msg = f"expected an input of shape [N, {self.num_features}, ...], found {list(x.shape)}"
+            msg = f"expected an input of shape [N, {self.num_features}, ...], got {list(x.shape)}"
             raise ConfigError(msg)
         if not x.is_floating_point():
-            msg = f"expected a floating-point input, found {x.dtype}"
+            msg = f"input of SyncBatchNorm must be floating-point, got {x.dtype}"
             raise ConfigError(msg)
 
     def _track(self, moments: Moments) -> None:
-        """Mix a batch into the running statistics."""
+        """Mix the statistics of a batch into the running statistics."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -201,7 +217,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """x, weight, bias -> y, whose backward knows that the moments come from all ranks' x."""
+    """Autograd function x, weight, bias -> y; its backward includes all ranks' x in the moments."""
 
     @staticmethod
     def forward(
@@ -231,7 +247,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """A gradient that has none, for those who try."""
+    """Autograd function that returns a gradient and refuses to differentiate it."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, *of: Any) -> torch.Tensor:  # noqa: ARG004 - what it depends on
@@ -240,14 +256,14 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ARG004 - never computed
         msg = (
-            "expected one derivative of SyncBatchNorm, found that its gradient is differentiated: it has no second one; use "
-            "BatchNorm or GroupNorm where gradients are part of the loss"
+            "the gradient of SyncBatchNorm was differentiated, and it has no second "
+            "derivative: use BatchNorm or GroupNorm where gradients are part of the loss"
         )
         raise ConfigError(msg)
 
 
 def _moments(x: torch.Tensor, group: Group) -> Moments:
-    """Of all ranks' batches; the same bits on all of them."""
+    """Return the moments of all ranks' batches, with the same bits on every rank."""
     channels = x.shape[1]
     with torch.no_grad():
         wide = _wide(x)
@@ -269,7 +285,10 @@ def _moments(x: torch.Tensor, group: Group) -> Moments:
 
 
 def _combined(counts: list[int], means: torch.Tensor, squares: torch.Tensor) -> Moments:
-    """Moments of the union of batches; in differences from one of their means, which are small where means are large."""
+    """Return the moments of the union of batches.
+
+    Sums are of differences from one batch's mean, which are small where means are large.
+    """
     total = sum(counts)
     used = [rank for rank, count in enumerate(counts) if count]
     if not used:
@@ -283,7 +302,7 @@ def _combined(counts: list[int], means: torch.Tensor, squares: torch.Tensor) -> 
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Of x, weight and bias, where they are needed."""
+    """Return the gradients of x, weight and bias, each where it is needed."""
     x, weight = ctx.saved_tensors
     mean, variance, num_values = ctx.batch.moments
     of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
@@ -316,7 +335,7 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """(C,) as (1, C, 1, ...), to be combined with x."""
+    """Return (C,) as a view (1, C, 1, ...) that broadcasts with x."""
     return values.view(1, -1, *(1,) * (x.dim() - 2))
 
 
@@ -324,11 +343,14 @@ def _check_convertible(module: nn.Module) -> None:
     forwards = {_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward}
     for name, child in module.named_modules():
         if isinstance(child, _LazyNormBase):
-            msg = f"expected layers that know their number of channels, found {type(child).__name__} {name or 'itself'}: call the module once before"
+            msg = (
+                f"{type(child).__name__} {name or 'itself'} does not know its number of channels "
+                "yet: call the module once before it is converted"
+            )
             raise ConfigError(msg)
         if isinstance(child, _BatchNorm) and type(child).forward not in forwards:
             msg = (
-                f"expected batch normalisations of torch to convert, found {type(child).__name__} {name or 'itself'}, whose forward is its "
-                "own and would be lost: replace it by hand"
+                f"{type(child).__name__} {name or 'itself'} has a forward of its own, which "
+                "conversion to SyncBatchNorm would lose: replace it by hand"
             )
             raise ConfigError(msg)

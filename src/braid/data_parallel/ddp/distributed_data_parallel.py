@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from braid.autograd.nested import tensors_in
 from braid.comm import Group
 from braid.data_parallel.ddp.arguments import (
     arguments_in_common,
@@ -40,7 +41,6 @@ from braid.data_parallel.ddp.param_snapshot import ParamSnapshot
 from braid.data_parallel.finite import NonfiniteHandler, nonfinite_handler
 from braid.data_parallel.groups import group_of
 from braid.data_parallel.hooks.catalogue import hook_of
-from braid.data_parallel.outputs import tensors_in
 from braid.data_parallel.replicas.data_parallel import DataParallel
 from braid.errors import ConfigError
 from braid.params import GradientReducer, Hook, ReducerOptions

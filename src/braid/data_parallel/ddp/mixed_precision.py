@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from braid.data_parallel.outputs import mapped
+from braid.autograd.nested import map_tensors
 from braid.data_parallel.sync_batch_norm import SyncBatchNorm
 from braid.errors import ConfigError
 
@@ -84,7 +84,7 @@ class Precision:
             return module(*args, **kwargs)
         if self._wanted.cast_forward_inputs:
             args, kwargs = (
-                mapped(given, lambda x: x.to(dtype) if x.is_floating_point() else x)
+                map_tensors(given, lambda x: x.to(dtype) if x.is_floating_point() else x)
                 for given in (args, kwargs)
             )
         return functional_call(module, _cast(module, dtype), args, kwargs, tie_weights=False)

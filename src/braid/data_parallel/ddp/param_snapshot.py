@@ -48,7 +48,8 @@ class ParamSnapshot:
         if new:
             msg = (
                 "parameters have been replaced or added since the module was wrapped: "
-                f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) and add layers before wrapping, or "
+                f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) "
+                "and add layers before wrapping, or "
                 "wrap again"
             )
             raise ConfigError(msg)

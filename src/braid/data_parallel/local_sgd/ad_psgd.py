@@ -1,22 +1,22 @@
-"""AD-PSGD: pairs of ranks average their models whenever they meet; nobody keeps step with anybody.
+"""AD-PSGD: pairs of ranks average their models whenever they meet; no rank keeps step with others.
 
 Problem: one slow rank makes all others slow, even if each waits for its neighbours only.
 
 Idea: after a step of its own a rank picks another at random, and both take the mean of their two
 models. If two ranks pick each other, or three in a circle, each would wait for the next: so ranks
 are divided in two, and only the *active* ones, those of even rank, pick, out of the *passive* ones.
-An active rank waits for one passive one; a passive one waits for nobody and answers whoever has
+An active rank waits for one passive one. A passive one waits for nobody and answers whoever has
 asked when its own step is done.
 
     active    step   ask 3, wait   step   ask 1, wait   finish
-    passive   step   answer whoever has asked   step   step   finish: answer until all active ones are done
+    passive   step   answer requests   step   step   finish: answer until all active ranks are done
 
 Both get the same bits, and nothing happens to the models of the two in between, so the mean over
 all ranks does not move.
 
-An active rank waits until the passive one's step ends: as long as that at most. In the paper a
-passive rank has a second thread that answers at once, in the middle of a step; its gradient is then
-added to other parameters than those it was computed at.
+An active rank waits at most until the passive one's step ends. In the paper a passive rank has a
+second thread that answers at once, in the middle of a step. Its gradient is then added to other
+parameters than those at which it was computed.
 
 Source: Lian, Zhang, Zhang, Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent",
 ICML 2018, algorithm 1 and section 4 (bipartite graphs).
@@ -55,14 +55,14 @@ class ADPSGD(Decentralized):
     the block.
 
     Args:
-        params: See `Decentralized`.
-        process_group: See `Decentralized`.
-        seed: Of the choice of partners.
+        params: Parameters, as for `Decentralized`.
+        process_group: Group, as for `Decentralized`.
+        seed: Seed for the choice of partners.
 
     Attributes:
-        active: Whether this rank asks, or answers.
-        num_asking: Active ranks that have not finished, as far as this passive one has heard; it
-            may train as long as there are any.
+        active: Whether this rank asks; otherwise it answers.
+        num_asking: Number of active ranks that have not finished, as far as this passive rank
+            knows; it may train as long as there are any.
 
     Cost: 2 l bytes a step of an active rank; memory for two copies of the parameters.
 
@@ -84,15 +84,15 @@ class ADPSGD(Decentralized):
             self._listen()
 
     def mix(self) -> None:
-        """Meet a passive rank, or answer those that have asked; after each step of the optimizer.
+        """Average with a passive rank, or answer active ones; call after every optimizer step.
 
         Raises:
-            StaleError: After `finish`.
+            StaleError: `finish` has been called.
         """
         if self._finished:
             msg = (
-                f"expected mix() before finish(), found that rank {self.group.rank} has told "
-                "the others that it is done"
+                f"mix() was called after finish(): rank {self.group.rank} has told its peers "
+                "that it takes no more steps"
             )
             raise StaleError(msg)
         self._refuse_others()
@@ -103,7 +103,7 @@ class ADPSGD(Decentralized):
         self.num_mixed += 1
 
     def finish(self) -> None:
-        """Take no more steps; returns when all ranks that may still ask this one have finished, too."""
+        """End this rank's steps; return when all ranks that may still ask it have finished, too."""
         if self._finished:
             return
         self._finished = True
@@ -131,16 +131,19 @@ class ADPSGD(Decentralized):
         self._flat.write()
 
     def _answer_all(self) -> None:
-        """Answer whoever has asked: each once, or a quick one would keep this rank from its own steps."""
+        """Answer each rank that has asked, once.
+
+        A quick rank must not keep this one from its own steps.
+        """
         health = self.group.context.health
-        health.collect()  # who only looks whether something has come does not hear that nothing will
+        health.collect()  # polling for a message does not show that its sender is dead
         health.check(self.group.ranks, -1)
         for _ in range(self.num_asking):
             if self._asked is not None and self._asked.done():
                 self._answer()
 
     def _listen(self) -> None:
-        """Be ready for the next that asks, as long as there are any."""
+        """Start to receive the next request, as long as active ranks remain."""
         self._asked = None
         if self.num_asking:
             with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:

@@ -1,9 +1,9 @@
-"""Averaging of models: each rank trains by itself, and parameters, not gradients, are averaged now and then.
+"""Averaging of models: each rank trains alone, and parameters are averaged in some steps.
 
 Problem: averaging gradients costs one exchange a step, however slow the network is.
 
 Idea: ranks take `period` steps on their own before they average their models. That makes gradients
-noisier, which hurts in the beginning and helps later; so one begins with gradients (`warmup_steps`,
+noisier, which hurts in the beginning and helps later. So one begins with gradients (`warmup_steps`,
 and `PostLocalSGDHook` with the same number) and goes over to models.
 
     for x, y in batches:
@@ -14,8 +14,8 @@ and `PostLocalSGDHook` with the same number) and goes over to models.
 
 Source: Lin, Stich, Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020
 (post-local SGD, and its hierarchical form). Names and counting of steps are those of
-`torch.distributed.algorithms.model_averaging`; all trained parameters are averaged, also those that
-have no gradient now.
+`torch.distributed.algorithms.model_averaging`. All parameters that require a gradient are averaged,
+also those that have none now.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ModelAverager(ABC):
     """Averages models in some steps.
 
     Args:
-        process_group: As for DistributedDataParallel.
-        warmup_steps: Steps before the first averaging.
-        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all
+        process_group: Group, as for DistributedDataParallel.
+        warmup_steps: Number of steps before the first averaging.
+        nonfinite: Reaction to NaN and Inf in parameters: "ignore"; "warn", once; or "raise" on all
             ranks, before their parameters are replaced.
 
     Attributes:
@@ -58,14 +58,14 @@ class ModelAverager(ABC):
         step: Number of calls so far.
 
     Raises:
-        ConfigError: No group, or a number of steps that is negative or broken.
+        ConfigError: There is no group, or a number of steps is negative or no integer.
     """
 
     def __init__(
         self, process_group: Any = None, *, warmup_steps: int = 0, nonfinite: str = "warn"
     ) -> None:
         if not is_whole(warmup_steps, 0):
-            msg = f"expected a whole number from 0 as warmup_steps, found {warmup_steps!r}"
+            msg = f"warmup_steps must be an integer from 0, got {warmup_steps!r}"
             raise ConfigError(msg)
         self.process_group = group_of(process_group)
         self.warmup_steps = warmup_steps
@@ -75,7 +75,10 @@ class ModelAverager(ABC):
         self._all_averaged = False
 
     def average_parameters(self, params: Params) -> None:
-        """Call after every step of the optimizer, on all ranks alike; a collective in some steps.
+        """Average the parameters if this step is one in which models are averaged.
+
+        Call after every step of the optimizer, on all ranks alike. It is a collective in some
+        steps.
 
         Args:
             params: Parameters of a model or parameter groups of an optimizer; the same ones every
@@ -83,23 +86,23 @@ class ModelAverager(ABC):
 
         Raises:
             MismatchError: Ranks have other parameters, or another order, or average in other steps;
-                told in the first averaging.
-            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the
-                step counts.
+                raised in the first averaging.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is "raise";
+                the step counts.
         """
         group = self._group_now() if self.step >= self.warmup_steps else None
         step = self.step
         self.step += 1
         self._all_averaged = False
         if group is not None:
-            found = parameters_in(params)
-            if self._flat is None or not self._flat.holds(found):
-                self._flat = FlatParams.agreed(found, self.process_group, **self._arguments())
+            required = parameters_in(params)
+            if self._flat is None or not self._flat.holds(required):
+                self._flat = FlatParams.agreed(required, self.process_group, **self._arguments())
             mean(self._flat, group, self._check, step)
             self._all_averaged = group is self.process_group
 
     def has_just_averaged(self, tensor: torch.Tensor) -> bool:
-        """Whether all ranks have averaged this one in the last call, and so have the same."""
+        """Return whether the last call has left the same `tensor` on all ranks."""
         return (
             self._all_averaged
             and self._flat is not None
@@ -107,22 +110,25 @@ class ModelAverager(ABC):
         )
 
     def _arguments(self) -> dict[str, object]:
-        """What must be the same on all ranks, or models of different steps are averaged."""
+        """Return arguments that must be the same on all ranks.
+
+        Otherwise models of different steps are averaged.
+        """
         return {"warmup_steps": int(self.warmup_steps), "nonfinite": self._check.nonfinite}
 
     @abstractmethod
     def _group_now(self) -> Group | None:
-        """Who averages in this step; None for nobody."""
+        """Return the group that averages in this step; None for no averaging."""
 
 
 class PeriodicModelAverager(ModelAverager):
     """Averages over all ranks every `period` steps, first in step `warmup_steps`.
 
     Args:
-        period: Steps from one averaging to the next.
-        warmup_steps: Steps before the first one.
-        process_group: As for DistributedDataParallel.
-        nonfinite: See `ModelAverager`.
+        period: Number of steps from one averaging to the next.
+        warmup_steps: Number of steps before the first averaging.
+        process_group: Group, as for DistributedDataParallel.
+        nonfinite: Reaction to NaN and Inf; see `ModelAverager`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -140,7 +146,7 @@ class PeriodicModelAverager(ModelAverager):
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps, nonfinite=nonfinite)
         if not is_whole(period, 1):
-            msg = f"expected a whole number of steps from 1 as period, found {period!r}"
+            msg = f"period must be an integer from 1, got {period!r}"
             raise ConfigError(msg)
         if period == 1:
             warnings.warn(EVERY_STEP, UserWarning, stacklevel=2)
@@ -155,17 +161,17 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages in small groups often, in large ones rarely; of the periods that divide a step the longest counts.
+    """Averages often in small groups and rarely in large ones.
 
     With {2: 4, 8: 16}: over each 4 consecutive ranks in every second step, and over all 16 in every
-    eighth.
+    eighth. Of the periods that divide a step, the longest is used.
 
     Args:
         period_group_size_dict: Period in steps -> ranks in a group; both grow, and the last group
-            is everybody.
-        warmup_steps: Steps before the first averaging.
-        process_group: As for DistributedDataParallel.
-        nonfinite: See `ModelAverager`.
+            has all ranks.
+        warmup_steps: Number of steps before the first averaging.
+        process_group: Group, as for DistributedDataParallel.
+        nonfinite: Reaction to NaN and Inf; see `ModelAverager`.
 
     Raises:
         ConfigError: Periods or sizes do not fit.
@@ -196,7 +202,7 @@ class HierarchicalModelAverager(ModelAverager):
             self.period_process_group_dict[period] = group
 
     def close(self) -> None:
-        """Give the groups back that were made here."""
+        """Close the groups that were made here."""
         for group in self.period_process_group_dict.values():
             if group is not self.process_group:
                 group.close()
@@ -216,19 +222,19 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def _check_hierarchy(sizes: Mapping[int, int], total: int) -> None:
-    """Refuse what is no hierarchy.
+    """Refuse sizes that are no hierarchy.
 
     Raises:
-        ConfigError: Says how it should be.
+        ConfigError: The sizes do not fit; the message shows an example that does.
     """
     levels = list(sizes.items())
     whole = all(is_whole(number, 1) for level in levels for number in level)
     grows = whole and all(a < c and b < d and d % b == 0 for (a, b), (c, d) in pairwise(levels))
     if not levels or not grows or levels[-1][1] != total:
         msg = (
-            "expected period_group_size_dict of whole numbers with growing periods from 1 and "
-            "growing group sizes, each a divisor of the next and the last "
-            f"one {total}, the size of the group, such as {_example(total)}, found {dict(sizes)}"
+            f"period_group_size_dict={dict(sizes)} is no hierarchy: periods from 1 and group "
+            "sizes must be integers that grow, each size must divide the next, and the last "
+            f"size must be {total}, the size of the group, as in {_example(total)}"
         )
         raise ConfigError(msg)
 

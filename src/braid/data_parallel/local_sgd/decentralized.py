@@ -1,4 +1,4 @@
-"""Training without a centre: each rank takes steps of its own optimizer and mixes its parameters with those of a few others.
+"""Training without a centre: each rank steps alone and mixes parameters with a few other ranks.
 
     method = DPSGD(model.parameters(), Mixing.ring(group.size), group)
     for x, y in batches:
@@ -9,17 +9,18 @@
 
 Problem: in an all-reduce everybody waits for everybody, in every step.
 
-Idea: a message to a few neighbours per step is enough for models to stay together (`mixing`): the
-mean moves as if all gradients had been averaged, and how far ranks are from it, the *consensus
+Idea: a message to a few neighbours per step is enough for models to stay together (`mixing`). The
+mean moves as if all gradients had been averaged. The distance of ranks from it, the *consensus
 distance*, shrinks by the spectral gap in each step and grows by what gradients differ.
-`consensus_distance` tells it; it belongs beside the loss.
+`consensus_distance` returns it; log it beside the loss.
 
     DPSGD     neighbours in both directions agree: doubly stochastic weights
-    PushSum   messages in one direction only: a weight travels along and is divided out, so columns need to sum to 1, rows do not
+    PushSum   messages in one direction only: a weight travels along and is divided out, so columns
+              need to sum to 1, rows do not
 
-The module is used as it is, not in DistributedDataParallel. Rank 0's trained parameters are copied
-to all at the beginning; frozen ones and buffers stay each rank's own. In `ad_psgd` ranks do not
-even keep step.
+The module is used as it is, not in DistributedDataParallel. Rank 0's parameters that require a
+gradient are copied to all at the beginning; frozen ones and buffers stay each rank's own. In
+`ad_psgd` ranks do not even keep step.
 
 Source: Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS
 2017, algorithm 1 (there, gradients are taken before mixing and added after it; here a step ends
@@ -55,19 +56,19 @@ TAG = 0x6D6978  # "mix": of messages between neighbours
 
 
 class Decentralized(ABC):
-    """Parameters of a rank among those of others.
+    """Base of methods that mix the parameters of a rank with those of some other ranks.
 
     Args:
         params: Parameters, or groups of an optimizer; in the same order on all ranks.
-        process_group: As for DistributedDataParallel.
-        arguments: What else must be the same on all ranks, by name; compared as text.
+        process_group: Group, as for DistributedDataParallel.
+        arguments: Further values that must be the same on all ranks, by name; compared as text.
 
     Attributes:
         group: The group of braid.
         num_mixed: Number of steps so far.
 
     Raises:
-        ConfigError: No group, or no parameters.
+        ConfigError: There is no group, or there are no parameters.
         MismatchError: Ranks have other parameters, or another order, or use another method or
             mixing.
     """
@@ -83,7 +84,7 @@ class Decentralized(ABC):
 
     @abstractmethod
     def mix(self) -> None:
-        """Call after each step of the optimizer.
+        """Mix parameters with other ranks; call after each step of the optimizer.
 
         Raises:
             ConfigError: Parameters have been unfrozen since this was made.
@@ -94,10 +95,10 @@ class Decentralized(ABC):
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """How far ranks are from their mean: sqrt(mean over ranks of |x_i - mean|^2); a collective.
+        """Return the distance of ranks from their mean; a collective.
 
-        It is written into the rank's events as well, as the next power of 2, with the number of the
-        step.
+        It is sqrt(mean over ranks of |x_i - mean|^2). The rank's events record it, too, as the next
+        power of 2, with the number of the step.
 
         Cost: as an averaging of the parameters, in 32 bits at least.
         """
@@ -106,66 +107,73 @@ class Decentralized(ABC):
             own = _wide(flat)  # ranks may be closer than 16 bits can tell
             average = self.group.all_reduce(own.clone(), "avg")
             total += (own - average).abs().double().square().sum().to(total.device)
-        found = math.sqrt(self.group.all_reduce(total, "avg").item())
+        distance = math.sqrt(self.group.all_reduce(total, "avg").item())
         # names of events are kept for good: a number in them must not have too many values
-        bound = f"under 2^{math.ceil(math.log2(found))}" if 0 < found < math.inf else str(found)
+        bound = (
+            f"under 2^{math.ceil(math.log2(distance))}"
+            if 0 < distance < math.inf
+            else str(distance)
+        )
         self.group.context.events.instant(f"consensus distance {bound}", seq=self.num_mixed)
-        return found
+        return distance
 
 
 class _Synchronous(Decentralized):
-    """Steps in which every rank sends to, and hears from, those that a mixing says."""
+    """Base of methods in which every rank exchanges tensors with the ranks of a mixing."""
 
     def __init__(self, params: Params, mixing: Mixing, process_group: Any) -> None:
         if not isinstance(mixing, Mixing):
             msg = (  # type: ignore[unreachable]  # users without a type checker
-                f"expected a Mixing as mixing of {type(self).__name__}, found {mixing!r}: use "
-                "Mixing.of([matrix]), or Mixing.ring(group.size) or another of "
-                "its makers"
+                f"mixing of {type(self).__name__} must be a Mixing, got {mixing!r}: use "
+                "Mixing.of([matrix]), or Mixing.ring(group.size) or another of its "
+                "constructors"
             )
             raise ConfigError(msg)
         self.mixing = Mixing.of(mixing.matrices, mixing.name)
         weights = f"{text_digest(repr(self.mixing.matrices)):016x}"
         super().__init__(params, process_group, mixing=mixing, weights=weights)
         if mixing.size != self.group.size:
-            msg = f"expected a mixing for {self.group.size} ranks, found {mixing!r}"
+            msg = f"{mixing!r} is for {mixing.size} ranks, but the group has {self.group.size}"
             raise ConfigError(msg)
-        self._rooms: list[list[torch.Tensor]] = []  # for the tensors of each neighbour
+        self._received: list[list[torch.Tensor]] = []  # for the tensors of each neighbour
 
     def _mixed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the matrix of this step makes of all ranks' tensors, added in the order of ranks, in 32 bits at least."""
+        """Return all ranks' tensors weighted by the matrix of this step.
+
+        They are added in the order of ranks, in 32 bits at least.
+        """
         self._refuse_others()
         rank, step = self.group.rank, self.num_mixed
         sources = self.mixing.sources(rank, step)
-        while len(self._rooms) < len(sources):
-            self._rooms.append([torch.empty_like(x) for x in tensors])
-        found = {rank: list(tensors), **dict(zip(sources, self._rooms, strict=False))}
+        while len(self._received) < len(sources):
+            self._received.append([torch.empty_like(x) for x in tensors])
+        by_rank = {rank: list(tensors), **dict(zip(sources, self._received, strict=False))}
         with self.group.coalesce(steps_by=StepsBy.WAITER) as batch:
             for target in self.mixing.targets(rank, step):
                 for x in tensors:
                     batch.send(x, target, tag=TAG)
             for source in sources:
-                for x in found[source]:
+                for x in by_rank[source]:
                     batch.recv(x, source, tag=TAG)
         batch.work.wait()
         row = self.mixing.at(step)[rank]
         totals = []
         for k, x in enumerate(tensors):
             total = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-            for member in sorted(found):
-                total.add_(found[member][k], alpha=row[member])
+            for member in sorted(by_rank):
+                total.add_(by_rank[member][k], alpha=row[member])
             totals.append(total)
         self.num_mixed += 1
         return totals
 
 
 class DPSGD(_Synchronous):
-    """D-PSGD: the weighted mean with one's neighbours after each step.
+    """D-PSGD: the weighted mean with a rank's neighbours after each step.
 
     Args:
-        params: See `Decentralized`.
-        mixing: Who takes how much of whom; doubly stochastic.
-        process_group: See `Decentralized`.
+        params: Parameters, as for `Decentralized`.
+        mixing: Weights with which ranks take each other's parameters; doubly stochastic.
+        process_group: Group, as for `Decentralized`.
 
     Raises:
         ConfigError: The mixing is for another number of ranks, or its rows do not sum to 1.
@@ -177,38 +185,43 @@ class DPSGD(_Synchronous):
         super().__init__(params, mixing, process_group)
         if not self.mixing.doubly_stochastic:
             msg = (
-                f"expected rows that sum to 1 for D-PSGD, found others in {mixing!r}: use "
+                f"D-PSGD needs rows that sum to 1, and those of {mixing!r} do not: use "
                 "PushSum, which needs no such rows"
             )
             raise ConfigError(msg)
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Take the mean with one's neighbours; on all ranks after each step of the optimizer."""
+        """Take the mean with the neighbours; call on all ranks after each step of the optimizer."""
         flats = self._flat.read()
         for flat, total in zip(flats, self._mixed(flats), strict=True):
             flat.copy_(total)
         self._flat.write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the step."""
+        """Return the number of the step."""
         return {"num_mixed": self.num_mixed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
+        """Continue from the state of `state_dict`.
+
+        The program loads the parameters itself, after this object was made, which copied rank 0's.
+        """
         self.num_mixed = state["num_mixed"]
 
 
 class PushSum(_Synchronous):
-    """Stochastic gradient push: x and a weight w are pushed along directed edges, and the model is z = x / w.
+    """Stochastic gradient push: x and a weight w travel along directed edges.
+
+    The model is z = x / w.
 
         x <- x + (what the optimizer has added to z)
         x_i <- sum_j W[i][j] x_j;   w_i <- sum_j W[i][j] w_j;   z = x / w
 
     Args:
-        params: The model, z. See `Decentralized`.
-        mixing: Who takes how much of whom; columns sum to 1.
-        process_group: See `Decentralized`.
+        params: Parameters of the model, z, as for `Decentralized`.
+        mixing: Weights with which ranks take each other's parameters; columns sum to 1.
+        process_group: Group, as for `Decentralized`.
 
     Raises:
         ConfigError: The mixing is for another number of ranks.
@@ -228,7 +241,7 @@ class PushSum(_Synchronous):
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Push to one's targets; on all ranks after each step of the optimizer."""
+        """Push to the targets of this step; call on all ranks after each step of the optimizer."""
         for flat, x in zip(self._flat.read(), self._x, strict=True):
             before = (x / self.weight).to(flat.dtype)  # what the last step has written
             x.add_(_wide(flat).sub_(before))
@@ -238,7 +251,7 @@ class PushSum(_Synchronous):
         self._flat.write()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the step, and this rank's x and w."""
+        """Return the number of the step, and this rank's x and w."""
         return {
             "num_mixed": self.num_mixed,
             "x": [x.clone() for x in self._x],
@@ -246,7 +259,10 @@ class PushSum(_Synchronous):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program, after this was made, which copied rank 0's."""
+        """Continue from the state of `state_dict`.
+
+        The program loads the parameters itself, after this object was made, which copied rank 0's.
+        """
         self.num_mixed = state["num_mixed"]
         for into, x in zip([*self._x, self._w], [*state["x"], state["w"]], strict=True):
             into.copy_(x)

@@ -1,10 +1,10 @@
-"""DiLoCo: hundreds of steps alone, then one step of an outer optimizer along the way that all have gone.
+"""DiLoCo: hundreds of steps on each rank alone, then one step of an outer optimizer on their mean.
 
 Problem: averaging models (`averaging`) stops working when ranks take many steps in between: the
 average of far apart models is worse than each.
 
-Idea: the mean of the ways that ranks have gone since they were last equal is taken as a gradient,
-and an outer optimizer with momentum follows it:
+Idea: the mean of what ranks have changed since they were last equal is taken as a gradient, and an
+outer optimizer with momentum follows it:
 
     start   the same parameters on all ranks
     x       each rank: `period` steps of the inner optimizer from start, on its own data
@@ -47,24 +47,24 @@ KEY = "diloco"
 class DiLoCo(WrappedOptimizer):
     """Takes steps of the inner optimizer, and an outer step in every `period`-th.
 
-    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's trained
-    parameters are copied to all. Frozen ones, and buffers, such as running means, stay each rank's
-    own. All ranks take equally many steps (`WrappedOptimizer`).
+    The module is used as it is, not in DistributedDataParallel. At the beginning rank 0's
+    parameters that require a gradient are copied to all. Frozen ones, and buffers, such as running
+    means, stay each rank's own. All ranks take equally many steps (`WrappedOptimizer`).
 
     Args:
-        optim: The inner optimizer, over the same parameters on all ranks.
-        period: Inner steps for each outer one.
-        lr: Of the outer optimizer.
-        momentum: Likewise.
+        optim: Inner optimizer, over the same parameters on all ranks.
+        period: Number of inner steps for each outer one.
+        lr: Learning rate of the outer optimizer.
+        momentum: Momentum of the outer optimizer.
         nesterov: Whether the outer step looks ahead.
-        wire: Format in which ways cross a network, such as bf16 or int8; what it leaves out is
+        wire: Format in which changes cross a network, such as bf16 or int8; what it leaves out is
             added the next time. float32 only.
-        process_group: As for DistributedDataParallel.
-        nonfinite: What to do about NaN and Inf in parameters: ignore; warn, once; or raise on all
+        process_group: Group, as for DistributedDataParallel.
+        nonfinite: Reaction to NaN and Inf in parameters: "ignore"; "warn", once; or "raise" on all
             ranks, before an outer step is taken.
 
     Raises:
-        ConfigError: No group, or a number is out of range.
+        ConfigError: There is no group, or a number is out of range.
         MismatchError: Ranks have other parameters, or another order.
 
     Cost:
@@ -87,9 +87,9 @@ class DiLoCo(WrappedOptimizer):
         super().__init__(optim)
         if not is_whole(period, 1) or not 0 < lr < float("inf") or not 0 <= momentum < 1:
             msg = (
-                "expected a whole number of steps from 1 as period, a positive lr and a momentum "
-                "from 0 to below 1 for the outer steps, found "
-                f"period={period!r}, lr={lr!r}, momentum={momentum!r}"
+                "DiLoCo needs an integer from 1 as period, a positive lr and a momentum from "
+                f"0 to below 1 for the outer steps, got period={period!r}, lr={lr!r}, "
+                f"momentum={momentum!r}"
             )
             raise ConfigError(msg)
         self.process_group = group = group_of(process_group)
@@ -97,36 +97,38 @@ class DiLoCo(WrappedOptimizer):
         self._check = FiniteCheck(nonfinite, "DiLoCo")
         self.num_steps = 0
         self._lr, self._momentum, self._nesterov = lr, momentum, nesterov
-        self._ways = FlatParams.agreed(
+        self._deltas = FlatParams.agreed(
             parameters_in(optim.param_groups), group, period=period, wire=wire, nonfinite=nonfinite
         )
-        own = [flat.clone() for flat in self._ways.read()]
-        make_equal(self._ways, group)
-        moved = not all(map(torch.equal, own, self._ways.flats))
+        own = [flat.clone() for flat in self._deltas.read()]
+        make_equal(self._deltas, group)
+        moved = not all(map(torch.equal, own, self._deltas.flats))
         self._replaced = own if moved else None  # until the first step
-        self._just_met = True  # all ranks have the same parameters
-        self._starts = [flat.clone() for flat in self._ways.flats]
-        self._moments = [torch.zeros_like(flat) for flat in self._ways.flats]
-        self._owed = [torch.zeros_like(flat[:0]) for flat in self._ways.flats]  # of a checkpoint
+        self._just_averaged = True  # all ranks have the same parameters
+        self._starts = [flat.clone() for flat in self._deltas.flats]
+        self._moments = [torch.zeros_like(flat) for flat in self._deltas.flats]
+        self._residuals = [
+            torch.zeros_like(flat[:0]) for flat in self._deltas.flats
+        ]  # of a checkpoint
         self._requests = [
             group.persistent(
                 "all_reduce", flat, op="avg", wire=wire if flat.dtype == torch.float32 else None
             )
-            for flat in self._ways.flats
+            for flat in self._deltas.flats
         ]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take an inner step; in every `period`-th an outer one as well, which is a collective.
 
         Raises:
-            ConfigError: Parameters have been unfrozen or added since it was made.
-            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is raise; the
-                inner step has been taken.
+            ConfigError: Parameters have been unfrozen or added since this was made.
+            NonFiniteError: Parameters are NaN or infinite on a rank, and `nonfinite` is "raise";
+                the inner step has been taken.
         """
         for group in self.param_groups:
-            refuse_others(self._ways, group["params"], "DiLoCo")
+            refuse_others(self._deltas, group["params"], "DiLoCo")
         self._replaced = None
-        self._just_met = False
+        self._just_averaged = False
         loss = self.optim.step(closure)
         self.num_steps += 1
         if self.num_steps % self.period == 0:
@@ -135,90 +137,93 @@ class DiLoCo(WrappedOptimizer):
         return loss
 
     def _outer_step(self) -> None:
-        flats = self._ways.read()
-        for flat, start, owed in zip(flats, self._starts, self._owed, strict=True):
+        flats = self._deltas.read()
+        for flat, start, residual in zip(flats, self._starts, self._residuals, strict=True):
             torch.sub(start, flat, out=flat)
-            flat[: owed.numel()].add_(owed)
-        self._owed = [owed[:0] for owed in self._owed]
+            flat[: residual.numel()].add_(residual)
+        self._residuals = [residual[:0] for residual in self._residuals]
         for work in [request.start(steps_by=StepsBy.WAITER) for request in self._requests]:
             work.wait()
-        self._check(flats, self._ways.params, self.process_group, self.num_steps)
-        for way, start, moment in zip(flats, self._starts, self._moments, strict=True):
-            moment.mul_(self._momentum).add_(way)
+        self._check(flats, self._deltas.params, self.process_group, self.num_steps)
+        for delta, start, moment in zip(flats, self._starts, self._moments, strict=True):
+            moment.mul_(self._momentum).add_(delta)
             if self._nesterov:
-                way.add_(moment, alpha=self._momentum)
+                delta.add_(moment, alpha=self._momentum)
             else:
-                way.copy_(moment)
-            start.sub_(way, alpha=self._lr)
-            way.copy_(start)
-        self._ways.write()
-        self._just_met = True
+                delta.copy_(moment)
+            start.sub_(delta, alpha=self._lr)
+            delta.copy_(start)
+        self._deltas.write()
+        self._just_averaged = True
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:
-        """All are, except for trained parameters right after an outer step, its starts and its momentum."""
+        """Return whether a tensor of a checkpoint may have another value on other ranks.
+
+        The outer optimizer's start and momentum are the same on all, and so are the averaged
+        parameters right after an outer step.
+        """
         outer = (f"optimizer_state_dict/{KEY}/{part}/" for part in ("start", "momentum"))
-        equal = self._just_met and any(tensor is p for p in self._ways.params)
+        equal = self._just_averaged and any(tensor is p for p in self._deltas.params)
         return not (equal or name.startswith(tuple(outer)))
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the inner optimizer, and under `diloco` the outer one's: parameters at the last outer step, momentum, what a format left out.
+        """Return the state of the inner optimizer and, under `diloco`, that of the outer one.
 
-        The latter is this rank's own, like the inner state (`is_own`).
+        The latter has the parameters at the last outer step, momentum, and what a format left out,
+        which is this rank's own, like the inner state (`is_own`).
         """
         residuals = [
-            owed.clone() if (found := request.residual()) is None else found
-            for request, owed in zip(self._requests, self._owed, strict=True)
+            loaded.clone() if (residual := request.residual()) is None else residual
+            for request, loaded in zip(self._requests, self._residuals, strict=True)
         ]
         outer = {
             "num_steps": self.num_steps,
             "start": [start.clone() for start in self._starts],
             "momentum": [moment.clone() for moment in self._moments],
             "residual": residuals,
-            "checksum": _checksum(self._ways.read()),
+            "checksum": _checksum(self._deltas.read()),
         }
         return {**self.optim.state_dict(), KEY: outer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it; the parameters are loaded by the program.
+        """Continue from the state of `state_dict`; the program loads the parameters itself.
 
-        If it has loaded them before this was made, which copied rank 0's, this rank gets its own
+        If it loaded them before this object was made, which copied rank 0's, this rank gets its own
         back.
 
         Raises:
-            ConfigError: It is that of another optimizer or model.
+            ConfigError: The state is that of another optimizer or model.
         """
         outer = state_dict.get(KEY)
-        found = [start.numel() for start in outer["start"]] if outer else None
-        if outer is None or found != [start.numel() for start in self._starts]:
-            msg = (
-                f"expected the state of DiLoCo for {self._ways!r}, found "
-                f"{f'one for {sum(found or [])} numbers' if outer else 'that of its inner optimizer only'}"
-            )
+        numels = [start.numel() for start in outer["start"]] if outer else None
+        if outer is None or numels != [start.numel() for start in self._starts]:
+            kind = f"DiLoCo for {sum(numels or [])} numbers" if outer else "an inner optimizer only"
+            msg = f"state is that of {kind}, and cannot be loaded for {self._deltas!r}"
             raise ConfigError(msg)
         self.optim.load_state_dict({k: v for k, v in state_dict.items() if k != KEY})
         self.num_steps = outer["num_steps"]
-        self._just_met = False  # as far as is known here
+        self._just_averaged = False  # as far as is known here
         self._give_back(outer.get("checksum"))
         for kept, loaded in ((self._starts, outer["start"]), (self._moments, outer["momentum"])):
             for into, x in zip(kept, loaded, strict=True):
                 into.copy_(x)
         for request in self._requests:
             request.reset_residual()
-        self._owed = [
-            x.to(flat) for x, flat in zip(outer["residual"], self._ways.flats, strict=True)
+        self._residuals = [
+            x.to(flat) for x, flat in zip(outer["residual"], self._deltas.flats, strict=True)
         ]
 
     def _give_back(self, checksum: torch.Tensor | None) -> None:
-        """This rank's parameters as they were before rank 0's were copied, if they are those of the state."""
+        """Restore this rank's parameters of before the copy from rank 0, if the state is theirs."""
         own, self._replaced = self._replaced, None
         if own is None or checksum is None or not torch.equal(_checksum(own), checksum.cpu()):
             return
-        for flat, values in zip(self._ways.flats, own, strict=True):
+        for flat, values in zip(self._deltas.flats, own, strict=True):
             flat.copy_(values)
-        self._ways.write()
+        self._deltas.write()
 
 
 def _checksum(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One for each, each rank's own."""
-    found = [zlib.crc32(flat.cpu().view(torch.uint8).numpy().data) for flat in flats]
-    return torch.tensor(found, device="cpu")
+    """Return one checksum for each of `flats`, each rank's own."""
+    checksums = [zlib.crc32(flat.cpu().view(torch.uint8).numpy().data) for flat in flats]
+    return torch.tensor(checksums, device="cpu")

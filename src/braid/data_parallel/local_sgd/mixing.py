@@ -1,4 +1,6 @@
-"""Who averages with whom, and with which weights: mixing matrices as data. Pure: no torch, no communication.
+"""Mixing matrices: who averages with whom, and with which weights, as data.
+
+Pure: no torch, no communication.
 
 Problem: methods without a centre let each rank average with a few others a step. Whether that leads
 everybody to the same model, and how fast, depends on the weights alone; wrong ones move the mean
@@ -9,11 +11,11 @@ takes what rank j has:
 
     x_i <- sum_j W[i][j] x_j
 
-    columns sum to 1    nothing is lost: the sum over ranks stays what it is       (enough for push-sum)
-    rows sum to 1       ranks that are equal stay equal                            (both: "doubly stochastic")
+    columns sum to 1    nothing is lost: the sum over ranks stays what it is (enough for push-sum)
+    rows sum to 1       ranks that are equal stay equal (both: "doubly stochastic")
     rows are not empty  nobody gives all away and is left with nothing
-    connected           everybody hears of everybody in the course of some turns, and does so in every later turn: models that
-                        only change places never agree
+    connected           everybody hears of everybody in the course of some turns, and does so in
+                        every later turn: models that only change places never agree
 
 What is left of a disagreement after a step is at most the second largest modulus of an eigenvalue
 times as large, in the long run; one less that is the spectral gap. The matrices of a graph that
@@ -49,11 +51,11 @@ MAX_ROUNDS = 100
 
 
 class Mixing(NamedTuple):
-    """Mixing matrices that follow each other in turns; made by the functions below, or by `of` from one's own.
+    """Mixing matrices that follow each other in turns; made by the class methods.
 
     Attributes:
-        name: For messages.
-        matrices: One for each step of a turn.
+        name: Name in messages.
+        matrices: Matrices, one for each step of a turn.
     """
 
     name: str
@@ -65,53 +67,53 @@ class Mixing(NamedTuple):
         matrices: Sequence[Sequence[float]] | Sequence[Sequence[Sequence[float]]],
         name: str = "own",
     ) -> Mixing:
-        """Mixing by one's own matrices.
+        """Make a mixing of the user's own matrices.
 
         Args:
-            matrices: One, or several that follow each other; square. Lists, arrays or tensors;
-                weights of 32 bits, whose sums are rounded, are divided by these, so that nothing is
-                lost in 64.
-            name: For messages.
+            matrices: One square matrix, or several that follow each other, as lists, arrays or
+                tensors. Weights of 32 bits, whose sums are rounded, are divided by these, so that
+                nothing is lost in 64.
+            name: Name in messages.
 
         Raises:
             ConfigError: They are no matrices of numbers, weights are negative, columns do not sum
-                to 1, a rank is left with nothing, or ranks never hear of all others at once; all of
-                it is said.
+                to 1, a rank is left with nothing, or ranks never hear of all others at once. The
+                message names all of these.
         """
-        found = []
+        checked = []
         try:
             several: Sequence[Any] = [matrices] if _is_one(matrices) else matrices
             for given in several:
                 matrix = tuple(tuple(map(float, row)) for row in given)
-                found.append(_exact(matrix) if _is_coarse(given) else matrix)
+                checked.append(_exact(matrix) if _is_coarse(given) else matrix)
         except (TypeError, ValueError) as exc:
             msg = (
-                f"expected matrices of numbers for mixing {name!r}, such as [[[0.5, 0.5], [0.5, "
-                f"0.5]]] for two ranks, found {matrices!r}: {exc}"
+                f"mixing {name!r} must be made of matrices of numbers, such as [[[0.5, 0.5], "
+                f"[0.5, 0.5]]] for two ranks, got {matrices!r}: {exc}"
             )
             raise ConfigError(msg) from exc
-        mixing = cls(name, tuple(found))
+        mixing = cls(name, tuple(checked))
         _check(mixing)
         return mixing
 
     @classmethod
     def ring(cls, size: int) -> Mixing:
-        """Each with the one before and the one after it, a third from each; a half for two ranks."""
+        """Return a ring: a third from each neighbour and from oneself; halves for two ranks."""
         return cls("ring", (_circulant(size, (-1, 0, 1)),))
 
     @classmethod
     def complete(cls, size: int) -> Mixing:
-        """Everybody with everybody: the mean at once."""
+        """Return the mixing of everybody with everybody: the mean at once."""
         return cls("complete", (_circulant(size, range(size)),))
 
     @classmethod
     def exponential(cls, size: int) -> Mixing:
-        """Each takes from those 1, 2, 4, ... before it; directed."""
+        """Return the directed graph in which each rank takes from those 1, 2, 4, ... before it."""
         return cls("exponential", (_circulant(size, [0, *_hops(size)]),))
 
     @classmethod
     def one_peer(cls, size: int) -> Mixing:
-        """Each takes from one, which is 1 before it in the first step, 2 in the second, then 4, ...; directed."""
+        """Return the directed graph in which each rank takes from one: 1, 2, 4, ... before it."""
         hops = _hops(size) or [0]
         return cls("one_peer", tuple(_circulant(size, (0, hop)) for hop in hops))
 
@@ -122,24 +124,26 @@ class Mixing(NamedTuple):
 
     @property
     def doubly_stochastic(self) -> bool:
-        """Whether rows sum to 1, too."""
+        """Whether rows sum to 1, like columns."""
         return not any(_wrong_sums(matrix, "row") for matrix in self.matrices)
 
     def at(self, step: int) -> Matrix:
-        """The matrix of a step."""
+        """Return the matrix of a step."""
         return self.matrices[step % len(self.matrices)]
 
     def sources(self, rank: int, step: int) -> list[int]:
-        """From whom `rank` takes something in a step, besides itself."""
+        """Return the ranks from which `rank` takes something in a step, besides itself."""
         row = self.at(step)[rank]
         return [j for j, weight in enumerate(row) if weight and j != rank]
 
     def targets(self, rank: int, step: int) -> list[int]:
-        """To whom `rank` gives something in a step, besides itself."""
+        """Return the ranks to which `rank` gives something in a step, besides itself."""
         return [i for i, row in enumerate(self.at(step)) if row[rank] and i != rank]
 
     def spectral_gap(self) -> float:
-        """1 less the second largest modulus of an eigenvalue, of a whole turn: from 0 (never) to 1 (the mean at once).
+        """Return 1 less the second largest modulus of an eigenvalue, for a whole turn.
+
+        It is between 0 (never the mean) and 1 (the mean at once).
 
         >>> round(Mixing.ring(4).spectral_gap(), 6), round(Mixing.one_peer(8).spectral_gap(), 6)
         (0.666667, 1.0)
@@ -161,9 +165,9 @@ def _hops(size: int) -> list[int]:
 
 
 def _circulant(size: int, shifts: Sequence[int]) -> Matrix:
-    """Every rank takes equal shares from those `shifts` before it."""
+    """Return the matrix in which ranks take equal shares from the ranks `shifts` before them."""
     if size < 1:
-        msg = f"expected at least one rank to mix, found {size}"
+        msg = f"number of ranks to mix must be at least 1, got {size}"
         raise ConfigError(msg)
     rows = [[0.0] * size for _ in range(size)]
     distances = {shift % size for shift in shifts}
@@ -190,7 +194,7 @@ def _check(mixing: Mixing) -> None:
                 for j, weight in enumerate(row)
                 if not 0.0 <= weight < float("inf")
             ]
-            wrong += [f"{found} in step {step}" for found in _wrong_sums(matrix, "column")]
+            wrong += [f"{problem} in step {step}" for problem in _wrong_sums(matrix, "column")]
             wrong += [
                 f"nothing for rank {i} in step {step}"
                 for i, row in enumerate(matrix)
@@ -200,15 +204,14 @@ def _check(mixing: Mixing) -> None:
             wrong.append("ranks that never hear of some others, or only change places")
     if wrong:
         msg = (
-            "expected weights that are not negative, columns that sum to 1 and ranks that all "
-            f"hear of each other in mixing {mixing.name!r}, "
-            f"found {'; '.join(wrong[:8])}"
+            f"mixing {mixing.name!r} needs weights that are not negative, columns that sum to "
+            f"1 and ranks that all hear of each other, got {'; '.join(wrong[:8])}"
         )
         raise ConfigError(msg)
 
 
 def _is_one(matrices: Any) -> bool:
-    """Whether it is one matrix, not several."""
+    """Return whether `matrices` is one matrix, not several."""
     if not len(matrices) or not len(matrices[0]):
         return False
     try:
@@ -219,7 +222,7 @@ def _is_one(matrices: Any) -> bool:
 
 
 def _is_coarse(given: Any) -> bool:
-    """Whether a matrix, its rows or its numbers are of an array's dtype of less than 64 bits."""
+    """Return whether a matrix, its rows or its numbers have a dtype of fewer than 64 bits."""
     for _ in range(3):
         dtype = getattr(given, "dtype", None)
         if dtype is not None:
@@ -234,9 +237,10 @@ def _is_coarse(given: Any) -> bool:
 
 
 def _exact(matrix: Matrix) -> Matrix:
-    """Divided by sums that are 1 but for rounding: those of columns, and of rows in turns with them (Sinkhorn), if these are 1 as well.
+    """Return the matrix divided by its sums where these are 1 but for rounding.
 
-    Sums are exact, so that all ranks find the same.
+    The sums are those of columns, and in turns with them those of rows (Sinkhorn), if these are 1
+    as well. They are exact, so that all ranks compute the same.
     """
     bound = COARSE * len(matrix)
     if any(len(row) != len(matrix) for row in matrix) or not _near(
@@ -271,14 +275,14 @@ def _wrong_sums(matrix: Matrix, kind: str) -> list[str]:
 
 
 def _sum(value: float) -> str:
-    """To as many digits as tell it from 1."""
+    """Return a sum as text, with as many digits as distinguish it from 1."""
     return f"{value:.6g}" if f"{value:.6g}" != "1" else f"1{value - 1.0:+.2g}"
 
 
 def _agree(mixing: Mixing) -> bool:
-    """Whether some power of a whole turn has weights from everybody to everybody: the matrix is primitive.
+    """Return whether the matrix of a turn is primitive: some power has no zero weight.
 
-    If any power has, that of the exponent size^2 - 2 size + 2 has (Wielandt 1950), and so have all
+    If any power is so, the one of exponent size^2 - 2 size + 2 is (Wielandt 1950), and so are all
     larger ones.
     """
     turn = np.eye(mixing.size)

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients of all ranks first, then those of few or of none, and models in between.
+"""Post-local SGD: gradients of all ranks first, later those of few or none, with averaged models.
 
     averager = PeriodicModelAverager(period=4, warmup_steps=100)
     model.register_comm_hook(None, PostLocalSGDHook(start=100))
@@ -31,22 +31,22 @@ __all__ = ["PostLocalSGDHook", "PostLocalSGDOptimizer"]
 class PostLocalSGDHook:
     """Averages gradients over all ranks until step `start`, then over `subgroup` only.
 
-    Parameters differ from then on until somebody averages them; a small message that says which
-    rank has which gradients is exchanged in every step all the same, and so are buffers, unless the
-    wrapper was told `forward_sync_buffers=False`.
+    Parameters differ from then on until an averager averages them. A small message that says which
+    rank has which gradients is exchanged in every step all the same. So are buffers, unless the
+    wrapper was made with `forward_sync_buffers=False`.
 
     Args:
-        start: Reductions of a parameter over all ranks; `warmup_steps` of the averager.
+        start: Number of reductions of a parameter over all ranks; `warmup_steps` of the averager.
         subgroup: Ranks that go on averaging gradients, such as those of one host; None for each by
             itself.
 
     Raises:
-        ConfigError: `start` is negative or broken.
+        ConfigError: `start` is negative or no integer.
     """
 
     def __init__(self, start: int, subgroup: Group | None = None) -> None:
         if not is_whole(start, 0):
-            msg = f"expected a whole number of steps from 0 as start, found {start!r}"
+            msg = f"start must be an integer from 0, got {start!r}"
             raise ConfigError(msg)
         self.start = start
         self.subgroup = subgroup
@@ -54,7 +54,7 @@ class PostLocalSGDHook:
         self._agreed = AgreedNames()
 
     def __call__(self, state: object, bucket: GradBucket) -> Steps:
-        """Average a bucket; `state` is not looked at."""
+        """Average a bucket; `state` is ignored."""
         del state
         fresh = self._agreed.fresh(bucket)
         if fresh:
@@ -70,20 +70,19 @@ class PostLocalSGDHook:
             yield batch.work
 
     def state_dict(self) -> dict[str, Any]:
-        """How often each parameter has been reduced."""
+        """Return how often each parameter has been reduced."""
         return {"steps": dict(self._num_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, on all ranks of that time; ranks that are new go on with their steps.
+        """Continue from the state of `state_dict`, on all ranks that saved it.
+
+        Ranks that are new continue with their steps.
 
         Raises:
-            ConfigError: It is not that.
+            ConfigError: The state has other keys.
         """
         if set(state) != {"steps"}:
-            msg = (
-                "expected steps, and nothing else, in the state of PostLocalSGDHook, found "
-                f"{sorted(state)}"
-            )
+            msg = f"state of PostLocalSGDHook must have the key 'steps' alone, got {sorted(state)}"
             raise ConfigError(msg)
         self._num_steps = Counter(state["steps"])
         self._agreed.clear()
@@ -93,11 +92,11 @@ class PostLocalSGDHook:
 
 
 class PostLocalSGDOptimizer(WrappedOptimizer):
-    """Takes a step, then lets an averager average the parameters if it is time.
+    """Optimizer that lets an averager average the parameters after its step, if it is time.
 
     Args:
-        optim: Takes the steps.
-        averager: Counts them; its count is in `state_dict` under `step`.
+        optim: Inner optimizer, which takes the steps.
+        averager: Averager, which counts the steps; its count is in `state_dict` under `step`.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
@@ -111,20 +110,23 @@ class PostLocalSGDOptimizer(WrappedOptimizer):
         return loss
 
     def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - of its base
-        """All are, except for trained parameters in a step in which all ranks have averaged them."""
+        """Return whether a tensor of a checkpoint may have another value on other ranks.
+
+        All may, except for parameters in a step in which all ranks have averaged them.
+        """
         return not self.averager.has_just_averaged(tensor)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside, and the averager's step."""
+        """Return the state of the inner optimizer, and the averager's step."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from it; one without the averager's step lets it begin anew, with a warning."""
+        """Continue from a state; without the averager's step it begins anew, with a warning."""
         self.optim.load_state_dict(state_dict)
         if "step" not in state_dict:
             warnings.warn(
-                "expected the averager's step in the state of PostLocalSGDOptimizer, found none: "
-                "it begins at 0, with its warm-up",
+                "state of PostLocalSGDOptimizer has no key 'step' for the averager: it begins "
+                "at 0, with its warm-up",
                 UserWarning,
                 stacklevel=2,
             )

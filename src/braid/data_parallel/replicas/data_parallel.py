@@ -2,20 +2,21 @@
 
 The simplest way to use the GPUs of one machine: nothing to launch, no ranks. Each forward cuts the
 batch, copies the module to all devices, runs the replicas in threads and gathers their outputs on
-one device; backward sums the replicas' gradients there. The price: the module travels at every
-step, Python holds one lock for all replicas, and the first device holds the outputs of the whole
+one device. Backward sums the replicas' gradients there. The price: the module travels at every
+step, and Python holds one lock for all replicas. The first device holds the outputs of the whole
 batch and computes the loss of it alone, so it runs out of memory first.
 
-With `criterion` the last part goes away: every replica judges its own share of the targets, where
-it is, and only losses travel.
+With `criterion` the last part goes away: every replica computes the loss of its own share of the
+targets on its own device, and only losses travel.
 
-    DataParallel(model)(x)                              outputs of the whole batch on the first device
-    DataParallel(model, criterion=F.cross_entropy)(x, target=y)     the loss of the whole batch, nothing else
+    DataParallel(model)(x)                    outputs of the whole batch on the first device
+    DataParallel(model, criterion=F.cross_entropy)(x, target=y)
+                                              the loss of the whole batch, nothing else
 
 Source: torch's DataParallel (`torch/nn/parallel/data_parallel.py`), whose signature, attributes and
-overridable steps this has. What
-differs: works on the CPU; sums gradients in the order of replicas; shares differ by one sample at
-most; what replica 0's forward assigns survives; no warning where replicas return scalars.
+overridable steps this has. What differs: works on the CPU; sums gradients in the order of replicas;
+shares differ by one sample at most; what replica 0's forward assigns survives; no warning where
+replicas return scalars.
 """
 
 from __future__ import annotations
@@ -52,21 +53,21 @@ class DataParallel(nn.Module):
     Attributes of the module that this does not have can be read from here.
 
     Args:
-        module: Moved to the first device.
+        module: Module; moved to the first device.
         device_ids: Devices, by default all GPUs, or where the module is if there are none. One may
             occur several times.
-        output_device: Where outputs go, by default the first device; -1 is the CPU.
-        dim: Along which samples lie.
-        criterion: `criterion(output, target)` is computed on every replica with its own share; used
-            by forwards that are passed `target=`. Others return outputs, as in evaluation. A module
-            is replicated with the other one.
-        reduction: Of the criterion: `mean` over samples, `sum`, or `none`, which returns what
-            replicas' criteria return as outputs. By default the criterion's own: its attribute or
-            argument of this name, also where a `functools.partial` binds it. One that says nothing,
-            such as a lambda, is taken for a mean over samples; if it is another one, say so here.
-            torch's cross entropies (`CrossEntropyLoss`, `NLLLoss` and their functions) may have
-            class weights and targets that do not count (`ignore_index`): of other means, such as in
-            a lambda, use the sum, and divide by what its targets count.
+        output_device: Device of outputs, by default the first one; -1 is the CPU.
+        dim: Dim along which samples lie.
+        criterion: Function `criterion(output, target)`, which every replica calls with its own
+            share in forwards that are passed `target=`. Other forwards return outputs, as in
+            evaluation. A module is replicated with the wrapped one.
+        reduction: Reduction of the criterion: `mean` over samples, `sum`, or `none`, which returns
+            what replicas' criteria return as outputs. By default the criterion's own: its attribute
+            or argument of this name, also where a `functools.partial` binds it. A criterion without
+            one, such as a lambda, is taken for a mean over samples; pass `reduction` if it is
+            another one. torch's cross entropies (`CrossEntropyLoss`, `NLLLoss` and their functions)
+            may have class weights and ignored targets (`ignore_index`). For other means, such as in
+            a lambda, use the sum, and divide by the weights or number of its targets.
 
     Returns (of forward):
         Outputs of all replicas, concatenated. Tensors without dims, such as losses that the module
@@ -76,7 +77,7 @@ class DataParallel(nn.Module):
 
     Raises:
         ConfigError: Such devices do not exist, the module is elsewhere, tensors of the batch
-            disagree, a criterion that weighs samples or leaves some out in a way that is not known
+            disagree, or the criterion weighs samples or leaves some out in a way that is not known
             here; for several devices, SyncBatchNorm inside, or anything compiled.
 
     Determinism:
@@ -108,10 +109,10 @@ class DataParallel(nn.Module):
         self.criterion = criterion
         self.reduction = reduction_of(criterion) if reduction is None else reduction
         if self.reduction not in REDUCTIONS:
-            msg = f"expected a reduction out of {', '.join(REDUCTIONS)}, found {self.reduction!r}"
+            msg = f"reduction={self.reduction!r} is unknown: choose one of {', '.join(REDUCTIONS)}"
             raise ConfigError(msg)
         if self.reduction == "mean":
-            check_criterion(criterion, told=reduction is not None)
+            check_criterion(criterion, stated=reduction is not None)
         if len(self.device_ids) > 1:
             _refuse_sync_batch_norm(module)
             for part in (module, criterion):
@@ -123,27 +124,31 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run one replica per share of the inputs; see the class."""
-        judging = self.criterion is not None and "target" in kwargs
-        if judging:
+        with_criterion = self.criterion is not None and "target" in kwargs
+        if with_criterion:
             inputs = (*inputs, kwargs.pop("target"))
         shares, options = self.scatter(inputs, kwargs, self.device_ids)
         used = self.device_ids[: len(shares)]
-        counts = (
-            judging
+        of_targets = (
+            with_criterion
             and len(used) > 1
             and self.reduction == "mean"
             and is_mean_of_targets(self.criterion)
         )
-        called = _Judged(self.module, self.criterion, counts=counts) if judging else self.module
+        called = (
+            _WithCriterion(self.module, self.criterion, of_targets=of_targets)
+            if with_criterion
+            else self.module
+        )
         self._check_home(called)
         # a single one is the module itself, with everything that its forward may do to it
         replicas = [called] if len(used) == 1 else self.replicate(called, used)
         outputs = self.parallel_apply(replicas, shares, options)
         if len(used) > 1:
             write_back(called, replicas[0])
-        if counts:
+        if of_targets:
             return mean_of(outputs, self.output_device)
-        if judging and self.reduction != "none":
+        if with_criterion and self.reduction != "none":
             return self._total_loss(outputs, [*zip(shares, options, strict=True)])
         return self.gather(outputs, self.output_device)
 
@@ -152,22 +157,22 @@ class DataParallel(nn.Module):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], device_ids: Sequence[torch.device]
     ) -> tuple[list[Any], list[Any]]:
-        """Positional and keyword arguments, for each replica."""
+        """Return positional and keyword arguments for each replica."""
         shares = scatter((inputs, kwargs), device_ids, self.dim)
         return [args for args, _ in shares], [named for _, named in shares]
 
     def replicate(self, module: nn.Module, device_ids: Sequence[torch.device]) -> list[nn.Module]:
-        """One replica per device."""
+        """Return one replica per device."""
         return replicate(module, device_ids)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Sequence[Any]
     ) -> list[Any]:
-        """Outputs of all replicas."""
+        """Return the outputs of all replicas."""
         return parallel_apply(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
-        """One output of those of all replicas."""
+        """Return one output made of those of all replicas."""
         return gather(outputs, output_device, self.dim)
 
     def __getattr__(self, name: str) -> Any:
@@ -185,22 +190,21 @@ class DataParallel(nn.Module):
         for name, x in [*module.named_parameters(), *module.named_buffers()]:
             if x.device != home:
                 msg = (
-                    f"expected all parameters and buffers on {home}, the first of device_ids, "
-                    f"found {name} on {x.device}: call "
-                    f".to({str(home)!r})"
+                    f"{name} is on {x.device}, but all parameters and buffers must be on "
+                    f"{home}, the first of device_ids: call .to({str(home)!r})"
                 )
                 raise ConfigError(msg)
 
     def _total_loss(self, losses: Sequence[Any], shares: Sequence[Any]) -> torch.Tensor:
-        """The batch's loss of those of shares, in their order."""
+        """Return the loss of the batch from those of its shares, in their order."""
         odd = next(
             (x for x in losses if not (isinstance(x, torch.Tensor) and x.numel() == 1)), None
         )
         if odd is not None:
-            told = f"shape {list(odd.shape)}" if isinstance(odd, torch.Tensor) else repr(odd)
+            got = f"shape {list(odd.shape)}" if isinstance(odd, torch.Tensor) else repr(odd)
             msg = (
-                f"expected criterion to return one number per share, found {told}: pass "
-                "reduction='none' to get it as it is"
+                f"criterion must return one number per share, got {got}: pass reduction='none' "
+                "to get it as it is"
             )
             raise ConfigError(msg)
         moved: list[torch.Tensor] = [x.reshape(()).to(self.output_device) for x in losses]
@@ -213,19 +217,22 @@ class DataParallel(nn.Module):
         return total
 
 
-class _Judged(nn.Module):
-    """A module and what its output is judged by, as one that can be replicated; with `counts` it returns shares of a mean."""
+class _WithCriterion(nn.Module):
+    """A module and its criterion as one module that can be replicated.
 
-    def __init__(self, module: nn.Module, criterion: Any, *, counts: bool) -> None:
+    With `of_targets` it returns shares of a mean over targets.
+    """
+
+    def __init__(self, module: nn.Module, criterion: Any, *, of_targets: bool) -> None:
         super().__init__()
         self.module = module
         self.criterion = criterion
-        self.counts = counts
+        self.of_targets = of_targets
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         *args, target = inputs
         output = self.module(*args, **kwargs)
-        if self.counts:
+        if self.of_targets:
             return share_of_mean(self.criterion, output, target)
         return self.criterion(output, target)
 
@@ -234,8 +241,7 @@ def _refuse_sync_batch_norm(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, SyncBatchNorm | nn.SyncBatchNorm):
             msg = (
-                "expected no SyncBatchNorm in a module for several replicas of one process, "
-                f"found {name or 'it'} is one: replicas are "
-                "no ranks; use DistributedDataParallel, or BatchNorm"
+                f"{name or 'the module'} is a SyncBatchNorm, but several replicas of one "
+                "process are no ranks: use DistributedDataParallel, or BatchNorm"
             )
             raise ConfigError(msg)

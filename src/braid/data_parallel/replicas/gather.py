@@ -1,4 +1,4 @@
-"""What replicas return, put together on one device.
+"""Outputs of replicas, put together on one device.
 
 Tensors are concatenated in the order of replicas. One number per replica, such as a loss, becomes a
 vector: whether it was a mean or a sum over a share only the caller knows, and a mean of means is
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from braid.data_parallel.containers import parts_of, rebuilt
+from braid.autograd.nested import parts_of, rebuild
 from braid.data_parallel.devices import DeviceLike, as_device
 from braid.errors import ConfigError
 
@@ -22,89 +22,91 @@ __all__ = ["gather"]
 
 
 def gather(outputs: Sequence[Any], device: DeviceLike, dim: int = 0) -> Any:
-    """One result of those of all replicas. Differentiable.
+    """Return one result from those of all replicas. Differentiable.
 
     Args:
-        outputs: Of the replicas, in their order: lists, tuples, named tuples, mappings and
+        outputs: Results of the replicas, in their order: lists, tuples, named tuples, mappings and
             dataclasses of tensors.
-        device: Where the result goes.
-        dim: Along which samples lie.
+        device: Device of the result.
+        dim: Dim along which samples lie.
 
     Returns:
         The same structure. Tensors without dims are stacked to a vector; of a single replica they
         stay as they are.
 
     Raises:
-        ConfigError: Replicas returned different structures, dtypes or shapes; says where.
+        ConfigError: Replicas returned different structures, dtypes or shapes; the message says
+            where.
     """
     if not outputs:
-        msg = "expected the result of at least one replica to gather, found none"
+        msg = "outputs is empty: gather needs the result of at least one replica"
         raise ConfigError(msg)
-    return _gathered(list(outputs), as_device(device), dim, "output")
+    return _gather(list(outputs), as_device(device), dim, "output")
 
 
-def _gathered(found: list[Any], device: torch.device, dim: int, where: str) -> Any:
-    first = found[0]
-    odd = next((i for i, other in enumerate(found) if type(other) is not type(first)), None)
+def _gather(outputs: list[Any], device: torch.device, dim: int, where: str) -> Any:
+    first = outputs[0]
+    odd = next((i for i, other in enumerate(outputs) if type(other) is not type(first)), None)
     # a parameter that is returned as it is is a Parameter in one process only
-    if odd is not None and not all(isinstance(other, torch.Tensor) for other in found):
-        names = type(first).__name__, type(found[odd]).__name__
+    if odd is not None and not all(isinstance(other, torch.Tensor) for other in outputs):
+        names = type(first).__name__, type(outputs[odd]).__name__
         raise _differ(where, "type", f"{names[0]} on replica 0 and {names[1]} on replica {odd}")
     if isinstance(first, torch.Tensor):
-        return _joined(found, device, dim, where)
+        return _concatenate(outputs, device, dim, where)
     parts = parts_of(first)
     if parts is None:
-        return _same(found, where)
+        return _same(outputs, where)
     keys = list(parts)
-    columns = [parts_of(other) or {} for other in found]
+    columns = [parts_of(other) or {} for other in outputs]
     for index, column in enumerate(columns):
         if column.keys() != parts.keys():
-            told = f"{keys} on replica 0 and {list(column)} on replica {index}"
-            raise _differ(where, "keys", told)
-    joined = {
-        key: _gathered([column[key] for column in columns], device, dim, f"{where}[{key!r}]")
+            values = f"{keys} on replica 0 and {list(column)} on replica {index}"
+            raise _differ(where, "keys", values)
+    gathered = {
+        key: _gather([column[key] for column in columns], device, dim, f"{where}[{key!r}]")
         for key in keys
     }
-    return rebuilt(first, joined)
+    return rebuild(first, gathered)
 
 
-def _joined(found: list[torch.Tensor], device: torch.device, dim: int, where: str) -> torch.Tensor:
-    first = found[0]
-    if len(found) == 1:
+def _concatenate(
+    outputs: list[torch.Tensor], device: torch.device, dim: int, where: str
+) -> torch.Tensor:
+    first = outputs[0]
+    if len(outputs) == 1:
         return first.to(device)
     bare = first.dim() == 0
     if not (bare or -first.dim() <= dim < first.dim()):
         msg = (
-            f"expected samples along dim {dim} of {where}, found shape {list(first.shape)}: "
-            "choose another dim"
+            f"{where} of shape {list(first.shape)} has no dim {dim} for samples: choose another dim"
         )
         raise ConfigError(msg)
-    for index, other in enumerate(found):
-        if other.dtype != first.dtype or _but(other, dim) != _but(first, dim):
+    for index, other in enumerate(outputs):
+        if other.dtype != first.dtype or _shape_without(other, dim) != _shape_without(first, dim):
             specs = [
                 f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in (first, other)
             ]
-            told = f"{specs[0]} on replica 0 and {specs[1]} on replica {index}"
-            raise _differ(where, f"dtype and shape (up to dim {dim})", told)
+            values = f"{specs[0]} on replica 0 and {specs[1]} on replica {index}"
+            raise _differ(where, f"dtype and shape (up to dim {dim})", values)
     # to the host, torch would not wait for the end
-    moved = [x.to(device, non_blocking=device.type != "cpu") for x in found]
+    moved = [x.to(device, non_blocking=device.type != "cpu") for x in outputs]
     return torch.stack(moved) if bare else torch.cat(moved, dim)
 
 
-def _but(x: torch.Tensor, dim: int) -> list[int]:
-    """Its shape, apart from the number of samples."""
+def _shape_without(x: torch.Tensor, dim: int) -> list[int]:
+    """Return the shape of `x` with -1 for the number of samples."""
     shape = list(x.shape)
     if -len(shape) <= dim < len(shape):
         shape[dim] = -1
     return shape
 
 
-def _same(found: list[Any], where: str) -> Any:
-    first = found[0]
-    for index, other in enumerate(found):
+def _same(outputs: list[Any], where: str) -> Any:
+    first = outputs[0]
+    for index, other in enumerate(outputs):
         if other is not first and not _equal(first, other):
-            told = f"{first!r} on replica 0 and {other!r} on replica {index}"
-            raise _differ(where, "value", told)
+            values = f"{first!r} on replica 0 and {other!r} on replica {index}"
+            raise _differ(where, "value", values)
     return first
 
 
@@ -113,9 +115,9 @@ def _equal(one: Any, other: Any) -> bool:
     return verdict if isinstance(verdict, bool) else False
 
 
-def _differ(where: str, what: str, told: str) -> ConfigError:
+def _differ(where: str, aspect: str, values: str) -> ConfigError:
     msg = (
-        f"expected replicas to return the same {what} as {where}, found {told}: return tensors "
-        "with one row per sample"
+        f"replicas differ in the {aspect} of {where}: {values}; return tensors with one row "
+        "per sample"
     )
     return ConfigError(msg)

@@ -1,16 +1,15 @@
-"""The loss of a batch, of the losses of its shares.
+"""The loss of a batch, computed from the losses of its shares.
 
 Sums add up, and means over samples do so by the sizes of shares. But torch's cross entropies take
-the mean over the targets that count: not those of `ignore_index`, and each by the weight of its
-class. With sum S_r of the losses of share r and sum C_r of what its targets count, the batch's mean
-is
+the mean over targets: without those of `ignore_index`, and each by the weight of its class. With
+sum S_r of the losses of share r and sum C_r of the weights of its targets, the batch's mean is
 
     (S_0 + S_1 + ...) / (C_0 + C_1 + ...)
 
-also where a share has no target that counts, whose own mean S_r / C_r = 0 / 0 is no number.
+also where a share has ignored targets only, whose own mean S_r / C_r = 0 / 0 is no number.
 
-How a criterion reduces is read where torch keeps it: attributes of a module, keyword arguments of a
-`functools.partial`, the default of a function's argument.
+The reduction of a criterion is read where torch keeps it: attributes of a module, keyword arguments
+of a `functools.partial`, the default of a function's argument.
 """
 
 from __future__ import annotations
@@ -29,14 +28,21 @@ from torch.nn import functional
 from braid.data_parallel.replicas.replicate import COMPILED_FROM
 from braid.errors import ConfigError
 
-__all__ = ["ShareOfMean", "check_criterion", "is_mean_of_targets", "mean_of", "reduction_of", "share_of_mean"]  # fmt: skip
+__all__ = [
+    "ShareOfMean",
+    "check_criterion",
+    "is_mean_of_targets",
+    "mean_of",
+    "reduction_of",
+    "share_of_mean",
+]
 
 IGNORED = -100  # torch's default
 INLINED = "torch._dynamo.external_utils"  # around torch's own functions when they are compiled
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-# what divides by what its targets count; a module by its forward, as subclasses may have another
-# one
+# criteria that divide by the weights of targets; a module by its forward, as subclasses may have
+# another one
 OF_TARGETS = (
     functional.cross_entropy,
     functional.nll_loss,
@@ -46,7 +52,7 @@ OF_TARGETS = (
     getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss).forward,
 )
 
-# what multiplies by `weight`, but divides by the number of samples or elements
+# criteria that multiply by `weight`, but divide by the number of samples or elements
 OF_SAMPLES = (
     functional.binary_cross_entropy,
     functional.binary_cross_entropy_with_logits,
@@ -60,13 +66,13 @@ OF_SAMPLES = (
 
 
 class ShareOfMean(NamedTuple):
-    """What one share adds to a mean over targets.
+    """Contribution of one share to a mean over targets.
 
     Attributes:
         total: Sum of losses, at least in float32: in 16 bits a sum may be infinite whose mean is
             not.
-        divisor: Sum of what targets count.
-        dtype: Of the loss.
+        divisor: Sum of the weights of targets.
+        dtype: Data type of the loss.
     """
 
     total: torch.Tensor
@@ -75,7 +81,7 @@ class ShareOfMean(NamedTuple):
 
 
 def reduction_of(criterion: Any) -> str:
-    """How it reduces, by torch's word for that; mean where it does not say.
+    """Return the reduction of a criterion, by torch's name for it; "mean" if it has none.
 
     Args:
         criterion: A module, a function, a partial of one, or None.
@@ -84,26 +90,26 @@ def reduction_of(criterion: Any) -> str:
     average, reduces = options.get("size_average"), options.get("reduce")  # older words
     if average is not None or reduces is not None:
         return "none" if reduces is False else "sum" if average is False else "mean"
-    found = _option(criterion, "reduction")
-    if found is None and isinstance(called, FunctionType):
+    reduction = _option(criterion, "reduction")
+    if reduction is None and isinstance(called, FunctionType):
         argument = inspect.signature(called).parameters.get("reduction")
-        found = None if argument is None else argument.default
-    if found is None or found is inspect.Parameter.empty:
+        reduction = None if argument is None else argument.default
+    if reduction is None or reduction is inspect.Parameter.empty:
         return "mean"
-    return "mean" if found == "batchmean" else str(found)  # that is one over samples, too
+    return "mean" if reduction == "batchmean" else str(reduction)  # that is one over samples, too
 
 
 def is_mean_of_targets(criterion: Any) -> bool:
-    """Whether it is one of torch's that take the mean over what their targets count."""
+    """Return whether the criterion is one of torch's that take the weighted mean over targets."""
     return _is_one_of(criterion, OF_TARGETS) and reduction_of(criterion) == "mean"
 
 
-def check_criterion(criterion: Any, *, told: bool) -> None:
-    """Refuse a mean that is, or may be, none over samples, unless it is one of torch's that are known here.
+def check_criterion(criterion: Any, *, stated: bool) -> None:
+    """Refuse a mean that is, or may be, none over samples, unless it is one of torch's known here.
 
     Args:
-        criterion: Whose losses of shares are to be averaged.
-        told: Whether the caller has said that it is a mean.
+        criterion: Criterion whose losses of shares are to be averaged.
+        stated: Whether the caller has said that it is a mean.
 
     Raises:
         ConfigError: It weighs samples, or may leave some out.
@@ -114,29 +120,28 @@ def check_criterion(criterion: Any, *, told: bool) -> None:
     name = getattr(called, "__name__", type(called).__name__)
     if _option(criterion, "weight") is not None and not _is_one_of(criterion, OF_SAMPLES):
         msg = (
-            f"expected a mean over samples, found one that {name} weighs by classes: the means of "
-            "shares do not make that of the "
-            "batch; use reduction='sum' and divide by the weights of its targets"
+            f"{name} weighs by classes, so its mean is none over samples, and the means of "
+            "shares do not make that of the batch: use reduction='sum' and divide by the "
+            "weights of its targets"
         )
         raise ConfigError(msg)
     ignored = _option(criterion, "ignore_index")
-    if ignored is not None and not told:
+    if ignored is not None and not stated:
         msg = (
-            f"expected a mean over samples, found that {name} leaves out targets of "
-            f"ignore_index={ignored}: the means of shares do "
-            "not make that of the batch; use a sum, pass reduction='sum' and divide by the number "
-            "of targets that count, or pass "
-            "reduction='mean' if there never are such targets"
+            f"{name} leaves out targets of ignore_index={ignored}, so its mean is none over "
+            "samples, and the means of shares do not make that of the batch: use a sum, pass "
+            "reduction='sum' and divide by the number of targets that are not ignored, or "
+            "pass reduction='mean' if there never are such targets"
         )
         raise ConfigError(msg)
 
 
 def share_of_mean(criterion: Any, output: torch.Tensor, target: torch.Tensor) -> ShareOfMean:
-    """Judge one share.
+    """Compute the contribution of one share to the mean.
 
     Args:
-        criterion: Such that `is_mean_of_targets`.
-        output: Of the share.
+        criterion: Criterion for which `is_mean_of_targets` is true.
+        output: Output for the share.
         target: Classes, or a probability for each of them.
     """
     losses = _unreduced(criterion)(output, target)
@@ -154,11 +159,11 @@ def share_of_mean(criterion: Any, output: torch.Tensor, target: torch.Tensor) ->
 
 
 def mean_of(shares: Sequence[ShareOfMean], device: torch.device) -> torch.Tensor:
-    """The loss of the batch, added up in the order of shares. Differentiable.
+    """Return the loss of the batch, added up in the order of shares. Differentiable.
 
     Args:
-        shares: All of the batch.
-        device: Of the loss.
+        shares: All shares of the batch.
+        device: Device of the loss.
     """
     total, divisor = shares[0].total.to(device), shares[0].divisor.to(device)
     for share in shares[1:]:
@@ -167,7 +172,7 @@ def mean_of(shares: Sequence[ShareOfMean], device: torch.device) -> torch.Tensor
 
 
 def _called(criterion: Any) -> tuple[Any, dict[str, Any]]:
-    """What is called in the end, and the keyword arguments that are bound to it."""
+    """Return what is called in the end, and the keyword arguments that are bound to it."""
     options: dict[str, Any] = {}
     while True:
         if isinstance(criterion, functools.partial):
@@ -186,7 +191,7 @@ def _called(criterion: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _option(criterion: Any, name: str) -> Any:
-    """Of its keyword arguments or attributes; None if it has none of this name."""
+    """Return a keyword argument or attribute of a criterion; None if it has none of this name."""
     called, options = _called(criterion)
     return options[name] if name in options else getattr(called, name, None)
 
@@ -200,7 +205,7 @@ def _is_one_of(criterion: Any, functions: Sequence[Callable[..., Any]]) -> bool:
 
 
 def _unreduced(criterion: Any) -> Callable[..., torch.Tensor]:
-    """The same, of each target by itself."""
+    """Return the criterion with one loss per target."""
     called, _ = _called(criterion)
     if isinstance(called, nn.Module):
         twin: Any = copy.copy(called)  # shares parameters, buffers and hooks

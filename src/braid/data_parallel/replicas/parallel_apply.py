@@ -1,8 +1,8 @@
 """Replicas run side by side, one thread each.
 
-Threads, since kernels of torch let go of the interpreter, and since on GPUs one thread would queue
-the work of one device after the other's. Grad mode, autocast and context variables are those of the
-caller; streams are its current ones.
+Threads, since kernels of torch release the interpreter's lock, and since on GPUs one thread would
+queue the work of one device after the other's. Grad mode, autocast and context variables are those
+of the caller; streams are its current ones.
 
 Source: `torch/nn/parallel/parallel_apply.py`. What differs: works on the CPU; autocast of all
 devices is handed on with its dtype.
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from braid.autograd.nested import tensors_in
 from braid.autograd.rng_and_autocast import RngAndAutocast
 from braid.autograd.streams import current_stream, use_stream
 from braid.data_parallel.devices import DeviceLike, as_device
-from braid.data_parallel.outputs import tensors_in
 from braid.errors import ConfigError
 
 __all__ = ["parallel_apply"]
@@ -36,19 +36,19 @@ def parallel_apply(
 
     Args:
         replicas: Modules, or anything that can be called.
-        inputs: For each replica its positional arguments; what is not a tuple or list is the only
-            one.
-        kwargs: For each replica its keyword arguments.
-        devices: Where they run; by default where their first tensor is.
+        inputs: Positional arguments for each replica; a value that is no tuple or list is the only
+            argument.
+        kwargs: Keyword arguments for each replica.
+        devices: Devices on which replicas run; by default where their first tensor is.
 
     Returns:
-        What they return, in their order.
+        The replicas' results, in their order.
 
     Raises:
-        ConfigError: Not as many of each.
-        Exception: Of the first replica (by number) that failed, of the same type where that can be
-            made of a message; names replica and device, and its cause is the original. A single
-            replica runs on the calling thread, and its exceptions are its own.
+        ConfigError: The numbers of replicas, inputs, kwargs and devices differ.
+        Exception: The exception of the first replica (by number) that failed, of the same type
+            where that can be made of a message; names replica and device, and its cause is the
+            original. A single replica runs on the calling thread, and its exceptions are its own.
 
     Random numbers:
         Replicas on one device draw from its one generator, in an order that may change from run to
@@ -62,8 +62,8 @@ def parallel_apply(
     counts = [len(replicas), len(inputs), len(kwargs), len(places)]
     if len(set(counts)) > 1:
         msg = (
-            "expected as many inputs, keyword arguments and devices as replicas, found "
-            f"{counts[1]}, {counts[2]} and {counts[3]} for {counts[0]}"
+            f"got {counts[1]} inputs, {counts[2]} keyword arguments and {counts[3]} devices "
+            f"for {counts[0]} replicas: pass one of each per replica"
         )
         raise ConfigError(msg)
     state = _ThreadState()
@@ -74,15 +74,15 @@ def parallel_apply(
     if len(calls) == 1:
         with use_stream(current_stream(places[0])):
             return [calls[0].run()]
-    answers = _run_all(calls, places, state)
-    failed = [index for index, answer in enumerate(answers) if answer.error is not None]
+    outcomes = _run_all(calls, places, state)
+    failed = [index for index, outcome in enumerate(outcomes) if outcome.error is not None]
     if failed:
-        _raise_named(answers, failed, places)
-    return [answer.result for answer in answers]
+        _raise_named(outcomes, failed, places)
+    return [outcome.result for outcome in outcomes]
 
 
 class _Call(NamedTuple):
-    """One replica and what it is called with."""
+    """One replica and the arguments of its call."""
 
     replica: Callable[..., Any]
     args: Sequence[Any]
@@ -92,22 +92,22 @@ class _Call(NamedTuple):
         return self.replica(*self.args, **self.kwargs)
 
 
-class _Answer(NamedTuple):
-    """What it returned or raised."""
+class _Outcome(NamedTuple):
+    """Result or exception of one replica."""
 
     result: Any = None
     error: BaseException | None = None
 
 
 class _ThreadState:
-    """What torch keeps per thread, of the thread that made this."""
+    """Modes that torch keeps per thread, taken from the thread that made this."""
 
     def __init__(self) -> None:
         self._autocast = RngAndAutocast([])
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
 
-    def run(self, call: _Call, stream: Any) -> _Answer:
+    def run(self, call: _Call, stream: Any) -> _Outcome:
         try:
             with (
                 self._autocast.again(),
@@ -115,19 +115,19 @@ class _ThreadState:
                 torch.set_grad_enabled(self._grad),
                 use_stream(stream),
             ):
-                return _Answer(call.run())
+                return _Outcome(call.run())
         except BaseException as exc:  # noqa: BLE001 - raised by the calling thread
-            return _Answer(error=exc)
+            return _Outcome(error=exc)
 
 
 def _run_all(
     calls: Sequence[_Call], places: Sequence[torch.device], state: _ThreadState
-) -> list[_Answer]:
-    answers = [_Answer()] * len(calls)
+) -> list[_Outcome]:
+    outcomes = [_Outcome()] * len(calls)
     streams = [current_stream(place) for place in places]
 
     def run(index: int) -> None:
-        answers[index] = state.run(calls[index], streams[index])
+        outcomes[index] = state.run(calls[index], streams[index])
 
     threads = [
         threading.Thread(
@@ -147,9 +147,10 @@ def _run_all(
     finally:
         for thread in started:  # also when the caller is interrupted while it waits
             thread.join()
-    found = answers.copy()
-    answers.clear()  # the frames in an error's traceback lead to this list: with the error in it, that were a cycle
-    return found
+    completed = outcomes.copy()
+    # frames in an error's traceback lead to this list: with the error in it, that is a cycle
+    outcomes.clear()
+    return completed
 
 
 def _device_of(inputs: Sequence[Any], kwargs: Sequence[Any]) -> torch.device:
@@ -158,15 +159,15 @@ def _device_of(inputs: Sequence[Any], kwargs: Sequence[Any]) -> torch.device:
 
 
 def _raise_named(
-    answers: Sequence[_Answer], failed: Sequence[int], places: Sequence[torch.device]
+    outcomes: Sequence[_Outcome], failed: Sequence[int], places: Sequence[torch.device]
 ) -> NoReturn:
     first = failed[0]
-    error = answers[first].error
+    error = outcomes[first].error
     assert error is not None
     if not isinstance(error, Exception):
         raise error
     others = f" (replicas {', '.join(map(str, failed[1:]))} failed, too)" if failed[1:] else ""
-    msg = f"replica {first} of {len(answers)} on {places[first]}: {error}{others}"
+    msg = f"replica {first} of {len(outcomes)} on {places[first]}: {error}{others}"
     try:
         named = type(error)(msg)
     except Exception:  # noqa: BLE001 - exceptions that are made of something else, such as UnicodeDecodeError
@@ -176,4 +177,4 @@ def _raise_named(
     finally:
         # or its traceback would hold this frame, which holds it: what replicas made would live
         # until the collector runs
-        del named, error, answers
+        del named, error, outcomes

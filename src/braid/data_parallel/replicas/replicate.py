@@ -1,8 +1,9 @@
 """Replicas of a module on several devices of one process; gradients come back to the module.
 
-    module ─ weight ─▶ spread ┬▶ replica 0 ─ share 0 ─▶ output 0          backward: the dual of spreading is a sum,
-                              ├▶ replica 1 ─ share 1 ─▶ output 1          g0 + g1 + g2, always in this order,
-                              └▶ replica 2 ─ share 2 ─▶ output 2          whichever replica is ready first
+    forward                                                    backward: the dual of
+    module ─ weight ─▶ spread ┬▶ replica 0 ─ share 0 ─▶ output 0   spreading is a sum,
+                              ├▶ replica 1 ─ share 1 ─▶ output 1   g0 + g1 + g2, in this order,
+                              └▶ replica 2 ─ share 2 ─▶ output 2   whichever is ready first
 
 A replica is a shallow copy of the module and of all modules in it, whose parameters are tensors of
 the graph above. In torch a replica has no `parameters()`, so `next(self.parameters()).device` fails
@@ -13,8 +14,8 @@ What a forward changes: replica 0 has the module's own buffers, so changes in pl
 `write_back` hands over what it assigned to itself. What the others change is dropped, as they saw
 the same batch's other shares.
 
-What torch.compile returns is bound to the one module that it was given: copies of it would run that
-one, without a word, and a wrapper of it hands what is assigned to its copies on to that one. So it
+What torch.compile returns is bound to the one module that it was given. Copies of it would run that
+one without notice, and a wrapper of it hands what is assigned to its copies on to that one. So it
 is refused before anything is copied.
 
 Source: torch's DataParallel (`torch/nn/parallel/replicate.py`); Li et al., VLDB 2020, section 2.3.
@@ -43,11 +44,14 @@ COMPILED_FROM = "_torchdynamo_orig_callable"  # attribute of what torch.compile 
 
 
 def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
-    """One replica of `module` per device. Differentiable: backward leaves the sum in the module's own parameters.
+    """Return one replica of `module` per device. Differentiable.
+
+    Backward leaves the sum of the replicas' gradients in the module's own parameters.
 
     Args:
-        module: On one device. Shared parameters and modules are shared in replicas, too.
-        devices: The first one's replica has the module's own buffers, if it is the module's device.
+        module: Module on one device. Shared parameters and modules are shared in replicas, too.
+        devices: Devices; the first one's replica has the module's own buffers, if it is the
+            module's device.
 
     Returns:
         Replicas in the order of devices; used for one forward.
@@ -82,8 +86,8 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
     """Assign to `module` what the forward of its replica 0 assigned to itself, buffers included.
 
     Args:
-        module: That was replicated.
-        replica: The first of its replicas.
+        module: Module that was replicated.
+        replica: First of its replicas.
     """
     for original, twin in zip(module.modules(), _pairs(module, replica), strict=True):
         given = vars(twin).pop(GIVEN, None)
@@ -99,31 +103,29 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Find out what torch.compile has bound to a module, which copies of it could not run.
+    """Refuse a module to which torch.compile has bound what copies of it could not run.
 
     Args:
-        module: That is to be replicated; it is not changed.
+        module: Module that is to be replicated; it is not changed.
 
     Raises:
-        ConfigError: It, or a module in it, is compiled.
+        ConfigError: The module, or a module in it, is compiled.
     """
     named = dict(module.named_modules())
     ids = {id(child) for child in named.values()}
-    found = [name for name, child in named.items() if _is_compiled(child, ids)]
-    if found:
-        where = f"{', '.join(found)} of it" if found[0] else "it"
+    compiled = [name for name, child in named.items() if _is_compiled(child, ids)]
+    if compiled:
+        where = f"{', '.join(compiled)} of it" if compiled[0] else "it"
         msg = (
-            "expected a module that is not compiled to make replicas of, found that "
-            f"torch.compile has bound {where} to this one "
-            f"{_kind(module)}: pass the module itself, or use one process per device, where "
-            "DistributedDataParallel takes compiled "
-            "modules"
+            f"torch.compile has bound {where} to this one {_kind(module)}, so copies of it "
+            "cannot run: pass the module itself, or use one process per device, where "
+            "DistributedDataParallel takes compiled modules"
         )
         raise ConfigError(msg)
 
 
 class _Spread(torch.autograd.Function):
-    """x -> its copies on devices."""
+    """Autograd function x -> its copies on devices."""
 
     @staticmethod
     def forward(
@@ -142,7 +144,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _OrderedSum(torch.autograd.Function):
-    """Tensors on devices -> their sum on one, in this order: the dual of `_Spread`."""
+    """Autograd function: tensors on devices -> their sum on one, in order; dual of `_Spread`."""
 
     @staticmethod
     def forward(ctx: Any, home: torch.device, *xs: torch.Tensor) -> torch.Tensor:
@@ -183,9 +185,9 @@ def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
     twin = memo[id(original)]
     state = vars(twin)
     for name in ("_parameters", "_buffers", "_modules"):
-        found = vars(original)[name]
+        table = vars(original)[name]
         # past __setattr__, which takes nothing but leaves for parameters
-        state[name] = type(found)((key, memo.get(id(value), value)) for key, value in found.items())
+        state[name] = type(table)((key, memo.get(id(value), value)) for key, value in table.items())
     for name, value in vars(original).items():
         if name not in {"_parameters", "_buffers", "_modules"}:
             changed = _with_copies(value, memo)
@@ -196,7 +198,10 @@ def _fill(original: nn.Module, memo: dict[int, Any], *, keep: bool) -> None:
 
 
 def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
-    """Attributes that refer to parameters and modules by another way: flat weights of an RNN, a parent, a replaced forward."""
+    """Return an attribute with copies in the place of parameters and modules that it refers to.
+
+    Such attributes are the flat weights of an RNN, a parent, or a replaced forward.
+    """
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in memo:
@@ -207,7 +212,10 @@ def _with_copies(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
-    """The replica's modules in the order of `module.modules()`, whatever forward has added to it."""
+    """Return the replica's modules in the order of `module.modules()`.
+
+    Modules that forward has added to the replica are left out.
+    """
     twins = {id(module): replica}
     for original in module.modules():
         twin = twins[id(original)]
@@ -218,13 +226,13 @@ def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
 
 
 def _is_compiled(module: nn.Module, ids: Collection[int]) -> bool:
-    """Whether it is a compiled one, or calls what was compiled of one of the modules with these ids."""
+    """Return whether a module is compiled, or calls what was compiled of a module in `ids`."""
     attributes = vars(module)
     if COMPILED_FROM in attributes or attributes.get("_compiled_call_impl") is not None:
         return True
     for value in attributes.values():
         if isinstance(value, FunctionType) and COMPILED_FROM in vars(value):
-            inner = inspect.unwrap(value, stop=lambda found: isinstance(found, MethodType))
+            inner = inspect.unwrap(value, stop=lambda inner: isinstance(inner, MethodType))
             if id(getattr(inner, "__self__", None)) in ids:  # functions of no module are anyone's
                 return True
     return False
@@ -239,15 +247,14 @@ def _check_replicable(module: nn.Module) -> None:
     scripted = [type(m).__name__ for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         msg = (
-            f"expected modules of Python to replicate, found {scripted[0]} of TorchScript in "
-            f"{type(module).__name__}: use the original"
+            f"{scripted[0]} in {type(module).__name__} is a TorchScript module and cannot be "
+            "replicated: use the original module"
         )
         raise ConfigError(msg)
     lazy = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if is_lazy(x)]
     if lazy:
         msg = (
-            f"expected parameters with shapes, found that {', '.join(lazy)} of "
-            f"{type(module).__name__} have none yet: call the "
-            "module itself once before"
+            f"{', '.join(lazy)} of {type(module).__name__} have no shapes yet: call the module "
+            "itself once before it is replicated"
         )
         raise ConfigError(msg)

@@ -1,10 +1,10 @@
 """A batch cut into one share per replica, however its tensors are nested.
 
 torch cuts each tensor by itself, with `chunk`: 5 samples for 4 devices are shares of 2, 2 and 1, 10
-are 3, 3, 3 and 1, on which a BatchNorm fails; and where tensors differ in length, `zip` drops
-shares without a word. Here sizes differ by one at most, the first being the larger, and all tensors
-must agree on the number of samples. A tensor without dims is no batch: it goes to all replicas, as
-do numbers, strings and other objects.
+are 3, 3, 3 and 1, on which a BatchNorm fails. Where tensors differ in length, `zip` drops shares in
+silence. Here sizes differ by one at most, the first being the larger, and all tensors must agree on
+the number of samples. A tensor without dims is no batch: it goes to all replicas, as do numbers,
+strings and other objects.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 
-from braid.autograd.nested import put_tensors, take_tensors
+from braid.autograd.nested import flatten, tensors_in, unflatten
 from braid.data_parallel.devices import DeviceLike, as_device
-from braid.data_parallel.outputs import tensors_in
 from braid.errors import ConfigError
 
 __all__ = ["num_samples", "scatter", "share_sizes"]
 
 
 def share_sizes(total: int, count: int) -> list[int]:
-    """Samples for each of at most `count` replicas, none of which is idle; one share where there is nothing to cut.
+    """Return the number of samples for each of at most `count` replicas, none of which is idle.
+
+    There is one share where there is nothing to cut.
 
     Args:
-        total: Samples in the batch.
-        count: Replicas that there could be.
+        total: Number of samples in the batch.
+        count: Largest number of replicas.
     """
     count = max(1, min(total, count))
     each, larger = divmod(total, count)
@@ -35,11 +36,11 @@ def share_sizes(total: int, count: int) -> list[int]:
 
 
 def num_samples(inputs: Any, dim: int = 0) -> int | None:
-    """The length along `dim` of all tensors in `inputs`; None if there are none with dims.
+    """Return the length along `dim` of all tensors in `inputs`; None if there are none with dims.
 
     Args:
-        inputs: Lists, tuples, dicts and dataclasses of tensors and anything else.
-        dim: Of samples.
+        inputs: Containers of tensors and anything else, as in `braid.autograd.nested`.
+        dim: Dim along which samples lie.
 
     Raises:
         ConfigError: Tensors disagree, or have no such dim.
@@ -48,57 +49,54 @@ def num_samples(inputs: Any, dim: int = 0) -> int | None:
     short = next((shape for shape in shapes if not -len(shape) <= dim < len(shape)), None)
     if short is not None:
         msg = (
-            f"expected samples along dim {dim} of every tensor, found one of shape {short}: "
-            "choose another dim, or make what "
-            "all samples share a buffer of the module"
+            f"tensor of shape {short} has no dim {dim} for samples: choose another dim, or "
+            "make what all samples share a buffer of the module"
         )
         raise ConfigError(msg)
     lengths = {shape[dim] for shape in shapes}
     if len(lengths) > 1:
         msg = (
-            f"expected the same number of samples along dim {dim} in every tensor, found shapes "
-            f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the module, "
-            "and give samples of several rows a "
-            "dim of their own"
+            f"tensors differ in the number of samples along dim {dim}, got shapes "
+            f"{', '.join(map(str, shapes))}: make what all samples share a buffer of the "
+            "module, and give samples of several rows a dim of their own"
         )
         raise ConfigError(msg)
     return lengths.pop() if lengths else None
 
 
 def scatter(inputs: Any, devices: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
-    """One share of `inputs` for each device that gets any. Differentiable.
+    """Return one share of `inputs` for each device that gets any. Differentiable.
 
     Args:
-        inputs: Lists, tuples, named tuples, dicts and dataclasses; containers that hold tensors are
-            copied, other objects are handed to all replicas. A tensor that occurs twice is one
+        inputs: Lists, tuples, named tuples, mappings and dataclasses; containers that hold tensors
+            are copied, other objects are handed to all replicas. A tensor that occurs twice is one
             tensor in each share.
-        devices: The first ones are used where there are fewer samples than devices.
-        dim: Along which samples lie.
+        devices: Devices; the first ones are used where there are fewer samples than devices.
+        dim: Dim along which samples lie.
 
     Returns:
-        Shares in the order of devices; a single one if nothing can be cut. What is on its device
-        already is a view.
+        Shares in the order of devices; a single one if nothing can be cut. A share of a tensor that
+        is on its device already is a view.
 
     Raises:
-        ConfigError: Tensors of different numbers of samples, or in containers of other kinds.
+        ConfigError: Tensors have different numbers of samples, or are in containers of other kinds.
     """
     places = [as_device(device) for device in devices]
     if not places:
-        msg = "expected at least one device to scatter to, found none"
+        msg = "devices is empty: name at least one device to scatter to"
         raise ConfigError(msg)
-    tree, tensors = take_tensors(inputs)
+    tree, tensors = flatten(inputs)
     hidden = next(tensors_in(tree), None)
     if hidden is not None:
         msg = (
-            "expected tensors in lists, tuples, dicts and dataclasses, found one of shape "
-            f"{list(hidden.shape)} in a container of another kind, which cannot be cut: pass "
-            "dict(...) or list(...) of it"
+            f"tensor of shape {list(hidden.shape)} is in a container that cannot be cut: pass "
+            "lists, tuples, dicts or dataclasses, such as dict(...) or list(...) of it"
         )
         raise ConfigError(msg)
     sizes = share_sizes(num_samples(tensors, dim) or 0, len(places))
     places = places[: len(sizes)]
     parts = [_parts(x, sizes, places, dim) for x in tensors]
-    return [put_tensors(tree, [part[index] for part in parts]) for index in range(len(places))]
+    return [unflatten(tree, [part[index] for part in parts]) for index in range(len(places))]
 
 
 def _parts(

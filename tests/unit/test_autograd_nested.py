@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from braid.data_parallel.outputs import mapped, tensors_in
+from braid.autograd.nested import map_tensors, tensors_in
 
 
 class Pair(NamedTuple):
@@ -85,7 +85,7 @@ CONTAINERS = {
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_tensors_are_changed_in_containers_of_every_kind(make):
     before = make(torch.ones(2))
-    after = mapped(before, _low)
+    after = map_tensors(before, _low)
     assert type(after) is type(before)
     assert {x.dtype for x in tensors_in(after)} == {torch.bfloat16}
     assert {x.dtype for x in tensors_in(before)} == {torch.float32}
@@ -96,14 +96,14 @@ def test_tensors_are_changed_in_containers_of_every_kind(make):
 def test_containers_in_which_nothing_changes_stay_the_same_objects(make):
     before = make(torch.ones(2, dtype=torch.int64))
     if not isinstance(before, Batch):  # that has a product with a float
-        assert mapped(before, _low) is before
+        assert map_tensors(before, _low) is before
 
 
 def test_what_else_a_container_has_is_kept():
-    default = mapped(defaultdict(list, x=torch.ones(2)), _low)
+    default = map_tensors(defaultdict(list, x=torch.ones(2)), _low)
     assert default["missing"] == []
-    assert mapped(_tagged(), _low).tag == "kept"
-    batch = mapped(Batch(torch.ones(2), 3.0), _low)
+    assert map_tensors(_tagged(), _low).tag == "kept"
+    batch = map_tensors(Batch(torch.ones(2), 3.0), _low)
     assert (batch.x.tolist(), batch.scaled.tolist()) == ([1.0, 1.0], [3.0, 3.0])
 
 
@@ -116,18 +116,18 @@ class Unfinished:
 
 
 def test_fields_that_are_not_set_stay_unset():
-    found = mapped(Unfinished(torch.ones(2)), _low)
+    found = map_tensors(Unfinished(torch.ones(2)), _low)
     assert found.x.dtype == torch.bfloat16
     assert not hasattr(found, "cache")
 
 
 def test_a_tensor_that_is_passed_twice_stays_one():
     x, whole = torch.ones(2), torch.ones(2, dtype=torch.int64)
-    query, named, count = mapped((x, {"key": x}, whole), _low)
+    query, named, count = map_tensors((x, {"key": x}, whole), _low)
     assert query is named["key"]
     assert count is whole
 
 
 def test_mappings_that_cannot_be_assigned_to_stay_as_they_are():
     before = Fixed(torch.ones(2))
-    assert mapped(before, _low) is before
+    assert map_tensors(before, _low) is before
