@@ -15,7 +15,7 @@ from braid.message.protocol.assembly import Arrived, Inflow
 from braid.message.protocol.heads import Beat, Bye, Cancel, Hello, More, Open, pack, unpack
 from braid.message.protocol.send_queue import Outbox, Outgoing
 from braid.message.protocol.van_state import Carry, Close, Read, VanState
-from braid.message.vans.state_van import hand_over
+from braid.message.vans.local_van import hand_over
 
 SECOND = 1_000_000_000
 
@@ -125,7 +125,7 @@ def test_urgent_messages_pass_between_the_chunks_of_a_large_one():
     outbox.frame_sent(0)
     outbox.put(outgoing(2, priority=5))
     outbox.put(outgoing(3, priority=0))
-    outbox.say(Beat(0))
+    outbox.send_control(Beat(0))
     found += map(shape, frames_of(outbox))
     assert found == [
         ("Open", 0, 100),
@@ -358,7 +358,7 @@ def test_silent_peers_are_lost_at_the_limit_and_not_before():
     lost = pair.a.next_delivery(pair.now_ns)
     assert found == [(1, "Beat"), (2, "Beat"), (3, "Beat"), (4, "Beat"), (5, None)]
     assert (lost.sender, lost.incarnation) == ("worker:1", 11)
-    assert "nothing was heard of it for 5.0 s" in lost.message.reason
+    assert "nothing came from it for 5.0 s" in lost.message.reason
     assert (lost.message.silent, lost.message.orderly) == (True, False)
 
 
@@ -462,7 +462,7 @@ def test_two_links_of_one_life_count_as_one_peer_and_keep_the_order():
     assert (pair.a.peers, pair.a.next_delivery(0).message) == ((), PeerLost("cut"))
 
 
-DEAF = "it takes nothing more"
+HALF_CLOSED = "it accepts nothing more"
 
 
 def test_a_peer_that_takes_nothing_more_is_heard_but_not_sent_to():
@@ -472,14 +472,14 @@ def test_a_peer_that_takes_nothing_more_is_heard_but_not_sent_to():
     assert pair.a.submit("worker:1", begun)
     assert pair.a.submit("worker:1", waiting)
     assert pair.a.next_frame(1, 0)
-    pair.a.link_deaf(1, DEAF, 0)
+    pair.a.link_half_closed(1, HALF_CLOSED, 0)
     for sent in (begun, waiting):
         assert (sent.done, type(sent.error)) == (True, PeerLostError)
     assert (pair.a.peers, pair.a.is_drained, pair.a.statistics().lost) == ((), True, 2)
-    with pytest.raises(PeerLostError, match="lost worker:1: it takes nothing more"):
+    with pytest.raises(PeerLostError, match="lost worker:1: it accepts nothing more"):
         pair.a.submit("worker:1", outgoing(3))
     pair.a.frame_sent(1, 0)
-    pair.a.say_bye()
+    pair.a.send_bye()
     pair.a.tick(SECOND - 1)
     assert (pair.a.next_frame(1, 0), pair.a.next_delivery(0)) == (None, None)
 
@@ -487,7 +487,7 @@ def test_a_peer_that_takes_nothing_more_is_heard_but_not_sent_to():
 @pytest.mark.parametrize("says", ["nothing", "heartbeats"])
 def test_a_peer_that_takes_nothing_more_is_lost_when_it_has_said_its_last_words(says):
     pair = Pair(VanConfig(heartbeat_s=0.4, lost_after_s=100))
-    pair.b.link_deaf(1, DEAF, 0)
+    pair.b.link_half_closed(1, HALF_CLOSED, 0)
     pair.now_ns = SECOND - 1
     pair.send(1, text="last")
     pair.b.instructions.clear()
@@ -501,27 +501,30 @@ def test_a_peer_that_takes_nothing_more_is_lost_when_it_has_said_its_last_words(
     assert pair.b.next_deadline_ns() <= 2 * SECOND
     pair.b.tick(2 * SECOND)
     assert Close(1) in pair.b.instructions
-    assert [pair.b.next_delivery(0).message for _ in range(2)] == [Note("last"), PeerLost(DEAF)]
+    assert [pair.b.next_delivery(0).message for _ in range(2)] == [
+        Note("last"),
+        PeerLost(HALF_CLOSED),
+    ]
 
 
 def test_a_peer_that_takes_nothing_more_is_kept_while_there_is_no_room_for_its_last_words():
     pair = Pair(VanConfig(max_unread_messages=1))
     pair.send(1, text="first")
-    pair.b.link_deaf(1, DEAF, 0)
+    pair.b.link_half_closed(1, HALF_CLOSED, 0)
     pair.b.tick(100 * SECOND)
     assert pair.b.next_delivery(100 * SECOND).message == Note("first")
     pair.b.tick(101 * SECOND - 1)
     pair.send(2, text="last")
     assert pair.b.next_delivery(101 * SECOND).message == Note("last")
     pair.b.tick(102 * SECOND)
-    assert pair.b.next_delivery(102 * SECOND).message == PeerLost(DEAF)
+    assert pair.b.next_delivery(102 * SECOND).message == PeerLost(HALF_CLOSED)
 
 
 def test_what_is_said_by_a_peer_that_takes_nothing_more_comes_before_its_loss():
     pair = Pair()
-    pair.b.link_deaf(1, DEAF, 0)
+    pair.b.link_half_closed(1, HALF_CLOSED, 0)
     pair.send(1, text="last")
-    pair.a.say_bye()
+    pair.a.send_bye()
     pair.carry(back=False)
     found = [pair.b.next_delivery(0).message for _ in range(2)]
     assert found == [Note("last"), PeerLost("it closed its van", orderly=True)]
@@ -530,20 +533,20 @@ def test_what_is_said_by_a_peer_that_takes_nothing_more_comes_before_its_loss():
 def test_messages_leave_on_the_link_that_the_peer_listens_to():
     pair = Pair()
     pair.connect(2)
-    pair.a.link_deaf(1, DEAF, 0)
+    pair.a.link_half_closed(1, HALF_CLOSED, 0)
     assert pair.a.peers == ("worker:1",)
     pair.send(1, text="on the second")
     assert pair.b.next_delivery(0).message == Note("on the second")
-    pair.a.link_deaf(2, DEAF, 0)
+    pair.a.link_half_closed(2, HALF_CLOSED, 0)
     assert (pair.a.peers, pair.a.is_ending("worker:1")) == ((), True)
 
 
 def test_it_is_known_why_nothing_leaves_though_another_link_ended_later():
     pair = Pair()
     pair.connect(2)
-    pair.a.link_deaf(1, DEAF, 0)
+    pair.a.link_half_closed(1, HALF_CLOSED, 0)
     pair.a.link_lost(2, "cut")
-    with pytest.raises(PeerLostError, match=f"lost worker:1: {DEAF}"):
+    with pytest.raises(PeerLostError, match=f"lost worker:1: {HALF_CLOSED}"):
         pair.a.submit("worker:1", outgoing(1))
     assert pair.a.next_delivery(0) is None  # it may still speak
     pair.a.link_lost(1, "it closed the connection")
@@ -553,21 +556,21 @@ def test_it_is_known_why_nothing_leaves_though_another_link_ended_later():
 def test_a_peer_that_takes_nothing_from_the_start_is_one_whose_loss_is_told():
     state = VanState("worker:0", SCHEMA, VanConfig(), incarnation=1)
     state.link_up(1, "worker:1", 0)
-    state.link_deaf(1, DEAF, 0)
+    state.link_half_closed(1, HALF_CLOSED, 0)
     state.frame_received(1, pack(Hello(2, 0, 1 << 20)), 0)
-    with pytest.raises(PeerLostError, match=DEAF):
+    with pytest.raises(PeerLostError, match=HALF_CLOSED):
         state.submit("worker:1", outgoing(1))
     state.tick(SECOND)
-    assert state.next_delivery(0).message == PeerLost(DEAF)
+    assert state.next_delivery(0).message == PeerLost(HALF_CLOSED)
 
 
 def test_a_known_peer_that_takes_nothing_more_may_come_again():
     state = VanState("launcher", SCHEMA, VanConfig(), incarnation=1)
     state.link_up(1, "agent:0", 0, known=True)
-    state.link_deaf(1, DEAF, 0)
+    state.link_half_closed(1, HALF_CLOSED, 0)
     state.link_up(2, "agent:0", 0, known=True)
     assert (state.peers, Close(1) in state.instructions) == (("agent:0",), True)
-    assert state.next_delivery(0).message == PeerLost(DEAF)
+    assert state.next_delivery(0).message == PeerLost(HALF_CLOSED)
     assert state.submit("agent:0", outgoing(1))
 
 

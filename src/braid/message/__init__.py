@@ -8,17 +8,17 @@ Tensors travel as buffers: see `braid.message.tensors`, which alone imports torc
 from __future__ import annotations
 
 from braid.message.protocol.schema import Failed, Message, PeerLost, Schema
-from braid.message.protocol.van import (
+from braid.message.protocol.sending import Sending
+from braid.message.protocol.vocabulary import (
     NUM_PRIORITIES,
     Allocate,
     Delivery,
-    Sending,
-    Van,
     VanConfig,
     VanStatistics,
     split_node,
 )
 from braid.message.services import Handler, Reply, Service
+from braid.message.van import Van
 from braid.message.vans.local_van import LocalNetwork, LocalVan
 from braid.message.vans.pipe_van import PipeStream, PipeVan
 from braid.message.vans.socket_van import SocketVan

@@ -30,7 +30,9 @@ from typing import NamedTuple, TypeAlias
 
 from braid.errors import CommError, CommTimeout, ConfigError, PeerLostError, StaleError
 from braid.message.protocol.schema import Failed, Message, PeerLost
-from braid.message.protocol.van import Delivery, Sending, Van, split_node
+from braid.message.protocol.sending import Sending
+from braid.message.protocol.vocabulary import Delivery, split_node
+from braid.message.van import Van
 from braid.wire import Buffer
 
 __all__ = ["Handler", "Reply", "Service"]

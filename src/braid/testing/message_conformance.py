@@ -192,7 +192,7 @@ def deadlines_end_messages_in_the_queue(vans: Sequence[Van]) -> None:
 
 def time_out_says_who_was_heard_of(vans: Sequence[Van]) -> None:
     """`recv` and `wait_for` name what is missing."""
-    _raises(CommTimeout, lambda: vans[0].recv(_SOON_S), "worker:2 was last heard of")
+    _raises(CommTimeout, lambda: vans[0].recv(_SOON_S), "the last frame from worker:2")
     _raises(CommTimeout, lambda: vans[0].wait_for(["worker:9"], _SOON_S), "worker:9")
     _expect(vans[0].try_recv(), None)
 

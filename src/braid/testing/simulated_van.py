@@ -30,9 +30,10 @@ from braid.errors import CommError, CommTimeout, ConfigError, RendezvousError
 from braid.message.protocol.heads import Cancel, Head, Hello, More, Open, unpack
 from braid.message.protocol.schema import Schema
 from braid.message.protocol.send_queue import OutFrame
-from braid.message.protocol.van import Delivery, VanConfig
-from braid.message.protocol.van_state import Carry, Close, Instruction, VanState
-from braid.message.vans.state_van import StateVan, hand_over
+from braid.message.protocol.van_state import VanState
+from braid.message.protocol.vocabulary import Delivery, VanConfig
+from braid.message.van import Van
+from braid.message.vans.local_van import hand_over
 from braid.testing.message_faults import Faults
 
 __all__ = ["Network", "SimulatedVan"]
@@ -437,15 +438,12 @@ class Network:
         self._at(max([at_ns, *pipe.free_ns.values()]), do)
 
 
-class SimulatedVan(StateVan):
+class SimulatedVan(Van):
     """A `Van` of a simulated `Network`; made by `Network.join`. For one thread, which all of them share."""
 
     def __init__(self, network: Network, state: VanState) -> None:
         super().__init__(state, network.schema, network.clock, threading.Condition())
         self._network = network
-
-    def __enter__(self) -> SimulatedVan:
-        return self
 
     @property
     def is_open(self) -> bool:
@@ -476,18 +474,19 @@ class SimulatedVan(StateVan):
     def _act(self) -> None:
         self._network.act(self)
 
-    def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Carry):
-            self._network.carry(instruction.link)
-        elif isinstance(instruction, Close):
-            self._network.cut(instruction.link)
-        else:
-            self._network.read_again(instruction.link)
+    def _carry(self, link: int) -> None:
+        self._network.carry(link)
+
+    def _cut(self, link: int) -> None:
+        self._network.cut(link)
+
+    def _read_again(self, link: int) -> None:
+        self._network.read_again(link)
 
     def _wait(self, deadline_ns: int) -> bool:
         return self._network.wait(self.node, deadline_ns)
 
-    def _shut(self) -> None:
+    def _release(self) -> None:
         self._network.leave(self.node)
 
 

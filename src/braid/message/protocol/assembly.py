@@ -29,7 +29,7 @@ from braid.message.protocol.heads import (
     unpack,
 )
 from braid.message.protocol.schema import Message, Schema
-from braid.message.protocol.van import Allocate
+from braid.message.protocol.vocabulary import Allocate
 
 __all__ = ["Arrived", "Inflow"]
 

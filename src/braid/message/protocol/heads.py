@@ -18,7 +18,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from braid.errors import CommError
-from braid.message.protocol.van import NUM_PRIORITIES
+from braid.message.protocol.vocabulary import NUM_PRIORITIES
 from braid.wire import Buffer
 
 __all__ = ["Beat", "Bye", "Cancel", "Head", "Hello", "More", "Open", "as_bytes", "pack", "unpack"]

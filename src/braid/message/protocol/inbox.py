@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
-from braid.message.protocol.van import NUM_PRIORITIES, Delivery, VanConfig
+from braid.message.protocol.vocabulary import NUM_PRIORITIES, Delivery, VanConfig
 
 __all__ = ["Inbox", "Peer"]
 
@@ -76,7 +76,7 @@ class Inbox:
         peer.unread += 1
         peer.unread_bytes += nbytes
 
-    def say_farewell(self, peer: Peer, notice: Delivery) -> None:
+    def put_notice(self, peer: Peer, notice: Delivery) -> None:
         """`peer` is lost; `notice` says so after its last message."""
         self._farewells.append((peer, notice))
 
@@ -91,7 +91,7 @@ class Inbox:
             peer.unread_bytes -= nbytes
         return [entry[2] for entry in dropped]
 
-    def succeed(self, name: str) -> None:
+    def begin_life(self, name: str) -> None:
         """A new life of `name` begins: what is left of the last one becomes more urgent than anything."""
         if all(peer.name != name for peer, _ in self._farewells):
             return

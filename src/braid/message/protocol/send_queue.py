@@ -39,7 +39,7 @@ from braid.message.protocol.heads import (
     as_bytes,
     pack,
 )
-from braid.message.protocol.van import NUM_PRIORITIES, VanConfig
+from braid.message.protocol.vocabulary import NUM_PRIORITIES, VanConfig
 from braid.wire import Buffer
 
 __all__ = ["OutFrame", "Outbox", "Outgoing"]
@@ -191,7 +191,7 @@ class Outbox:
             entry = (outgoing.deadline_ns, next(self._numbers), outgoing)
             heapq.heappush(self._deadlines, entry)
 
-    def say(self, head: Head) -> None:
+    def send_control(self, head: Head) -> None:
         """Queue a control head before all messages; one for a link that has failed is dropped."""
         if not self._has_failed:
             self._control.append(pack(head))
@@ -264,7 +264,7 @@ class Outbox:
     def _expire(self, outgoing: Outgoing) -> None:
         how_far = "under way" if outgoing.begun else "in the queue"
         if outgoing.begun:
-            self.say(Cancel(outgoing.head.priority))
+            self.send_control(Cancel(outgoing.head.priority))
         msg = (
             f"expected message {outgoing.head.name!r} #{outgoing.head.id} to reach {self._peer} "
             "before "

@@ -1,112 +1,78 @@
-"""What a van decides, as a state machine: no sockets, no threads, no clock.
+"""State machine of a van: it decides, without sockets, threads or a clock.
 
 Problem: queues, epochs, heartbeats, back-pressure and the order in which a lost peer is reported
-interact, and in a driver with threads nobody can test their combinations.
+interact. In a driver with threads nobody can test their combinations.
 
-Idea: drivers report what happened on numbered links and what time it is, then carry out the
-instructions that this left behind, and move frames: `next_frame` on one end, `allocate` and
+Idea: a driver reports what happened on numbered links, and at what time. Then it executes the
+instructions that the event left behind, and moves frames: `next_frame` on one end, `allocate` and
 `frame_received` on the other.
 
     event                                  effect                                        instructions
-    link_up(link, peer)                    says Hello                                    Carry
-    ... of a peer that is known            it can be sent to at once                     Carry
+    link_up(link, peer)                    sends Hello                                   Carry
+    ... of a peer that is known            the peer can be sent to at once               Carry
     Hello of an unknown peer               the peer can be sent to                       -
     Hello of another incarnation           the old one is lost, the new one can be       Close old links
     Hello of the same incarnation          a second link of it: both are read,           -
                                            messages leave on the older
     submit(peer, message)                  queued, or refused when the queue is full     Carry
     frame with the end of a message        to the inbox; dropped if stale or late        -
-    ... of an epoch that is over           dropped, and the sender is told the epoch     Carry
+    ... of an epoch that is over           dropped, and the sender is sent the epoch     Carry
     ... when the peer's share is full      its links are not read (wants_read)           -
-    advance_epoch(epoch)                   what is queued or unread of earlier ones is   Carry, Read
-                                           dropped, and the peers are told
+    advance_epoch(epoch)                   what is queued or unread of earlier epochs    Carry, Read
+                                           is dropped, and the peers are informed
     room is made again                     silence while unread is forgiven              Read
-    a peer that was lost is here again     its last words come before its first ones     -
-    link_deaf(link)                        what was queued on it fails, what is sent is  -
+    a lost peer connects again             its old messages come before its new ones     -
+    link_half_closed(link)                 what was queued on it fails, submit is        -
                                            refused; it is read on, to its end, or until
-                                           no message has come for LAST_WORDS_S
+                                           no message has come for HALF_CLOSED_S
     Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
     ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
                                            last message
     tick(now)                              heartbeats, silence, deadlines                Carry, Close
 
-Which life of a peer is current is decided by the last Hello: one that was replaced under its name
-loses its links. Two links of one life come from both ends connecting at the same time, or from an
-end that has given up a link of which the other does not know yet.
+The last Hello decides which life of a peer is current: the earlier life loses its links. Two links
+of one life come from both ends connecting at the same time, or from an end that has lost a link
+while the other end does not know it yet.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 from braid.errors import CommError, ConfigError, PeerLostError, StaleError
 from braid.message.protocol.assembly import Arrived, Inflow
 from braid.message.protocol.heads import Beat, Bye, Hello
 from braid.message.protocol.inbox import Inbox, Peer
+from braid.message.protocol.link import HALF_CLOSED_S, Carry, Close, Instruction, Link, Read
 from braid.message.protocol.schema import Message, PeerLost, Schema
 from braid.message.protocol.send_queue import Outbox, OutFrame, Outgoing
-from braid.message.protocol.van import Allocate, Delivery, VanConfig, VanStatistics, split_node
+from braid.message.protocol.vocabulary import (
+    Allocate,
+    Delivery,
+    VanConfig,
+    VanStatistics,
+    split_node,
+)
 
-__all__ = ["LAST_WORDS_S", "Carry", "Close", "Instruction", "Read", "VanState"]
-
-LAST_WORDS_S = 1.0  # one that takes nothing more is heard until it has said nothing for so long
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """Frames wait for this link: ask `next_frame`."""
-
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The state has forgotten this link: close what carries it."""
-
-    link: int
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """This link wants to be read again."""
-
-    link: int
-
-
-Instruction: TypeAlias = Carry | Close | Read
-
-
-@dataclass(slots=True, eq=False)
-class _Link:
-    number: int
-    name: str  # of the peer, as the handshake proved it
-    outbox: Outbox
-    inflow: Inflow
-    heard_ns: int
-    said_ns: int
-    peer: Peer | None = None  # None until its Hello
-    is_paused: bool = False  # the peer's share of the inbox is full
-    deaf: str = ""  # why the peer takes nothing more from it
+__all__ = ["HALF_CLOSED_S", "Carry", "Close", "Instruction", "Read", "VanState"]
 
 
 class VanState:
-    """All that a van knows; see the table above.
+    """State machine of a van; the table of its events opens this module.
 
     Attributes:
-        instructions: What the events so far ask of the driver, in order; it takes them out.
-        inbox: What has arrived.
-        allocators: See `Van.receive_into`.
+        instructions: Instructions of the events so far, in order; the driver removes them.
+        inbox: Deliveries that wait for `Van.recv`.
+        allocators: Functions that choose memory, by type of message; see `Van.receive_into`.
 
     Args:
-        node: Own name.
-        schema: The messages.
+        node: Name of this node.
+        schema: Messages that the node understands.
         config: Limits and times.
-        incarnation: Number of this life of the node; another than that of every earlier one.
+        incarnation: Number of this life of the node; differs from that of every earlier life.
         epoch: Membership epoch to begin with.
-        watches_silence: Whether peers are lost by silence; not when both ends share one process.
+        detects_silence: Whether peers are lost by silence; not when both ends share one process.
     """
 
     def __init__(
@@ -117,7 +83,7 @@ class VanState:
         *,
         incarnation: int,
         epoch: int = 0,
-        watches_silence: bool = True,
+        detects_silence: bool = True,
     ) -> None:
         split_node(node)
         self.node = node
@@ -125,11 +91,11 @@ class VanState:
         self.epoch = epoch
         self.config = config
         self._schema = schema
-        self._watches_silence = watches_silence
+        self._detects_silence = detects_silence
         self.allocators: dict[type[Message], Allocate] = {}
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, Link] = {}
         self._peers: dict[str, Peer] = {}
-        self._lost: dict[str, str] = {}  # how the link of a peer that is gone ended
+        self._lost: dict[str, str] = {}  # how the link of a lost peer ended
         self.inbox = Inbox(config)
         self.instructions: deque[Instruction] = deque()
         self._counts: dict[str, Counter[str]] = {}
@@ -137,7 +103,7 @@ class VanState:
     @property
     def peers(self) -> tuple[str, ...]:
         """Nodes to which a message can be sent, sorted."""
-        return tuple(sorted(name for name, peer in self._peers.items() if self._way_to(peer)))
+        return tuple(sorted(name for name, peer in self._peers.items() if self._open_link(peer)))
 
     @property
     def is_drained(self) -> bool:
@@ -146,65 +112,62 @@ class VanState:
 
     # -- links
 
-    def link_up(self, link: int, peer: str, now_ns: int, *, known: bool = False) -> None:
-        """A connection to `peer`, whose name is proven, has been made; `link` is a new number for it.
+    def link_up(self, number: int, name: str, now_ns: int, *, known: bool = False) -> None:
+        """Add a connection to the peer `name`, whose name is proven, as link `number`, a new one.
 
-        Nobody else can be at the other end of one that is `known`, such as a pipe to a child: it is
-        a peer before its Hello, and its loss is told even if that never comes.
+        Nobody else can be at the other end of a `known` link, such as a pipe to a child. Its peer
+        can be sent to before its Hello, and its loss is reported even if the Hello never comes.
         """
         config = self.config
-        outbox = Outbox(peer, config, self._count(peer))
-        inflow = Inflow(peer, self._schema, config.max_message_bytes, self.allocators)
-        entry = self._links[link] = _Link(link, peer, outbox, inflow, now_ns, now_ns)
+        outbox = Outbox(name, config, self._count(name))
+        inflow = Inflow(name, self._schema, config.max_message_bytes, self.allocators)
+        link = self._links[number] = Link(number, name, outbox, inflow, config, now_ns, now_ns)
         if known:
-            if peer in self._peers:
-                self._lose(self._peers[peer], PeerLost(self._deaf(peer)))
-            entry.peer = Peer(peer, 0, self.epoch, config.max_message_bytes, [link])
-            self._peers[peer] = entry.peer
-            self._lost.pop(peer, None)
-            self.inbox.succeed(peer)
-        outbox.say(Hello(self.incarnation, self.epoch, config.max_message_bytes))
-        self.instructions.append(Carry(link))
+            if name in self._peers:
+                self._lose(self._peers[name], PeerLost(self._half_closed(name)))
+            link.peer = Peer(name, 0, self.epoch, config.max_message_bytes, [number])
+            self._add_peer(link.peer)
+        outbox.send_control(Hello(self.incarnation, self.epoch, config.max_message_bytes))
+        self.instructions.append(Carry(number))
 
     def link_lost(
-        self, link: int, reason: str, *, orderly: bool = False, silent: bool = False
+        self, number: int, reason: str, *, orderly: bool = False, silent: bool = False
     ) -> None:
-        """The connection `link` has ended; with its last one, the peer is lost."""
-        lost = self._links.get(link)
-        if lost is None:
+        """Remove a link whose connection has ended; with its last link, the peer is lost."""
+        link = self._links.get(number)
+        if link is None:
             return
-        peer = lost.peer
-        if peer is not None and peer.links == [link]:
+        peer = link.peer
+        if peer is not None and peer.links == [number]:
             self._lose(peer, PeerLost(reason, orderly, silent))
             return
         if peer is not None:
-            peer.links.remove(link)
-        msg = f"lost a link to {lost.name}: {reason}"
-        self._forget(lost, PeerLostError(msg, rank=split_node(lost.name)[1]))
+            peer.links.remove(number)
+        msg = f"lost a link to {link.name}: {reason}"
+        self._forget(link, PeerLostError(msg, rank=split_node(link.name)[1]))
 
-    def link_deaf(self, link: int, reason: str, now_ns: int) -> None:
-        """The peer takes nothing more from `link`; what it still says is received until the link ends."""
-        found = self._links.get(link)
-        if found is None or found.deaf:
+    def link_half_closed(self, number: int, reason: str, now_ns: int) -> None:
+        """Send nothing more on a link, because the peer accepts nothing; receive until it ends."""
+        link = self._links.get(number)
+        if link is None or link.half_closed:
             return
-        found.deaf, found.heard_ns = reason, now_ns
-        found.outbox.fail(_lost_error(found.name, reason))
+        link.half_closed, link.received_ns = reason, now_ns
+        link.outbox.fail(_lost_error(link.name, reason))
 
     def is_ending(self, peer: str) -> bool:
-        """Whether a peer takes nothing more and may still say something: its loss has not been told."""
-        return bool(self._deaf(peer))
+        """Whether a peer accepts nothing more, and its loss is not reported yet."""
+        return bool(self._half_closed(peer))
 
     def close(self) -> None:
-        """Forget all links: what is still queued will not leave."""
+        """Remove all links; messages that are still queued fail."""
         for link in list(self._links.values()):
             self._forget(link, PeerLostError(f"{self.node} closed its van before this had left"))
         self._peers.clear()
 
-    def say_bye(self) -> None:
-        """Tell every peer that this van closes; after the messages that are queued."""
+    def send_bye(self) -> None:
+        """Tell every peer that this van closes, after the messages that are queued."""
         for link in self._links.values():
-            link.outbox.say(Bye())
-            self.instructions.append(Carry(link.number))
+            self._send_control(link, Bye())
 
     # -- sending
 
@@ -213,26 +176,25 @@ class VanState:
 
         Raises:
             PeerLostError: There is no such peer.
-            StaleError: The peer or this node has gone on to a later epoch than the message's.
+            StaleError: The peer or this node has reached a later epoch than the message's.
             ConfigError: The peer does not accept messages of this size.
         """
         peer = self._peers.get(to)
-        link = None if peer is None else self._way_to(peer)
+        link = None if peer is None else self._open_link(peer)
         if peer is None or link is None:
-            raise self._absent(to)
+            raise self._not_connected(to)
         head = outgoing.head
         if max(peer.epoch, self.epoch) > head.epoch:
             msg = (
                 f"message {head.name!r} to {to} belongs to epoch {head.epoch}, but {to} is in "
-                f"epoch {peer.epoch} and "
-                f"{self.node} in {self.epoch}: join the later epoch before sending"
+                f"epoch {peer.epoch} and {self.node} in {self.epoch}: join the later epoch before "
+                "sending"
             )
             raise StaleError(msg)
         if head.nbytes > peer.max_message_bytes:
             msg = (
                 f"message {head.name!r} has {head.nbytes} bytes, but {to} accepts "
-                f"{peer.max_message_bytes}: send it in "
-                "parts, or raise max_message_bytes there"
+                f"{peer.max_message_bytes}: send it in parts, or raise max_message_bytes there"
             )
             raise ConfigError(msg)
         if not link.outbox.has_room(head.nbytes):
@@ -242,139 +204,139 @@ class VanState:
         self.instructions.append(Carry(link.number))
         return True
 
-    def next_frame(self, link: int, now_ns: int) -> OutFrame | None:
-        """What leaves next on `link`; report with `frame_sent` before asking again."""
-        found = self._links.get(link)
-        if found is None:
+    def next_frame(self, number: int, now_ns: int) -> OutFrame | None:
+        """Return the frame that leaves next on a link, None if nothing waits.
+
+        Report it with `frame_sent` before asking again.
+        """
+        link = self._links.get(number)
+        if link is None:
             return None
-        frame = found.outbox.next_frame(now_ns)
+        frame = link.outbox.next_frame(now_ns)
         if frame is not None:
-            found.said_ns = now_ns
+            link.sent_ns = now_ns
         return frame
 
-    def frame_sent(self, link: int, now_ns: int) -> None:
-        """The network has all of the last frame of `link`."""
-        found = self._links.get(link)
-        if found is None:
-            return
-        found.outbox.frame_sent(now_ns)
+    def frame_sent(self, number: int, now_ns: int) -> None:
+        """Record that the network has all of the last frame of a link."""
+        link = self._links.get(number)
+        if link is not None:
+            link.outbox.frame_sent(now_ns)
 
     # -- receiving
 
     def allocate(
-        self, link: int, meta: bytes, sizes: tuple[int, ...], now_ns: int
+        self, number: int, meta: bytes, sizes: tuple[int, ...], now_ns: int
     ) -> Sequence[memoryview]:
-        """Where the pieces of a frame that is arriving go; CommError if it is none of ours."""
-        found = self._links.get(link)
-        if found is None:
-            msg = f"a frame of {len(meta)} bytes arrived on a link that {self.node} has given up"
+        """Return the memory for the pieces of a frame that is arriving.
+
+        Raises:
+            CommError: The frame breaks the protocol, or the link is lost.
+        """
+        link = self._links.get(number)
+        if link is None:
+            msg = f"a frame of {len(meta)} bytes arrived on a link that {self.node} has closed"
             raise CommError(msg)
-        return found.inflow.allocate(meta, sizes, now_ns)
+        return link.inflow.allocate(meta, sizes, now_ns)
 
-    def frame_received(self, link: int, meta: bytes, now_ns: int) -> None:
-        """A frame has arrived whole; CommError if it breaks the protocol: then report `link_lost`."""
-        found = self._links.get(link)
-        if found is None:
+    def frame_received(self, number: int, meta: bytes, now_ns: int) -> None:
+        """Process a frame that has arrived whole.
+
+        Raises:
+            CommError: The frame breaks the protocol; report `link_lost` then.
+        """
+        link = self._links.get(number)
+        if link is None:
             return
-        event = found.inflow.received(meta, now_ns)
-        if not (found.deaf and isinstance(event, Beat)):
-            found.heard_ns = now_ns
+        event = link.inflow.received(meta, now_ns)
+        if not (link.half_closed and isinstance(event, Beat)):
+            link.received_ns = now_ns
         if isinstance(event, Hello):
-            self._meet(found, event)
-        elif isinstance(event, Beat) and found.peer is not None:
-            found.peer.epoch = max(found.peer.epoch, event.epoch)
+            self._on_hello(link, event)
+        elif isinstance(event, Beat) and link.peer is not None:
+            link.peer.epoch = max(link.peer.epoch, event.epoch)
         elif isinstance(event, Bye):
-            self.link_lost(link, "it closed its van", orderly=True)
+            self.link_lost(number, "it closed its van", orderly=True)
         elif isinstance(event, Arrived):
-            self._arrive(found, event)
+            self._on_message(link, event)
 
-    def wants_read(self, link: int) -> bool:
-        """Whether the peer's share of the inbox has room."""
-        found = self._links.get(link)
-        return found is not None and not found.is_paused
+    def wants_read(self, number: int) -> bool:
+        """Whether the peer's share of the inbox has room for messages of this link."""
+        link = self._links.get(number)
+        return link is not None and not link.is_paused
 
     def next_delivery(self, now_ns: int) -> Delivery | None:
-        """The most urgent message that has arrived, else the oldest; None if there is none."""
-        found = self.inbox.pop()
-        if found is None:
+        """Remove the most urgent message that has arrived, else the oldest; None if none has."""
+        entry = self.inbox.pop()
+        if entry is None:
             return None
-        peer, delivery = found
-        self._read_again(peer, now_ns)
+        peer, delivery = entry
+        self._resume_reading(peer, now_ns)
         return delivery
 
     # -- time and epochs
 
     def tick(self, now_ns: int) -> None:
-        """Do what is due: heartbeats, deadlines, and silence."""
-        config = self.config
+        """Do what is due: heartbeats, deadlines, and the loss of silent peers."""
         for link in list(self._links.values()):
             if link.number not in self._links:
                 continue
             link.outbox.expire(now_ns)
             if link.outbox.has_control:
                 self.instructions.append(Carry(link.number))
-            if not self._watches_silence:
+            if not self._detects_silence:
                 continue
-            if self.wants_read(link.number) and now_ns >= self._silent_at_ns(link):
-                silence_s = (now_ns - link.heard_ns) / 1e9
-                reason = link.deaf or (
-                    f"nothing was heard of it for {silence_s:.1f} s (limit "
-                    f"{config.lost_after_s:g} s): it is stopped, "
-                    "its host is down, or the network is cut"
-                )
-                self.link_lost(link.number, reason, silent=not link.deaf)
-            elif now_ns >= self._beat_at_ns(link) and not link.outbox.has_control:
-                link.outbox.say(Beat(self.epoch))
-                link.said_ns = now_ns
-                self.instructions.append(Carry(link.number))
+            if not link.is_paused and now_ns >= link.lost_ns:
+                reason = link.half_closed or link.silence(now_ns)
+                self.link_lost(link.number, reason, silent=not link.half_closed)
+            elif now_ns >= link.heartbeat_ns and not link.outbox.has_control:
+                link.sent_ns = now_ns
+                self._send_control(link, Beat(self.epoch))
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `tick` next; None if there is nothing to wait for."""
+        """Time at which `tick` has something to do; None if nothing is due."""
         due = []
         for link in self._links.values():
             deadline_ns = link.outbox.next_deadline_ns()
             if deadline_ns is not None:
                 due.append(deadline_ns)
-            if self._watches_silence:
+            if self._detects_silence:
                 if not link.outbox.has_control:
-                    due.append(self._beat_at_ns(link))
-                if self.wants_read(link.number):
-                    due.append(self._silent_at_ns(link))
+                    due.append(link.heartbeat_ns)
+                if not link.is_paused:
+                    due.append(link.lost_ns)
         return min(due, default=None)
 
     def advance_epoch(self, epoch: int, now_ns: int) -> None:
-        """See `Van.advance_epoch`."""
+        """Begin a later epoch; see `Van.advance_epoch`.
+
+        Raises:
+            ConfigError: `epoch` is earlier than the current one.
+        """
         if epoch < self.epoch:
-            msg = (
-                f"expected an epoch after {self.epoch} of {self.node}, found {epoch}: epochs "
-                "only grow"
-            )
+            msg = f"{self.node} is in epoch {self.epoch} already, got {epoch}: epochs only grow"
             raise ConfigError(msg)
         if epoch == self.epoch:
             return
         self.epoch = epoch
         for link in self._links.values():
-            msg = (
-                f"a message to {link.name} was still queued when {self.node} went on to epoch "
-                f"{epoch}"
-            )
+            msg = f"a message to {link.name} was still queued when {self.node} began epoch {epoch}"
             link.outbox.fail_waiting(StaleError(msg))
-            link.outbox.say(Beat(epoch))
-            self.instructions.append(Carry(link.number))
+            self._send_control(link, Beat(epoch))
         for peer in self.inbox.drop_before(epoch):
             self._count(peer.name)["stale"] += 1
-            self._read_again(peer, now_ns)
+            self._resume_reading(peer, now_ns)
 
-    def last_heard(self, peer: str, now_ns: int) -> str:
-        """When `peer` was last heard of, as errors say it."""
-        known = self._peers.get(peer)
-        if known is None:
-            return str(self._absent(peer))
-        heard_ns = max(self._links[link].heard_ns for link in known.links)
-        return f"{peer} was last heard of {(now_ns - heard_ns) / 1e9:.1f} s ago"
+    def last_received(self, name: str, now_ns: int) -> str:
+        """Say when something last came from a peer, for errors."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return str(self._not_connected(name))
+        received_ns = max(self._links[number].received_ns for number in peer.links)
+        return f"the last frame from {name} came {(now_ns - received_ns) / 1e9:.1f} s ago"
 
     def statistics(self, peer: str | None = None) -> VanStatistics:
-        """Counts of one peer, or of all."""
+        """Return the counts of one peer, or of all."""
         total: Counter[str] = Counter()
         for name, counts in self._counts.items():
             if peer in (None, name):
@@ -387,21 +349,30 @@ class VanState:
 
     # -- inside
 
-    def _way_to(self, peer: Peer) -> _Link | None:
-        """The link on which messages to a peer leave, if there is one."""
+    def _open_link(self, peer: Peer) -> Link | None:
+        """Return the link on which messages to a peer leave, None if it accepts none."""
         links = (self._links[number] for number in peer.links)
-        return next((link for link in links if not link.deaf), None)
+        return next((link for link in links if not link.half_closed), None)
 
-    def _deaf(self, name: str) -> str:
-        """Why a peer that is not lost takes nothing more; empty if it does, or is no peer."""
+    def _half_closed(self, name: str) -> str:
+        """Return why a peer accepts nothing more; empty if it does, or is no peer."""
         peer = self._peers.get(name)
-        if peer is None or self._way_to(peer) is not None:
+        if peer is None or self._open_link(peer) is not None:
             return ""
-        return self._links[peer.links[0]].deaf
+        return self._links[peer.links[0]].half_closed
 
-    def _meet(self, link: _Link, hello: Hello) -> None:
-        """The first frame of a link: now it is known which life of the peer is at its other end."""
-        if link.peer is not None:  # known before it spoke
+    def _send_control(self, link: Link, head: Beat | Bye) -> None:
+        link.outbox.send_control(head)
+        self.instructions.append(Carry(link.number))
+
+    def _add_peer(self, peer: Peer) -> None:
+        self._peers[peer.name] = peer
+        self._lost.pop(peer.name, None)
+        self.inbox.begin_life(peer.name)
+
+    def _on_hello(self, link: Link, hello: Hello) -> None:
+        """Process the first frame of a link, which says which life of the peer this is."""
+        if link.peer is not None:  # known before its Hello
             link.peer.incarnation, link.peer.epoch = hello.incarnation, hello.epoch
             link.peer.max_message_bytes = hello.max_message_bytes
             return
@@ -412,23 +383,20 @@ class VanState:
             peer = None
         if peer is None:
             peer = Peer(link.name, hello.incarnation, hello.epoch, hello.max_message_bytes)
-            self._peers[link.name] = peer
-            self._lost.pop(link.name, None)
-            self.inbox.succeed(link.name)
+            self._add_peer(peer)
         peer.epoch = max(peer.epoch, hello.epoch)
         peer.links.append(link.number)
         link.peer = peer
 
-    def _arrive(self, link: _Link, event: Arrived) -> None:
+    def _on_message(self, link: Link, event: Arrived) -> None:
         head, peer = event.head, link.peer
-        assert peer is not None  # Inflow takes no message before Hello
+        assert peer is not None  # Inflow accepts no message before Hello
         peer.epoch = max(peer.epoch, head.epoch)
         counts = self._count(peer.name)
         if head.epoch < self.epoch:
             counts["stale"] += 1
             if not link.outbox.has_control:
-                link.outbox.say(Beat(self.epoch))  # so that it stops
-                self.instructions.append(Carry(link.number))
+                self._send_control(link, Beat(self.epoch))  # so that the sender stops
             return
         if event.late:
             counts["late"] += 1
@@ -450,51 +418,42 @@ class VanState:
             for number in peer.links:
                 self._links[number].is_paused = True
 
-    def _read_again(self, peer: Peer, now_ns: int) -> None:
-        """Messages of `peer` have left the inbox: read its links if there is room."""
+    def _resume_reading(self, peer: Peer, now_ns: int) -> None:
+        """Read the links of `peer` again if its share of the inbox has room."""
         if not self.inbox.has_room(peer):
             return
         for number in peer.links:
             link = self._links[number]
             if link.is_paused:
                 link.is_paused = False
-                link.heard_ns = now_ns  # nobody listened, so nothing was heard
+                link.received_ns = now_ns  # nobody read, so nothing could be received
                 self.instructions.append(Read(number))
 
     def _lose(self, peer: Peer, lost: PeerLost) -> None:
         self._lost[peer.name] = lost.reason
         del self._peers[peer.name]
-        error = self._absent(peer.name)
+        error = self._not_connected(peer.name)
         for number in peer.links:
             self._forget(self._links[number], error)
         peer.links.clear()
         notice = Delivery(peer.name, lost, incarnation=peer.incarnation, epoch=peer.epoch)
-        self.inbox.say_farewell(peer, notice)
+        self.inbox.put_notice(peer, notice)
 
-    def _forget(self, link: _Link, error: PeerLostError) -> None:
+    def _forget(self, link: Link, error: PeerLostError) -> None:
         del self._links[link.number]
         link.outbox.fail(error)
         self.instructions.append(Close(link.number))
 
-    def _absent(self, name: str) -> PeerLostError:
-        reason = self._deaf(name) or self._lost.get(name)
+    def _not_connected(self, name: str) -> PeerLostError:
+        reason = self._half_closed(name) or self._lost.get(name)
         if reason is not None:
             return _lost_error(name, reason)
         connected = ", ".join(self.peers) or "nobody"
         msg = (
-            f"expected {name} to be connected to {self.node}, found {connected}: connect() to "
-            "it, or wait_for() it"
+            f"{name} is not connected to {self.node} (connected: {connected}): connect() to it, "
+            "or wait_for() it"
         )
         return PeerLostError(msg, rank=split_node(name)[1])
-
-    def _beat_at_ns(self, link: _Link) -> int:
-        return link.said_ns + round(self.config.heartbeat_s * 1e9)
-
-    def _silent_at_ns(self, link: _Link) -> int:
-        limit_s = self.config.lost_after_s
-        if link.deaf:
-            limit_s = min(limit_s, LAST_WORDS_S)
-        return link.heard_ns + round(limit_s * 1e9)
 
     def _count(self, name: str) -> Counter[str]:
         return self._counts.setdefault(name, Counter())

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from braid.clock import Clock
 from braid.errors import ConfigError, PeerLostError, RendezvousError
 from braid.message.protocol.schema import Schema
-from braid.message.protocol.van import VanConfig, split_node
-from braid.message.protocol.van_state import LAST_WORDS_S
+from braid.message.protocol.van_state import HALF_CLOSED_S
+from braid.message.protocol.vocabulary import VanConfig, split_node
 from braid.message.vans.stream_van import FRAME_LIMITS, Stream, StreamVan
 from braid.wire import Allocate, Buffer, Frame, FrameDecoder, Unsent, encode
 
@@ -170,10 +170,9 @@ class PipeVan(StreamVan):
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)
-        until_ns = self._deadline_ns(LAST_WORDS_S)
+        until_ns = self._deadline_ns(HALF_CLOSED_S)
         with self._guard:
-            while self._state.is_ending(peer) and self._wait(until_ns):
-                pass
+            self._wait_until(lambda: not self._state.is_ending(peer), until_ns)
             if peer in self._state.peers:
                 msg = (
                     f"expected a new name for a link of {self.node}, found {peer}, which it "
@@ -193,6 +192,3 @@ class PipeVan(StreamVan):
                     "pipes"
                 )
                 raise RendezvousError(msg)
-
-    def __enter__(self) -> PipeVan:
-        return self

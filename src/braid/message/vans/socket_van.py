@@ -9,7 +9,7 @@ from __future__ import annotations
 from braid.clock import Clock, MonotonicClock
 from braid.errors import RendezvousError
 from braid.message.protocol.schema import Schema
-from braid.message.protocol.van import VanConfig, split_node
+from braid.message.protocol.vocabulary import VanConfig, split_node
 from braid.message.vans.stream_van import FRAME_LIMITS, StreamVan, node_of
 from braid.wire import Identity, Listener, Secret
 from braid.wire import connect as connect_wire
@@ -76,9 +76,6 @@ class SocketVan(StreamVan):
     def refusals(self) -> tuple[str, ...]:
         """Why the last clients were turned away, newest last."""
         return () if self._listener is None else self._listener.refusals
-
-    def __enter__(self) -> SocketVan:
-        return self
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
         """See `Van.connect`."""

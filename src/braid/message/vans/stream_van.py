@@ -32,9 +32,9 @@ from typing import Protocol
 from braid.clock import Clock, MonotonicClock
 from braid.errors import CommError, ConfigError
 from braid.message.protocol.schema import Schema
-from braid.message.protocol.van import MAX_CHUNK_BYTES, VanConfig, split_node
-from braid.message.protocol.van_state import Carry, Close, Instruction, VanState
-from braid.message.vans.state_van import StateVan
+from braid.message.protocol.van_state import VanState
+from braid.message.protocol.vocabulary import MAX_CHUNK_BYTES, VanConfig, split_node
+from braid.message.van import Van
 from braid.wire import Allocate, Buffer, Frame, FrameLimits, Identity, Listener
 
 __all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
@@ -88,7 +88,7 @@ class _Wire:
     watched: dict[int, int] = field(default_factory=dict)  # events that are registered
 
 
-class StreamVan(StateVan):
+class StreamVan(Van):
     """What `SocketVan` and `PipeVan` share: all but how streams come to be.
 
     Args:
@@ -139,18 +139,16 @@ class StreamVan(StateVan):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def _carry_out(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Carry):
-            self._carry(instruction.link)
-        elif isinstance(instruction, Close):
-            wire = self._wires.pop(instruction.link)
-            self._restless.discard(instruction.link)
-            self._retired.append(wire)
-            self._wake()
-        else:
-            self._rouse(instruction.link)
+    def _cut(self, link: int) -> None:
+        wire = self._wires.pop(link)
+        self._restless.discard(link)
+        self._retired.append(wire)
+        self._wake()
 
-    def _shut(self) -> None:
+    def _read_again(self, link: int) -> None:
+        self._rouse(link)
+
+    def _release(self) -> None:
         self._stopping = True
         self._wake()
         self._thread.join()
@@ -211,7 +209,7 @@ class StreamVan(StateVan):
     def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
         """All of a frame is with the kernel, or dropped; whether the peer takes more; with the guard held."""
         if wire.stream.gone:
-            self._state.link_deaf(link, "it takes nothing more", now_ns)
+            self._state.link_half_closed(link, "it accepts nothing more", now_ns)
             return False
         self._state.frame_sent(link, now_ns)
         return True
@@ -265,10 +263,7 @@ class StreamVan(StateVan):
             if overdue_ns is not None and overdue_ns <= now_ns:
                 self._welcome()
         with self._guard:
-            due_ns = self._state.next_deadline_ns()
-            if due_ns is not None and due_ns <= now_ns:
-                self._state.tick(now_ns)
-                self._act()
+            self._tick_if_due(now_ns)
 
     def _tidy(self) -> None:
         """Close what the state has given up. Descriptors are used again, so this comes before new ones are watched."""
