@@ -96,18 +96,18 @@ def test_tensors_arrive_in_tensors_that_exist():
     ],
 )
 def test_specs_that_lie_are_refused(spec, nbytes):
-    with pytest.raises(CommError, match="expected"):
+    with pytest.raises(CommError, match=r"bytes for|is not the spec of a tensor"):
         from_buffers([spec], [memoryview(bytearray(nbytes))])
 
 
 def test_missing_buffers_are_refused():
-    with pytest.raises(CommError, match="each of 1 tensors, found 0"):
+    with pytest.raises(CommError, match="1 tensors need as many buffers, got 0"):
         from_buffers([TensorSpec((1,), "float32")], [])
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")])
 def test_tensors_without_plain_memory_are_refused(tensor):
-    with pytest.raises(ConfigError, match="expected a dense tensor"):
+    with pytest.raises(ConfigError, match="cannot send a tensor of"):
         as_buffers([tensor])
 
 

@@ -222,9 +222,9 @@ def test_a_name_that_is_taken_is_refused(launcher):
     here, there = pipes("launcher", "agent:0")
     more, other = pipes("launcher", "agent:0")
     launcher.attach("agent:0", here)
-    with pytest.raises(ConfigError, match="a new name for a link of launcher, found agent:0"):
+    with pytest.raises(ConfigError, match="launcher already has a link to agent:0"):
         launcher.attach("agent:0", more)
-    with pytest.raises(RendezvousError, match="expected agent:7 to be attached to launcher, found agent:0"):  # fmt: skip
+    with pytest.raises(RendezvousError, match=r"agent:7 is not attached to launcher .attached: agent:0"):  # fmt: skip
         launcher.connect("agent:7")
     for stream in (there, more, other):
         stream.close()
@@ -385,12 +385,12 @@ def test_unknown_type_is_refused_with_sender_and_name():
         with raw_peer(van) as peer:
             peer.send(pack(Open(1, "os.system", 0, 0, 0, 0, b"\x80", 0, ())))
             reason = van.recv(10).message.reason
-        assert ("from worker:7" in reason, "found 'os.system'" in reason) == (True, True)
+        assert "worker:7 sent a message 'os.system', which is not registered" in reason
 
 
 def test_peer_of_another_name_than_expected_is_refused():
     with open_van("server:0") as van, open_van("worker:1", listen=False) as client:
-        with pytest.raises(RendezvousError, match=r"expected server:1 at .*, found server:0"):
+        with pytest.raises(RendezvousError, match=r"expected server:1 at .*, got server:0"):
             client.connect("server:1", van.address, timeout_s=10)
         assert still_works(van)
 
@@ -414,7 +414,10 @@ def test_silent_peer_is_lost_though_its_connection_stands(greet):
     with open_van("server:0", IMPATIENT) as van, raw_peer(van, greet=greet) as peer:
         if greet:
             lost = van.recv(10)
-            assert (lost.sender, "nothing came from it" in lost.message.reason) == ("worker:7", True)
+            assert (lost.sender, "nothing came from it" in lost.message.reason) == (
+                "worker:7",
+                True,
+            )
         kinds = []
         with contextlib.suppress(PeerLostError):
             while True:

@@ -154,7 +154,7 @@ def test_time_out_names_who_did_not_answer(vans):
     with (
         serving(server, {Ask: lambda _: None}),
         Service(asker) as caller,
-        pytest.raises(CommTimeout, match=r"expected driver to answer Ask #\d+ within 0.02 s"),
+        pytest.raises(CommTimeout, match=r"driver did not answer Ask #\d+ within 0.02 s"),
     ):
         caller.call("driver", Ask(3), 0.02)
 
@@ -263,5 +263,5 @@ def test_serve_says_when_nothing_came(vans):
 
 def test_memory_of_no_request_is_refused(vans):
     (van,) = vans("driver")
-    with pytest.raises(ConfigError, match="num_remembered = 0"):
+    with pytest.raises(ConfigError, match="num_remembered must be at least 1, got 0"):
         Service(van, num_remembered=0)

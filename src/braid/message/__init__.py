@@ -1,8 +1,9 @@
 """Typed messages between named nodes; see README.md.
 
-The vans: `SocketVan` (processes and hosts), `PipeVan` (streams that were handed over), `LocalVan`
-(one process). A simulated van with faults and virtual time is in `braid.testing.simulated_van`.
-Tensors travel as buffers: see `braid.message.tensors`, which alone imports torch.
+The vans are `SocketVan` (processes and hosts), `PipeVan` (streams that somebody else has opened)
+and `LocalVan` (one process). A simulated van with faults and virtual time is in
+`braid.testing.simulated_van`. Tensors travel as buffers: see `braid.message.tensors`, the only
+module here that imports torch.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Requests and answers over a van: what is asked once is done once, though it may be sent twice.
+"""Requests and answers over a van: a request is executed once, though it may be sent twice.
 
-Problem: a van delivers at most once, so whoever needs an answer must ask again; a plain repetition
-would apply a request twice. Handlers that raise, peers that die, and answers that come too late
-must all reach the one who waits.
+Problem: a van delivers at most once, so a caller that needs an answer must ask again; a plain
+repetition would apply a request twice. Handlers that raise, peers that die, and answers that come
+too late must all reach the caller that waits.
 
-Idea: a repetition carries the id of the first request. A service remembers, for each life of each
-asker, which ids it has seen and what it answered: it answers again and does nothing again.
-Exceptions travel as text (`Failed`).
+Idea: a repetition carries the id of the first request. For each life of each caller, a service
+remembers which ids it has seen and what it answered; it sends the answer again and executes
+nothing. Exceptions travel as text (`Failed`).
 
     class Lookup(msgspec.Struct, tag="lookup"): ...
 
-    service = Service(van, {Lookup: lambda delivery: Found(where=table[delivery.message.name])})
+    service = Service(van, {Lookup: lambda delivery: Place(where=table[delivery.message.name])})
     service.start()
     answer = service.call("driver", Lookup("a"), timeout_s=5, retry_s=1).message
 
-One thread at a time receives: that of `start`, or else whoever waits in `call` or `serve`; the
-others wait for it. A handler may call, too.
+One thread at a time receives: that of `start`, or else one that waits in `call` or `serve`; other
+threads wait for it. A handler may call, too.
 
 Source: A. Birrell, B. Nelson, "Implementing Remote Procedure Calls", ACM TOCS 1984: call
 identifiers and at-most-once.
@@ -39,12 +39,12 @@ __all__ = ["Handler", "Reply", "Service"]
 
 
 class Reply(NamedTuple):
-    """An answer with buffers. The service remembers it, and with it the buffers: do not change them.
+    """An answer with buffers. The service remembers both: do not change the buffers.
 
     Attributes:
-        message: Of a type of the schema.
-        buffers: What to send beside it.
-        priority: That of the request when None.
+        message: Message, of a type of the schema.
+        buffers: Buffers to send beside the message.
+        priority: Urgency of the answer; that of the request when None.
     """
 
     message: Message
@@ -66,7 +66,10 @@ class _Call:
 
     @property
     def lost(self) -> str:
-        """How the life of the peer that was asked was lost; the notice of an earlier one may come late."""
+        """How the life of the peer that received the request was lost, empty if it was not.
+
+        The notice of an earlier life's loss may come late.
+        """
         if self.sending is None:
             return ""
         if not self.sending.life:  # it was asked before it had said which it is
@@ -75,7 +78,7 @@ class _Call:
 
 
 class _Memory:
-    """What one life of an asker has asked, and the answers."""
+    """The requests of one life of a caller, and the answers."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -83,18 +86,18 @@ class _Memory:
 
 
 class Service:
-    """Routes what a van receives to handlers by type, sends what they return as the answer, and calls others.
+    """Routes messages to handlers by type, sends their results as answers, and calls other nodes.
 
     Args:
-        van: Owned and closed by the service.
-        handlers: For each type of message; what a handler returns is the answer, None for no
-            answer. `PeerLost` is routed like a message, and what its handler raises ends `serve`.
-        num_remembered: Requests remembered for each asker; must exceed what it has under way at
-            once.
+        van: Van, owned and closed by the service.
+        handlers: Handler for each type of message. Its result is the answer, None for no answer.
+            `PeerLost` is routed like a message, and an exception of its handler ends `serve`.
+        num_remembered: Requests remembered for each caller; must exceed the number that it has
+            under way at once.
 
     On failure: a message without handler, and one whose handler raises, is answered with `Failed`.
-    An answer for which there is no room is dropped: the service waits for nobody, and the asker can
-    ask again.
+    An answer for which there is no room is dropped: the service waits for nobody, and the caller
+    can ask again.
     """
 
     def __init__(
@@ -105,9 +108,7 @@ class Service:
         num_remembered: int = 256,
     ) -> None:
         if num_remembered < 1:
-            msg = (
-                f"expected to remember at least 1 request, found num_remembered = {num_remembered}"
-            )
+            msg = f"num_remembered must be at least 1, got {num_remembered}"
             raise ConfigError(msg)
         self._van = van
         self._handlers = dict(handlers or {})
@@ -140,16 +141,17 @@ class Service:
             to: Name of a connected node.
             message: The request.
             timeout_s: Deadline for all of it; 300 s when None.
-            buffers: Free again when this returns, not when it raises.
-            priority: Of the request.
-            retry_s: Send it again after so long without an answer; never when None.
-            message_id: That of an earlier call, to make this a repetition of it; say over a new
-                connection.
+            buffers: Buffers of the request; free again when this returns, not when it raises.
+            priority: Urgency of the request.
+            retry_s: Seconds without an answer after which the request is sent again; never when
+                None.
+            message_id: Id of an earlier call, to make this a repetition of it, for example over a
+                new connection.
 
         Raises:
             CommTimeout: No answer came.
             PeerLostError: The peer is not connected, or was lost before it answered.
-            CommError: The handler raised; the message says what.
+            CommError: The handler raised; the text contains its exception.
             StaleError: The peer is in a later epoch, or the van is closed.
         """
         seconds = 300.0 if timeout_s is None else timeout_s
@@ -171,10 +173,7 @@ class Service:
                 left_s = (deadline_ns - self._van.clock.now_ns()) / 1e9
                 if left_s <= 0:
                     name = type(message).__name__
-                    msg = (
-                        f"expected {to} to answer {name} #{number} within {seconds:g} s, found "
-                        "no answer"
-                    )
+                    msg = f"{to} did not answer {name} #{number} within {seconds:g} s"
                     raise CommTimeout(msg)
                 if call.sending.done:
                     again = self._van.try_send(
@@ -212,13 +211,13 @@ class Service:
         return self._receive(deadline_ns, lambda: False)
 
     def handle(self, delivery: Delivery) -> None:
-        """Do what `delivery` asks for; for those who receive themselves, such as handlers of a simulated network."""
+        """Process a delivery that the caller has received, such as in a simulated network."""
         with self._changed:
             self._finish_request(delivery)
         self._dispatch(delivery)
 
     def start(self) -> None:
-        """Serve in a thread of its own until `close`."""
+        """Serve in a separate thread until `close`."""
         if self._thread is None:
             name = f"braid-message-{self._van.node}-service"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -265,7 +264,7 @@ class Service:
         return call.answer is not None
 
     def _receive(self, deadline_ns: int | None, is_over: Callable[[], bool]) -> bool:
-        """Receive and handle one message, or let another thread do so; False when the deadline has passed."""
+        """Receive and handle one message, or let another thread do so; False after the deadline."""
         with self._changed:
             while self._is_receiving and not is_over():
                 left_s = self._left_s(deadline_ns)
@@ -291,7 +290,7 @@ class Service:
         return True
 
     def _finish_request(self, delivery: Delivery) -> None:
-        """Tell the calls that wait what they wait for; with the lock held."""
+        """Give waiting calls their answer or the loss of their peer; with the lock held."""
         if delivery.answers:
             call = self._calls.get(delivery.answers)
             if call is not None and call.to == delivery.sender and call.answer is None:
@@ -344,10 +343,10 @@ class Service:
             text = f"{self._van.node} has no handler for {type(message).__name__} (it has: {known})"
             return Reply(Failed("ConfigError", text))
         try:
-            found = handler(delivery)
+            answer = handler(delivery)
         except Exception as exc:  # noqa: BLE001 - whatever it is, the asker must hear of it
             return Reply(Failed(type(exc).__name__, str(exc)))
-        return found if isinstance(found, Reply) or found is None else Reply(found)
+        return answer if isinstance(answer, Reply) or answer is None else Reply(answer)
 
     def _answer(self, delivery: Delivery, reply: Reply) -> None:
         priority = delivery.priority if reply.priority is None else reply.priority

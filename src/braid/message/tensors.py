@@ -1,6 +1,7 @@
-"""Tensors beside messages: no copy at the sender, and at the receiver the memory that it chooses.
+"""Tensors beside messages: no copy at the sender, and memory of its own choice at the receiver.
 
-Importing this imports torch; the rest of the room does without, so that launchers start quickly.
+Importing this module imports torch; the rest of the room does without, so that launchers start
+quickly.
 
     class Gradients(msgspec.Struct, tag="gradients"):
         specs: list[TensorSpec]
@@ -29,10 +30,10 @@ __all__ = ["as_buffers", "from_buffers", "memory_of"]
 
 
 def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[memoryview]]:
-    """What to write into a message, and what to send beside it.
+    """Return the specs to write into a message, and the buffers to send beside it.
 
-    Contiguous tensors on the CPU are not copied: leave them alone until the sending is `done`.
-    Others are copied once.
+    Contiguous tensors on the CPU are not copied: do not change them until the sending is `done`.
+    Other tensors are copied once.
 
     Raises:
         ConfigError: A tensor has no plain memory: it is sparse, quantized, or on no device.
@@ -41,9 +42,8 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
     for tensor in tensors:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             msg = (
-                f"expected a dense tensor to send, found {tensor.layout} {tensor.dtype} on "
-                f"{tensor.device}: "
-                "send its parts, such as indices and values"
+                f"cannot send a tensor of {tensor.layout} {tensor.dtype} on {tensor.device}, "
+                "which is not dense: send its parts, such as indices and values"
             )
             raise ConfigError(msg)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -54,23 +54,26 @@ def as_buffers(tensors: Sequence[torch.Tensor]) -> tuple[list[TensorSpec], list[
 
 
 def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> list[torch.Tensor]:
-    """The tensors that `as_buffers` described, in the memory of `buffers`.
+    """Return the tensors that `as_buffers` described, in the memory of `buffers`.
 
     Raises:
         CommError: The buffers do not have the sizes of the specs: the sender's mistake.
     """
     if len(specs) != len(buffers):
-        msg = f"expected a buffer for each of {len(specs)} tensors, found {len(buffers)}"
+        msg = (
+            f"{len(specs)} tensors need as many buffers, got {len(buffers)}: send both as "
+            "as_buffers returned them"
+        )
         raise CommError(msg)
     tensors = []
     for spec, buffer in zip(specs, buffers, strict=True):
         dtype = getattr(torch, spec.dtype, None)
         if not isinstance(dtype, torch.dtype) or any(extent < 0 for extent in spec.shape):
-            msg = f"expected the spec of a tensor, found {spec}"
+            msg = f"{spec} is not the spec of a tensor: send what as_buffers returned"
             raise CommError(msg)
         nbytes = math.prod(spec.shape) * dtype.itemsize
         if nbytes != buffer.nbytes:
-            msg = f"expected {nbytes} bytes for {spec}, found {buffer.nbytes}"
+            msg = f"expected {nbytes} bytes for {spec}, got {buffer.nbytes}"
             raise CommError(msg)
         if nbytes:
             flat = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
@@ -81,16 +84,15 @@ def from_buffers(specs: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> 
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to send from or to receive into.
+    """Return the bytes of a contiguous tensor on the CPU, to send from or to receive into.
 
     Raises:
         ConfigError: Its memory is elsewhere, or not in one piece.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj():
         msg = (
-            f"expected a contiguous tensor on the CPU, found one of shape {tuple(tensor.shape)} "
-            "and strides "
-            f"{tensor.stride()} on {tensor.device}: use a contiguous copy"
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} on "
+            f"{tensor.device} has no memory in one piece on the CPU: use a contiguous copy"
         )
         raise ConfigError(msg)
     if not tensor.numel():

@@ -208,17 +208,17 @@ def bad_messages_are_refused_by_the_sender(vans: Sequence[Van]) -> None:
     class Stranger(msgspec.Struct):
         x: int = 0
 
-    bad: list[Callable[[], object]] = [
-        lambda: vans[0].send("worker:1", Stranger()),
-        lambda: vans[0].send(
-            "worker:1", Note(1), buffers=[bytes(CONFORMANCE_CONFIG.max_message_bytes)]
-        ),
-        lambda: vans[0].send("worker:1", Note(1), buffers=[memoryview(b"abcd")[::2]]),
-        lambda: vans[0].send("worker:1", Note(1), priority=16),
-        lambda: vans[0].send("worker:1", Note(1), buffers=[b"x"] * 1001),
+    large = bytes(CONFORMANCE_CONFIG.max_message_bytes)
+    sparse = memoryview(b"abcd")[::2]
+    bad: list[tuple[Callable[[], object], str]] = [
+        (lambda: vans[0].send("worker:1", Stranger()), "not registered"),
+        (lambda: vans[0].send("worker:1", Note(1), buffers=[large]), "accepts"),
+        (lambda: vans[0].send("worker:1", Note(1), buffers=[sparse]), "not contiguous"),
+        (lambda: vans[0].send("worker:1", Note(1), priority=16), "priority 16"),
+        (lambda: vans[0].send("worker:1", Note(1), buffers=[b"x"] * 1001), "1001 buffers"),
     ]
-    for call in bad:
-        _raises(ConfigError, call, "expected" if call is not bad[1] else "accepts")
+    for call, words in bad:
+        _raises(ConfigError, call, words)
     vans[0].send("worker:1", Note(1))
     _expect(vans[1].recv(_LATE_S).message, Note(1))
 

@@ -1,13 +1,13 @@
 """Frames of one link become messages, received straight into their final memory.
 
-Problem: a receiver that collects chunks and joins them copies every message, and one that believes
-a length allocates what a stranger asks for.
+Problem: a receiver that collects chunks and joins them copies every message. A receiver that
+believes a length allocates whatever a stranger asks for.
 
-Idea: the head of a message says all its sizes, which are checked before anything is allocated.
-Memory for the buffers is chosen once, when the message itself is known, so the program can say
-where a tensor shall go. Each chunk is then received into its slice of that memory. At most one
-message per priority is open, so a peer can make this process hold 16 of the largest size; nobody
-who has not proven the job's secret gets here.
+Idea: the head of a message contains all its sizes, which are checked before anything is allocated.
+Memory for the buffers is chosen once, when the message itself is known, so the program can decide
+where a tensor goes. Each chunk is then received into its slice of that memory. At most one message
+per priority is open, so a peer can make this process hold 16 of the largest size; a peer that has
+not proven the job's secret gets nothing allocated.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Arrived(NamedTuple):
     """A whole message.
 
     Attributes:
-        head: What the sender said of it.
-        message: Decoded.
-        buffers: What came beside it.
+        head: Description that the sender gave.
+        message: Decoded message.
+        buffers: Buffers that came beside the message.
         late: Whether its deadline had passed.
     """
 
@@ -65,22 +65,22 @@ class _Assembly:
     missing: list[memoryview] = field(default_factory=list)  # slices still to fill, in order
 
     def slices(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Where pieces of these sizes go; ValueError when that is not where the message goes on."""
+        """Return the memory for pieces of these sizes; ValueError if the pieces do not fit."""
         if self.message is None:
             if len(sizes) != 1 or not 0 < sizes[0] <= len(self.body):
                 raise ValueError
             return [self.body[: sizes[0]]]
-        found: list[memoryview] = []
+        slices: list[memoryview] = []
         for size, gap in zip(sizes, self.missing, strict=False):
-            if not 0 < size <= len(gap) or (size < len(gap) and len(found) + 1 < len(sizes)):
+            if not 0 < size <= len(gap) or (size < len(gap) and len(slices) + 1 < len(sizes)):
                 raise ValueError
-            found.append(gap[:size])
-        if len(found) < len(sizes):
+            slices.append(gap[:size])
+        if len(slices) < len(sizes):
             raise ValueError
-        return found
+        return slices
 
     def filled(self, sizes: Sequence[int]) -> None:
-        """The slices of `sizes` have been received."""
+        """Record that the slices of `sizes` have been received."""
         if self.message is None:
             self.body = self.body[sizes[0] :]
             return
@@ -90,13 +90,13 @@ class _Assembly:
 
 
 class Inflow:
-    """What arrives on one link.
+    """Assembles the messages that arrive on one link.
 
     Args:
-        peer: Who sends, for errors.
-        schema: Its messages.
-        max_message_bytes: What to refuse.
-        allocators: Who chooses the memory for buffers, by type of message.
+        peer: Name of the sender, for errors.
+        schema: Types of messages.
+        max_message_bytes: Largest message that is accepted.
+        allocators: Functions that choose the memory for buffers, by type of message.
 
     On failure: anything but a correct sequence of frames raises CommError; the link must then be
     closed.
@@ -118,7 +118,7 @@ class Inflow:
         self._greeted = False
 
     def allocate(self, meta: bytes, sizes: tuple[int, ...], now_ns: int) -> Sequence[memoryview]:
-        """Where the pieces of the frame `meta` go, which is now being received.
+        """Return the memory for the pieces of a frame `meta` that is being received.
 
         Raises:
             CommError: The frame breaks the protocol; nothing was allocated.
@@ -141,7 +141,7 @@ class Inflow:
         return slices
 
     def received(self, meta: bytes, now_ns: int) -> Event | None:
-        """A frame is complete; returns what it means, None for a part of a message.
+        """Process a complete frame; returns what it means, None for a part of a message.
 
         Raises:
             CommError: The frame breaks the protocol, or its message is not of the schema.
@@ -174,7 +174,7 @@ class Inflow:
         return head
 
     def _begin(self, head: Open, now_ns: int) -> _Assembly:
-        """A message begins: check what it asks for, then allocate."""
+        """Begin a message: check its sizes, then allocate."""
         if head.priority in self._open:
             raise self._broken(f"a second open message of priority {head.priority}")
         if head.nbytes > self._max_message_bytes:
@@ -191,7 +191,7 @@ class Inflow:
         return assembly
 
     def _advance(self, assembly: _Assembly, now_ns: int) -> Arrived | None:
-        """The message, if it is complete."""
+        """Return the message if it is complete."""
         head = assembly.head
         if assembly.message is None:
             if len(assembly.body):
@@ -205,7 +205,7 @@ class Inflow:
         return Arrived(head, assembly.message, assembly.buffers, late)
 
     def _decode(self, assembly: _Assembly, body: bytes | memoryview) -> None:
-        """The body is here: what it says decides where the buffers go."""
+        """Decode the body, which decides where the buffers go."""
         head = assembly.head
         assembly.message = message = self._schema.decode(head.name, body, sender=self._peer)
         if head.sizes:
@@ -218,8 +218,8 @@ class Inflow:
         chosen: list[memoryview] | None = None
         if allocate is not None:
             try:
-                found = allocate(self._peer, message, sizes)
-                chosen = None if found is None else [as_bytes(each) for each in found]
+                returned = allocate(self._peer, message, sizes)
+                chosen = None if returned is None else [as_bytes(each) for each in returned]
             except Exception as exc:
                 msg = (
                     f"the memory for the buffers of {type(message).__name__} from {self._peer} "
@@ -229,12 +229,12 @@ class Inflow:
                 raise CommError(msg) from exc
         if chosen is None:
             return [self._new_memory(size, head.name) for size in sizes]
-        found_sizes = tuple(map(len, chosen))
-        if found_sizes != sizes or any(len(each) and each.readonly for each in chosen):
+        chosen_sizes = tuple(map(len, chosen))
+        if chosen_sizes != sizes or any(len(each) and each.readonly for each in chosen):
             msg = (
-                f"expected the receive_into callback of {type(message).__name__} to return "
-                "writable memory of "
-                f"{sizes} bytes, found {found_sizes}: return one memoryview for each size"
+                f"the receive_into callback of {type(message).__name__} must return writable "
+                f"memory of {sizes} bytes, got {chosen_sizes}: return one memoryview for each "
+                "size"
             )
             raise CommError(msg)
         return chosen
@@ -244,12 +244,11 @@ class Inflow:
             return memoryview(bytearray(size))
         except MemoryError as exc:
             msg = (
-                f"expected memory for {size} bytes of message {name!r} from {self._peer}, found "
-                "that there is not so "
-                "much: send it in parts, or receive_into memory that is there"
+                f"not enough memory for {size} bytes of message {name!r} from {self._peer}: "
+                "send it in parts, or receive_into memory that exists"
             )
             raise CommError(msg) from exc
 
-    def _broken(self, found: str) -> CommError:
-        msg = f"expected from {self._peer} the frames of a braid van, found {found}"
+    def _broken(self, problem: str) -> CommError:
+        msg = f"{self._peer} does not speak the protocol of a braid van: it sent {problem}"
         return CommError(msg)

@@ -1,4 +1,4 @@
-"""What vans say to each other: the description of every frame on a link.
+"""Heads: the descriptions of all frames that vans send each other.
 
 A frame of the room `wire` is a description and buffers. The description is one of these heads; the
 buffers are the next bytes of a message. A message without buffers is one `Open` and nothing else.
@@ -7,7 +7,7 @@ buffers are the next bytes of a message. A message without buffers is one `Open`
     Open  + first bytes       a message begins
     More  + next bytes        it goes on; one message per priority may be open on a link
     Cancel                    the open message of that priority will not be finished
-    Beat                      nothing to say for a while; also tells the epoch
+    Beat                      heartbeat of an idle link; carries the epoch, too
     Bye                       the van is closed on purpose
 """
 
@@ -31,7 +31,7 @@ MAX_BUFFERS = 1000
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
-    """Which life of the peer this is, and what it accepts."""
+    """First frame of a link: the sender's life, epoch and largest message that it accepts."""
 
     incarnation: Count
     epoch: Count
@@ -39,18 +39,18 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True):
 
 
 class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
-    """A message begins.
+    """First frame of a message.
 
     Attributes:
-        id: Its number.
-        name: Its type in the schema.
+        id: Number of the message.
+        name: Name of its type in the schema.
         priority: Its lane.
-        epoch: The sender's when it was sent.
-        answers: Id of the message that it answers, or 0.
-        remaining_us: Until its deadline, 0 for none.
-        body: The encoded struct, if it is small.
-        body_bytes: Otherwise its size; it comes before the buffers.
-        sizes: Of the buffers.
+        epoch: Epoch of the sender when it sent the message.
+        answers: Id of the message that this one answers, or 0.
+        remaining_us: Microseconds until its deadline, 0 for none.
+        body: Encoded struct, if it is small.
+        body_bytes: Size of a larger encoded struct, which comes before the buffers.
+        sizes: Sizes of the buffers.
     """
 
     id: Count
@@ -65,30 +65,30 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Body and buffers."""
+        """Size of body and buffers."""
         return len(self.body) + self.body_bytes + sum(self.sizes)
 
 
 class More(msgspec.Struct, tag="more", array_like=True, frozen=True):
-    """The open message of this priority goes on."""
+    """Next frame of the open message of a priority."""
 
     priority: Priority
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
-    """The open message of this priority ends unfinished."""
+    """End of the open message of a priority, which stays unfinished."""
 
     priority: Priority
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True, frozen=True):
-    """The sender lives, and is in this epoch."""
+    """Heartbeat: the sender lives, and is in this epoch."""
 
     epoch: Count
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True):
-    """The sender closes its van."""
+    """Last frame: the sender closes its van."""
 
 
 Head: TypeAlias = Hello | Open | More | Cancel | Beat | Bye
@@ -100,28 +100,31 @@ _decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(
 
 
 def pack(head: Head) -> bytes:
-    """The description of a frame."""
+    """Encode a head as the description of a frame."""
     return _encoder.encode(head)
 
 
 def unpack(meta: bytes, peer: str) -> Head:
-    """The head in `meta`.
+    """Decode the head in `meta`.
 
     Raises:
-        CommError: There is none; names `peer`.
+        CommError: `meta` is no head; names `peer`.
     """
     try:
         return _decoder.decode(meta)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        msg = f"expected from {peer} the head of a message, found {len(meta)} other bytes: {exc}"
+        msg = (
+            f"{peer} does not speak the protocol of a braid van: {len(meta)} bytes are no head of "
+            f"a message: {exc}"
+        )
         raise CommError(msg) from exc
 
 
 def as_bytes(buffer: Buffer) -> memoryview:
-    """The bytes of a contiguous buffer, without copying them.
+    """Return the bytes of a contiguous buffer, without copying them.
 
     Raises:
-        TypeError: It is not contiguous, or no buffer.
+        TypeError: The buffer is not contiguous, or the object is no buffer.
     """
     view = memoryview(buffer)
     return view.cast("B") if view.nbytes else memoryview(b"")  # one without bytes cannot be cast

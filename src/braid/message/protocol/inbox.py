@@ -1,14 +1,13 @@
-"""What has arrived and was not received yet: by urgency, then by age, in shares of the senders.
+"""Messages that wait to be received, by urgency, then by age, in shares per sender.
 
-Problem: with one bound for all, a peer that floods this node keeps the messages of the others out.
-With a notice of loss in the same queue, an urgent one overtakes the last words of the peer it
-speaks of. With priorities alone, what a restarted peer says overtakes what it said in its last
-life.
+Problem: with one bound for all, a peer that floods this node keeps the messages of other peers out.
+With a notice of loss in the same queue, an urgent notice overtakes the last messages of the lost
+peer. With priorities alone, messages of a restarted peer overtake those of its last life.
 
-Idea: every peer has its own share, and the van stops reading from one whose share is full. The
+Idea: every peer has its own share, and the van stops reading from a peer whose share is full. The
 notice that a peer is lost waits until the last of its messages has been received, and then comes
-before everything else. When the peer is there again, what is left of its last life comes at once,
-before anything of the new one.
+before everything else. When the peer connects again, the rest of its last life is received at once,
+before anything of the new life.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class Peer:
     """One life of another node.
 
     Attributes:
-        name: The node.
-        incarnation: Which life; 0 until it has said Hello.
-        epoch: The latest in which it is known to be.
-        max_message_bytes: What it accepts.
-        links: Numbers of its links; messages leave on the first that the peer listens to.
-        unread: Messages of it in the inbox.
-        unread_bytes: Their bytes.
+        name: Name of the node.
+        incarnation: Number of this life; 0 until its Hello.
+        epoch: Latest epoch in which the node is known to be.
+        max_message_bytes: Largest message that the node accepts.
+        links: Numbers of its links; messages leave on the first on which the peer accepts any.
+        unread: Number of its messages in the inbox.
+        unread_bytes: Size of its messages in the inbox.
     """
 
     name: str
@@ -47,10 +46,10 @@ class Peer:
 
 
 class Inbox:
-    """Deliveries that wait for `recv`.
+    """Deliveries that wait for `Van.recv`.
 
     Args:
-        config: The share of one peer.
+        config: Limits, among them the share of one peer.
     """
 
     def __init__(self, config: VanConfig) -> None:
@@ -70,18 +69,18 @@ class Inbox:
         )
 
     def put(self, peer: Peer, nbytes: int, delivery: Delivery) -> None:
-        """A message of `nbytes` has arrived."""
+        """Add a message of `nbytes` from `peer`."""
         entry = (-delivery.priority, next(self._arrivals), peer, nbytes, delivery)
         heapq.heappush(self._waiting, entry)
         peer.unread += 1
         peer.unread_bytes += nbytes
 
     def put_notice(self, peer: Peer, notice: Delivery) -> None:
-        """`peer` is lost; `notice` says so after its last message."""
+        """Add the notice that `peer` is lost; it is delivered after the peer's last message."""
         self._farewells.append((peer, notice))
 
     def drop_before(self, epoch: int) -> list[Peer]:
-        """Forget the messages of earlier epochs; returns whose each was."""
+        """Drop the messages of earlier epochs; returns the sender of each."""
         dropped = [entry for entry in self._waiting if entry[4].epoch < epoch]
         if dropped:
             self._waiting = [entry for entry in self._waiting if entry[4].epoch >= epoch]
@@ -92,7 +91,7 @@ class Inbox:
         return [entry[2] for entry in dropped]
 
     def begin_life(self, name: str) -> None:
-        """A new life of `name` begins: what is left of the last one becomes more urgent than anything."""
+        """Begin a new life of `name`: messages of its last life become the most urgent."""
         if all(peer.name != name for peer, _ in self._farewells):
             return
         self._waiting = [
@@ -102,7 +101,7 @@ class Inbox:
         heapq.heapify(self._waiting)
 
     def pop(self) -> tuple[Peer, Delivery] | None:
-        """The next delivery and whose share it frees; None if there is none."""
+        """Remove the next delivery; returns it with the peer whose share becomes free, or None."""
         for index, (peer, notice) in enumerate(self._farewells):
             if not peer.unread:
                 del self._farewells[index]
@@ -115,5 +114,5 @@ class Inbox:
         return peer, delivery
 
     def num_unread(self, name: str | None) -> int:
-        """Messages of one node that wait, or of all."""
+        """Number of messages of one node that wait, or of all."""
         return sum(name in (None, entry[2].name) for entry in self._waiting)

@@ -1,11 +1,11 @@
-"""Which messages a node understands: types by name, checked at both ends.
+"""A schema registers the types of messages by name; both ends check every message against it.
 
-Problem: pickle runs what a peer sends; dictionaries and strings move the mistakes of the sender
+Problem: pickle executes what a peer sends. Dictionaries and strings move the mistakes of the sender
 into the code of the receiver, where nobody knows any more who made them.
 
-Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses what is not
-registered; decoding refuses unknown names and bodies that do not have the fields and types of the
-struct, and says who sent them.
+Idea: every message is a `msgspec.Struct` that is registered by name. Encoding refuses types that
+are not registered; decoding refuses unknown names and bodies that do not have the fields and types
+of the struct, and names the sender.
 
     class Join(msgspec.Struct, tag="join", frozen=True):
         host: str
@@ -33,7 +33,7 @@ class Failed(msgspec.Struct, tag="braid.failed", frozen=True):
 
     Attributes:
         error: Name of the exception's type.
-        text: Its message. Exceptions travel as text only.
+        text: Message of the exception. Exceptions travel as text only.
     """
 
     error: str
@@ -41,12 +41,14 @@ class Failed(msgspec.Struct, tag="braid.failed", frozen=True):
 
 
 class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
-    """A van's notice that a peer is gone; never travels, and comes after everything that peer has sent.
+    """Notice of a van to its own node that a peer is lost; never travels.
+
+    It is delivered after everything that the peer has sent.
 
     Attributes:
-        reason: How its link ended.
-        orderly: Whether it closed its van on purpose.
-        silent: Whether it was given up because nothing was heard of it.
+        reason: How the peer's link ended.
+        orderly: Whether the peer closed its van on purpose.
+        silent: Whether the peer is lost because nothing came from it.
     """
 
     reason: str
@@ -55,14 +57,14 @@ class PeerLost(msgspec.Struct, tag="braid.lost", frozen=True):
 
 
 class Schema:
-    """The types of messages that nodes exchange; both ends must register the same.
+    """The types of messages that nodes send each other; both ends must register the same.
 
     Args:
         types: Struct types; the name of each on the wire is its `tag`, or its class name if it has
             none.
 
     Raises:
-        ConfigError: Something is not a Struct type, or two have one name.
+        ConfigError: A type is no Struct, or two have one name.
     """
 
     def __init__(self, *types: type[Message]) -> None:
@@ -75,9 +77,9 @@ class Schema:
             self.register(each)
 
     def register(self, message_type: MessageType) -> MessageType:
-        """Add a type; can be used as a decorator."""
+        """Add a type of messages; can be used as a decorator."""
         if not hasattr(message_type, "__struct_config__"):
-            msg = f"expected a msgspec.Struct type as message, found {message_type!r}"
+            msg = f"a message must be a msgspec.Struct type, got {message_type!r}"
             raise ConfigError(msg)
         tag = message_type.__struct_config__.tag
         name = message_type.__name__ if tag is None else str(tag)
@@ -106,7 +108,7 @@ class Schema:
         return message_type
 
     def encode(self, message: Message) -> tuple[str, bytes]:
-        """Name and body of `message`.
+        """Return the name and the encoded body of `message`.
 
         Raises:
             ConfigError: Its type is not registered, or a value cannot travel.
@@ -114,8 +116,8 @@ class Schema:
         name = self._names.get(type(message))
         if name is None:
             msg = (
-                f"expected a message of a registered type ({self}), found "
-                f"{type(message).__qualname__}: register it in the Schema of both nodes"
+                f"messages of type {type(message).__qualname__} are not registered "
+                f"(registered: {self}): register the type in the Schema of both nodes"
             )
             raise ConfigError(msg)
         try:
@@ -125,7 +127,7 @@ class Schema:
             raise ConfigError(msg) from exc
 
     def decode(self, name: str, body: bytes | memoryview, *, sender: str) -> Message:
-        """The message that `encode` made into `name` and `body`.
+        """Return the message that `encode` made into `name` and `body`.
 
         Raises:
             CommError: The name is unknown here, or the body does not fit the type; names `sender`.
@@ -133,8 +135,8 @@ class Schema:
         decoder = self._decoders.get(name)
         if decoder is None:
             msg = (
-                f"expected from {sender} a message of a registered type ({self}), found {name!r}: "
-                "do both run the same version of the program?"
+                f"{sender} sent a message {name!r}, which is not registered here (registered: "
+                f"{self}): do both run the same version of the program?"
             )
             raise CommError(msg)
         try:
@@ -143,8 +145,7 @@ class Schema:
             Exception
         ) as exc:  # a type's own checks may raise anything, and it is the sender's mistake
             msg = (
-                f"expected from {sender} a message {name!r} with the fields of its type, found: "
-                f"{exc}"
+                f"{sender} sent a message {name!r} that does not have the fields of its type: {exc}"
             )
             raise CommError(msg) from exc
 

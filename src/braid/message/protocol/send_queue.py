@@ -1,20 +1,21 @@
-"""The queue of one link: which bytes leave next, and what becomes of messages that cannot.
+"""The queue of one link: which bytes leave next, and what becomes of messages that cannot leave.
 
 Problem: a gigabyte of gradients that has begun to leave holds up the heartbeat behind it, and the
 peer is declared dead. A queue without bound turns a slow peer into a process that runs out of
 memory.
 
-Idea: one lane per priority, and before every frame the choice is made anew: control heads first,
-then the next chunk of the first message in the most urgent lane that has one. A message is begun
-when the one before it in its lane has left, so lanes are first in, first out. Chunks are slices of
-the sender's memory; nothing is copied.
+Idea: there is one lane per priority, and the choice is made anew before every frame. Control heads
+leave first, then the next chunk of the first message in the most urgent lane that has one. A
+message begins when the one before it in its lane has left, so lanes are first in, first out. Chunks
+are slices of the sender's memory; nothing is copied.
 
     state of a message     event                         next
-    waiting                its turn: next_frame()        under way (Open, then More for each further chunk)
+    waiting                its turn: next_frame()        under way (Open, then More per chunk)
     waiting                deadline, later epoch         done, with CommTimeout or StaleError
     under way              last chunk sent               done
-    under way              deadline                      done once its current chunk is sent: CommTimeout, Cancel to the peer
-    any                    link lost, or one way only    done, with PeerLostError
+    under way              deadline                      done once its current chunk is sent:
+                                                         CommTimeout, Cancel to the peer
+    any                    link lost or half closed      done, with PeerLostError
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = ["OutFrame", "Outbox", "Outgoing"]
 
 
 class OutFrame(NamedTuple):
-    """What to hand to the network next.
+    """A frame to hand to the network.
 
     Attributes:
         meta: Description.
@@ -59,18 +60,18 @@ class OutFrame(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """A message on its way out, and how far it is.
+    """A message on its way out, and its progress.
 
     Attributes:
-        head: As it will be sent; epoch and remaining time are filled in later.
-        body: What has not been cut yet of a body that the head does not hold.
-        buffers: What has not been cut yet of the buffers.
-        deadline_ns: When it is worth nothing any more; None for never.
-        life: Incarnation of the peer to which it was sent; 0 until it is queued, and of a peer that
-            has not greeted.
+        head: Head of the message; epoch and remaining time are filled in later.
+        body: Part of the body that is not cut yet; empty if the head holds the body.
+        buffers: Parts of the buffers that are not cut yet.
+        deadline_ns: Time after which the message is dropped; None for never.
+        life: Incarnation of the peer to which it was sent; 0 until it is queued, and while the
+            peer's Hello has not come.
         begun: Whether its head has left.
         done: Whether the van is finished with it.
-        error: Why it did not leave; None if it did, or may yet.
+        error: Why it did not leave; None if it did, or still may.
     """
 
     head: Open
@@ -86,26 +87,25 @@ class Outgoing:
     def make(
         cls, head: Open, body: bytes, buffers: Sequence[Buffer], deadline_ns: int | None
     ) -> Outgoing:
-        """A message of `body` and `buffers`, which `head` does not describe yet.
+        """Make a message of `body` and `buffers`, which `head` does not describe yet.
 
         Raises:
-            ConfigError: A buffer is not contiguous, or there are too many, or there is no such
-                priority.
+            ConfigError: A buffer is not contiguous, there are too many, or the priority is out of
+                range.
         """
         if not 0 <= head.priority < NUM_PRIORITIES or len(buffers) > MAX_BUFFERS:
             msg = (
-                f"expected a priority from 0 to {NUM_PRIORITIES - 1} and at most {MAX_BUFFERS} "
-                "buffers for message "
-                f"{head.name!r}, found priority {head.priority} and {len(buffers)} buffers"
+                f"message {head.name!r} has priority {head.priority} and {len(buffers)} "
+                f"buffers: use a priority from 0 to {NUM_PRIORITIES - 1} and at most "
+                f"{MAX_BUFFERS} buffers"
             )
             raise ConfigError(msg)
         try:
             views = [as_bytes(buffer) for buffer in buffers]
         except TypeError as exc:
             msg = (
-                f"expected contiguous buffers beside message {head.name!r}, found one that is not "
-                f"({exc}): "
-                "send a contiguous copy of it"
+                f"a buffer beside message {head.name!r} is not contiguous ({exc}): send a "
+                "contiguous copy of it"
             )
             raise ConfigError(msg) from exc
         inline = len(body) <= INLINE_BODY_BYTES
@@ -121,11 +121,11 @@ class Outgoing:
 
     @property
     def is_cut_up(self) -> bool:
-        """Whether all its bytes have been cut."""
+        """Whether all bytes of the message have been cut."""
         return not self.body and not self.buffers
 
     def cut(self, limit: int) -> list[memoryview]:
-        """The next bytes, `limit` at most; the body shares no frame with buffers."""
+        """Cut the next bytes, `limit` at most; the body shares no frame with buffers."""
         if self.body:
             piece, self.body = self.body[:limit], self.body[limit:]
             return [piece]
@@ -143,12 +143,12 @@ class Outgoing:
 
 
 class Outbox:
-    """The messages that wait for one link.
+    """Messages that wait for one link.
 
     Args:
-        peer: Who is at the other end, for errors.
+        peer: Name of the peer, for errors.
         config: Sizes.
-        counts: Where to count what becomes of messages, under the names of `VanStatistics`.
+        counts: Counter of what becomes of messages, under the names of `VanStatistics`.
     """
 
     def __init__(self, peer: str, config: VanConfig, counts: Counter[str]) -> None:
@@ -166,16 +166,16 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits and nothing is under way."""
+        """Whether no message waits and none is under way."""
         return not self.queued and not self._control
 
     @property
     def has_control(self) -> bool:
-        """Whether a control head waits: another heartbeat would tell nothing."""
+        """Whether a control head waits, so that another heartbeat is unnecessary."""
         return bool(self._control)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a message of so many bytes may be put; any may when the queue is empty."""
+        """Whether a message of `nbytes` may be put; any may when the queue is empty."""
         config = self._config
         return not self.queued or (
             self.queued < config.max_queue_messages
@@ -192,12 +192,15 @@ class Outbox:
             heapq.heappush(self._deadlines, entry)
 
     def send_control(self, head: Head) -> None:
-        """Queue a control head before all messages; one for a link that has failed is dropped."""
+        """Queue a control head before all messages; on a link that has failed it is dropped."""
         if not self._has_failed:
             self._control.append(pack(head))
 
     def next_frame(self, now_ns: int) -> OutFrame | None:
-        """What leaves next, None when nothing waits. Report with `frame_sent` before asking again."""
+        """Return the frame that leaves next, None when nothing waits.
+
+        Report it with `frame_sent` before asking again.
+        """
         self.expire(now_ns)
         if self._control:
             return OutFrame(self._control.popleft(), ())
@@ -212,7 +215,7 @@ class Outbox:
         return None
 
     def frame_sent(self, now_ns: int) -> None:
-        """The last frame has left this process's memory."""
+        """Record that the last frame has left this process's memory."""
         outgoing, self._in_network = self._in_network, None
         if outgoing is None:
             return
@@ -225,8 +228,8 @@ class Outbox:
     def expire(self, now_ns: int) -> None:
         """End the messages whose deadline has passed.
 
-        One of which a chunk is in the network is ended when that has left: until then its memory is
-        in use.
+        A message of which a chunk is in the network ends when the chunk has left: until then its
+        memory is in use.
         """
         while self._deadlines and self._deadlines[0][0] <= now_ns:
             outgoing = heapq.heappop(self._deadlines)[2]
@@ -234,20 +237,20 @@ class Outbox:
                 self._expire(outgoing)
 
     def next_deadline_ns(self) -> int | None:
-        """When `expire` has something to do."""
+        """Time at which `expire` has something to do."""
         while self._deadlines and self._deadlines[0][2].done:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def fail(self, error: BraidError) -> None:
-        """Nothing more leaves: all messages end with this error."""
+        """End all messages with an error; nothing more leaves."""
         self._has_failed = True
         self._control.clear()
         self._in_network = None
         self._end(error, "lost", also_begun=True)
 
     def fail_waiting(self, error: BraidError) -> None:
-        """The messages that are not begun belong to an epoch that is over."""
+        """End the messages that are not begun, because their epoch is over."""
         self._end(error, "stale", also_begun=False)
 
     def _end(self, error: BraidError, count: str, *, also_begun: bool) -> None:
@@ -266,10 +269,9 @@ class Outbox:
         if outgoing.begun:
             self.send_control(Cancel(outgoing.head.priority))
         msg = (
-            f"expected message {outgoing.head.name!r} #{outgoing.head.id} to reach {self._peer} "
-            "before "
-            f"its deadline, found it still {how_far}: the peer or the network is slow, or the "
-            "deadline short"
+            f"message {outgoing.head.name!r} #{outgoing.head.id} did not reach {self._peer} "
+            f"before its deadline: it is still {how_far}; the peer or the network is slow, or "
+            "the deadline short"
         )
         self._counts["expired"] += 1
         self._finish(outgoing, CommTimeout(msg))
@@ -284,7 +286,7 @@ class Outbox:
 
 
 def _with_remaining(outgoing: Outgoing, now_ns: int) -> Open:
-    """The head that leaves: what remains until the deadline, at least a microsecond if there is one."""
+    """Return the head with the time until its deadline, at least one microsecond if it has one."""
     if outgoing.deadline_ns is None:
         return outgoing.head
     remaining_us = max(1, (outgoing.deadline_ns - now_ns) // 1000)

@@ -7,28 +7,28 @@ Idea: a driver reports what happened on numbered links, and at what time. Then i
 instructions that the event left behind, and moves frames: `next_frame` on one end, `allocate` and
 `frame_received` on the other.
 
-    event                                  effect                                        instructions
-    link_up(link, peer)                    sends Hello                                   Carry
-    ... of a peer that is known            the peer can be sent to at once               Carry
-    Hello of an unknown peer               the peer can be sent to                       -
-    Hello of another incarnation           the old one is lost, the new one can be       Close old links
-    Hello of the same incarnation          a second link of it: both are read,           -
-                                           messages leave on the older
-    submit(peer, message)                  queued, or refused when the queue is full     Carry
-    frame with the end of a message        to the inbox; dropped if stale or late        -
-    ... of an epoch that is over           dropped, and the sender is sent the epoch     Carry
-    ... when the peer's share is full      its links are not read (wants_read)           -
-    advance_epoch(epoch)                   what is queued or unread of earlier epochs    Carry, Read
-                                           is dropped, and the peers are informed
-    room is made again                     silence while unread is forgiven              Read
-    a lost peer connects again             its old messages come before its new ones     -
-    link_half_closed(link)                 what was queued on it fails, submit is        -
-                                           refused; it is read on, to its end, or until
-                                           no message has come for HALF_CLOSED_S
-    Bye, link_lost, silence, bad frame     the link ends, and what was queued on it      Close
-    ... of the last link of a peer         the peer is lost: PeerLost comes after its    Close
-                                           last message
-    tick(now)                              heartbeats, silence, deadlines                Carry, Close
+    event                               effect                                      instructions
+    link_up(link, peer)                 sends Hello                                 Carry
+    ... of a peer that is known         the peer can be sent to at once             Carry
+    Hello of an unknown peer            the peer can be sent to                     -
+    Hello of another incarnation        the old one is lost, the new one can be     Close old links
+    Hello of the same incarnation       a second link of it: both are read,         -
+                                        messages leave on the older
+    submit(peer, message)               queued, or refused when the queue is full   Carry
+    frame with the end of a message     to the inbox; dropped if stale or late      -
+    ... of an epoch that is over        dropped, and the sender is sent the epoch   Carry
+    ... when the peer's share is full   its links are not read (wants_read)         -
+    advance_epoch(epoch)                what is queued or unread of earlier epochs  Carry, Read
+                                        is dropped, and the peers are informed
+    room is made again                  silence while unread is forgiven            Read
+    a lost peer connects again          its old messages come before its new ones   -
+    link_half_closed(link)              what was queued on it fails, submit is      -
+                                        refused; it is read on, to its end, or until
+                                        no message has come for HALF_CLOSED_S
+    Bye, link_lost, silence, bad frame  the link ends, and what was queued on it    Close
+    ... of the last link of a peer      the peer is lost: PeerLost comes after its  Close
+                                        last message
+    tick(now)                           heartbeats, silence, deadlines              Carry, Close
 
 The last Hello decides which life of a peer is current: the earlier life loses its links. Two links
 of one life come from both ends connecting at the same time, or from an end that has lost a link

@@ -28,21 +28,22 @@ Allocate = Callable[[str, Message, tuple[int, ...]], "Sequence[memoryview] | Non
 
 
 def split_node(node: str) -> tuple[str, int]:
-    """Role and rank of a node: `("worker", 3)` of "worker:3", `("launcher", -1)` of "launcher".
+    """Split the name of a node into role and rank.
+
+    "worker:3" gives `("worker", 3)`, "launcher" gives `("launcher", -1)`.
 
     Raises:
-        ConfigError: `node` is no such name.
+        ConfigError: `node` is no valid name.
     """
-    found = _NODE.fullmatch(node)
-    if found is None:
+    match = _NODE.fullmatch(node)
+    if match is None:
         msg = (
-            f"expected the name of a node such as 'worker:3' or 'launcher', found {node!r}: a "
-            "role of at "
-            "most 16 lower-case letters, digits, - or _, then a colon and a number unless it is "
-            "alone"
+            f"{node!r} is not the name of a node such as 'worker:3' or 'launcher': use a role "
+            "of at most 16 lower-case letters, digits, - or _, then a colon and a number "
+            "unless the role is alone"
         )
         raise ConfigError(msg)
-    role, rank = found.groups()
+    role, rank = match.groups()
     return role, -1 if rank is None else int(rank)
 
 
@@ -50,15 +51,15 @@ class Delivery(NamedTuple):
     """A message that has arrived.
 
     Attributes:
-        sender: Name of the node that sent it.
-        message: A registered type, or `PeerLost`.
-        buffers: What was sent beside it, in order; writable.
+        sender: Name of the node that sent the message.
+        message: Message of a registered type, or `PeerLost`.
+        buffers: Buffers that were sent beside the message, in order; writable.
         id: Number of the message, unique per sender and incarnation; 0 for a van's own notices. The
             same id again is the same message sent again.
-        incarnation: Which life of the sender: changes when it restarts.
-        epoch: The sender's membership epoch when it sent this.
-        priority: 0 to 15; more is more urgent.
-        answers: Id of the message that this answers, 0 if none.
+        incarnation: Number of the sender's life, which changes when it restarts.
+        epoch: Membership epoch of the sender when it sent the message.
+        priority: Urgency, 0 to 15; more is more urgent.
+        answers: Id of the message that this one answers, 0 if none.
     """
 
     sender: str
@@ -73,20 +74,20 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VanConfig:
-    """How a van behaves.
+    """Limits and times of a van.
 
     Attributes:
-        chunk_bytes: Larger messages leave in chunks of this size; an urgent message waits for one
-            of them at most.
+        chunk_bytes: Size of the chunks in which larger messages leave; an urgent message waits for
+            one of them at most.
         max_message_bytes: Largest message that this node receives, buffers included.
-        max_queue_bytes: What may wait for one peer at this node before `send` blocks. A larger
-            message waits alone.
-        max_queue_messages: Likewise, in messages.
-        max_unread_bytes: What one peer may have delivered and this node not received, before the
-            van stops reading from it.
-        max_unread_messages: Likewise, in messages.
-        heartbeat_s: A link on which nothing else was sent for so long carries a heartbeat.
-        lost_after_s: A peer of which nothing was heard for so long is lost.
+        max_queue_bytes: Bytes that may wait for one peer at this node before `send` blocks. A
+            larger message waits alone.
+        max_queue_messages: Messages that may wait for one peer before `send` blocks.
+        max_unread_bytes: Bytes that one peer may have delivered and this node not received, before
+            the van stops reading from it.
+        max_unread_messages: The same limit in messages.
+        heartbeat_s: Seconds after which a link on which nothing was sent carries a heartbeat.
+        lost_after_s: Seconds of silence after which a peer is lost.
         timeout_s: Deadline of calls that are given none.
     """
 
@@ -122,7 +123,7 @@ class VanConfig:
 
 
 class VanStatistics(NamedTuple):
-    """What a van has done so far, and what waits now; of one peer or of all.
+    """Counts of what a van has done so far, and of what waits now; of one peer or of all.
 
     Attributes:
         sent: Messages handed to the network in full.

@@ -99,7 +99,7 @@ class LocalNetwork:
         there.act()
 
     def carry(self, state: VanState, link: int) -> None:
-        """Hand over the frames of `state` on `link` while the far end reads. With the guard held."""
+        """Hand over frames of `state` while the far end reads. With the guard held."""
         end = self._far_ends.get(link)
         now_ns = self.clock.now_ns()
         while end is not None and end.van.state.wants_read(end.link):

@@ -1,10 +1,11 @@
-"""A van over streams that somebody has handed over: the pipes of a child, or a connection that is already trusted.
+"""A van over open streams: the pipes of a child, or a connection that is already trusted.
 
-Problem: what starts a process elsewhere (ssh, `ip netns exec`, a batch system) offers it stdin and
-stdout, before any network is known; there is nothing to connect to, and no handshake to make. Idea:
-whoever holds the pipes of a process has started it, or was started by the other end. So a pair of
-pipes is a link as soon as it is attached, under the name that its holder gives it: messages queue
-up before the other end has said a word.
+Problem: a program that starts a process elsewhere (ssh, `ip netns exec`, a batch system) gets its
+stdin and stdout, before any network is known. There is nothing to connect to, and no handshake.
+
+Idea: the owner of the pipes of a process has started it, or was started by the other end. So a pair
+of pipes is a link as soon as it is attached, under the name that its owner gives it, and messages
+can be queued before anything has come from the other end.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class PipeStream:
     """Frames over a descriptor to read and one to write; a `Stream`.
 
     Args:
-        reader: Readable end of a pipe; owned and closed by this object, and made not to block.
-        writer: Writable end of another; likewise.
-        peer: Who is at the other end, for errors.
-        received: Bytes of frames that were read already, with those of another protocol before
-            them.
+        reader: Readable end of a pipe; owned and closed by this object, and made non-blocking.
+        writer: Writable end of another pipe; owned and closed by this object, and made
+            non-blocking.
+        peer: Name of the other end, for errors.
+        received: Bytes of frames that were read already, together with those of another protocol
+            before them.
     """
 
     def __init__(self, reader: int, writer: int, peer: str, *, received: bytes = b"") -> None:
@@ -47,7 +49,7 @@ class PipeStream:
 
     @property
     def peer(self) -> str:
-        """Who is at the other end."""
+        """Name of the other end."""
         return self._peer
 
     @property
@@ -64,7 +66,10 @@ class PipeStream:
         return self._writer
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the pipe takes now; returns the bytes still queued, 0 where nobody reads any more (`gone`).
+        """Queue a frame and write what the pipe accepts now.
+
+        Returns:
+            The bytes still queued; 0 when nobody reads any more (`gone`).
 
         Raises:
             PeerLostError: The pipe broke for another reason.
@@ -73,7 +78,7 @@ class PipeStream:
         return self.flush()
 
     def flush(self) -> int:
-        """Write what the pipe takes now of what is queued; returns the bytes still queued."""
+        """Write what the pipe accepts now of the queue; returns the bytes still queued."""
         try:
             self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError):
@@ -83,11 +88,11 @@ class PipeStream:
         return self._outbox.nbytes
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """The next frame if it is here.
+        """Return the next frame if it is here.
 
         Raises:
             PeerLostError: The stream has ended.
-            CommError: What came is no frame.
+            CommError: The bytes are no frame.
         """
         decoder = self._decoder
         try:
@@ -120,24 +125,24 @@ class PipeStream:
         return os.readv(self._reader, [target])
 
     def _lost(self, cause: OSError | None) -> PeerLostError:
-        """How the stream ended."""
-        found = "it closed its pipe"
+        """Make the error that says how the stream ended."""
+        reason = "it closed its pipe"
         if cause is not None:
-            found = f"its pipe broke ({cause.strerror or cause})"
+            reason = f"its pipe broke ({cause.strerror or cause})"
         elif self._decoder.in_frame:
-            found = "it closed its pipe in the middle of a frame"
-        return PeerLostError(f"lost {self._peer}: {found}")
+            reason = "it closed its pipe in the middle of a frame"
+        return PeerLostError(f"lost {self._peer}: {reason}")
 
 
 class PipeVan(StreamVan):
-    """A `Van` over pipes, and over connections that others have made.
+    """A `Van` over pipes, and over connections that somebody else has made.
 
     Args:
-        node: Own name; the other ends use names of their own for it.
-        schema: The messages, the same on all nodes.
+        node: Name of this node; the other ends use names of their own for it.
+        schema: Messages, the same on all nodes.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Must move by itself; the host's when None.
+        clock: Clock of deadlines, which must move by itself; the host's when None.
 
     On failure: see `StreamVan`. A peer that is lost can be attached again, over other pipes.
     """
@@ -156,17 +161,18 @@ class PipeVan(StreamVan):
     def attach(self, peer: str, stream: Stream) -> None:
         """Make a link of a stream; its other end must be a van of the same schema.
 
-        A peer of that name that takes nothing more is heard to its end first, for a second at most.
+        If a peer of that name accepts nothing more, its last messages are received first, for a
+        second at most.
 
         Args:
-            peer: What this node calls the node at the other end, whatever that calls itself. A
-                message can be sent to it at once; `PeerLost` tells its end, even if it has never
-                spoken. Until it has, the own limit for the size of messages stands for its own.
+            peer: Name of the node at the other end, whatever that calls itself. A message can be
+                sent to it at once; `PeerLost` reports its end, even if it has never sent anything.
+                Until its Hello, this node's limit for the size of messages is used for it.
             stream: A `PipeStream`, or a connection after its handshake; owned and closed by this
                 van from now on.
 
         Raises:
-            ConfigError: The name is none, or is taken; the stream is still the caller's.
+            ConfigError: The name is not valid, or in use; the stream is still the caller's.
             StaleError: The van is closed; so is the stream.
         """
         split_node(peer)
@@ -174,21 +180,22 @@ class PipeVan(StreamVan):
         with self._guard:
             self._wait_until(lambda: not self._state.is_ending(peer), until_ns)
             if peer in self._state.peers:
-                msg = (
-                    f"expected a new name for a link of {self.node}, found {peer}, which it "
-                    "has: use another"
-                )
+                msg = f"{self.node} already has a link to {peer}: use another name"
                 raise ConfigError(msg)
             self._adopt(stream, peer, known=True)
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002 - Van's
-        """See `Van.connect`; only to those who are attached already."""
+        """Check that a node is attached; see `Van.connect`.
+
+        Raises:
+            RendezvousError: The node is not attached.
+        """
         with self._guard:
             self._check_open()
             if to not in self._state.peers:
-                found = ", ".join(self._state.peers) or "nobody"
+                attached = ", ".join(self._state.peers) or "nobody"
                 msg = (
-                    f"expected {to} to be attached to {self.node}, found {found}: attach() its "
+                    f"{to} is not attached to {self.node} (attached: {attached}): attach() its "
                     "pipes"
                 )
                 raise RendezvousError(msg)

@@ -1,6 +1,6 @@
 """A van over sockets: between the processes of a host, and between hosts.
 
-Problem: whoever reaches a port can connect to it. Idea: a connection becomes a link when the
+Problem: everybody who reaches a port can connect to it. Idea: a connection becomes a link when the
 handshake of `wire` has proven at both ends which node the other is; before that, nothing is parsed.
 """
 
@@ -21,16 +21,16 @@ class SocketVan(StreamVan):
     """A `Van` between processes and hosts, over unix sockets and TCP.
 
     Args:
-        node: Own name, such as "worker:3" or "launcher".
-        schema: The messages, the same on all nodes.
+        node: Name of this node, such as "worker:3" or "launcher".
+        schema: Messages, the same on all nodes.
         secret: The job's secret.
-        run_id: The job.
-        listen: Where others can `connect` to, see `braid.wire.address`; empty if only this node
-            connects to others.
+        run_id: Name of the job.
+        listen: Address to which other nodes can `connect`, see `braid.wire.address`; empty if only
+            this node connects to others.
         listen_anywhere: Allow an address that other hosts can reach.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Must move by itself; the host's when None.
+        clock: Clock of deadlines, which must move by itself; the host's when None.
 
     Raises:
         ConfigError: The name, the run id or the address cannot be used.
@@ -69,16 +69,16 @@ class SocketVan(StreamVan):
 
     @property
     def address(self) -> str:
-        """Where it listens, with the real port; empty if it does not."""
+        """Address of the listener, with the real port; empty if the van does not listen."""
         return "" if self._listener is None else self._listener.address
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why the last clients were turned away, newest last."""
+        """Why the last clients were refused, newest last."""
         return () if self._listener is None else self._listener.refusals
 
     def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:
-        """See `Van.connect`."""
+        """Connect to a node and wait for its Hello; see `Van.connect`."""
         split_node(to)
         with self._guard:
             self._check_open()
@@ -93,10 +93,10 @@ class SocketVan(StreamVan):
             limits=FRAME_LIMITS,
             clock=self._clock,
         )
-        found = node_of(connection.peer)
-        if found != to:
+        peer = node_of(connection.peer)
+        if peer != to:
             connection.close()
-            msg = f"expected {to} at {address}, found {found}: ask that node for its own address"
+            msg = f"expected {to} at {address}, got {peer}: ask that node for its own address"
             raise RendezvousError(msg)
         with self._guard:
             link = self._adopt(connection, to)
@@ -105,7 +105,7 @@ class SocketVan(StreamVan):
                     self._state.link_lost(link, "it did not greet")
                     self._act()
                     msg = (
-                        f"expected {to} at {address} to greet {self.node}, found that it closed "
-                        "or was silent"
+                        f"{to} at {address} accepted the connection of {self.node}, then "
+                        "closed it or was silent: look for the first error of that process"
                     )
                     raise RendezvousError(msg)

@@ -3,15 +3,15 @@
 Problem: threads that send must not wait for each other's peers, and large messages must not hold up
 small ones, though a stream has one order and a process has one interpreter lock.
 
-Idea: one thread waits for all streams. Whoever sends also tries at once to write, under the van's
-lock, so a small message costs one system call and no change of threads; what the kernel does not
-take is written by the thread. A frame leaves the queue when the one before it is with the kernel,
-so an urgent message waits for one chunk, and for what the kernel has already buffered. Buffers go
-from the sender's memory through the kernel into the receiver's.
+Idea: one thread waits for all streams. A thread that sends also tries at once to write, under the
+van's lock, so a small message costs one system call and no change of threads. The van's thread
+writes the rest, which the kernel did not accept. A frame leaves the queue when the one before it is
+with the kernel, so an urgent message waits for one chunk, and for what the kernel has already
+buffered. Buffers go from the sender's memory through the kernel into the receiver's.
 
 A broken stream is a lost peer, and stays one until it is connected again: only the layers above
-know what the peer may have done already. When writing shows it, nothing more is written, and the
-stream is read on: what the peer has said last lies there.
+know what the peer may have done already. When a write fails, nothing more is written, and the
+stream is read on, because the last messages of the peer are in it.
 
 Source: the reactor pattern (D. Schmidt, 1995), with leaders that write for themselves.
 """
@@ -44,16 +44,16 @@ _FRAMES_PER_TURN = 8  # of one link, before the others have theirs and the lock 
 
 
 class Stream(Protocol):
-    """Carries frames and never waits: a `SocketConnection`, or a `PipeStream`."""
+    """A stream of frames that never blocks: a `SocketConnection`, or a `PipeStream`."""
 
     @property
     def peer(self) -> object:
-        """Who is at the other end, as its errors say it."""
+        """The other end, as errors name it."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether writing has shown that the peer takes nothing more."""
+        """Whether writing has shown that the peer accepts nothing more."""
         ...
 
     def fileno(self) -> int:
@@ -61,48 +61,54 @@ class Stream(Protocol):
         ...
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and write what the kernel takes now; returns the bytes still queued, 0 for a peer that has gone."""
+        """Queue a frame and write what the kernel accepts now.
+
+        Returns:
+            The bytes still queued; 0 for a peer that is `gone`.
+        """
         ...
 
     def flush(self) -> int:
-        """Write what the kernel takes now; returns the bytes still queued."""
+        """Write what the kernel accepts now; returns the bytes still queued."""
         ...
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """The next frame if it is here."""
+        """Return the next frame if it is here."""
         ...
 
     def close(self) -> None:
-        """Close it. Idempotent."""
+        """Close the stream. Idempotent."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """A stream, and what the thread knows of it."""
+    """A stream, and what the van's thread knows of it."""
 
     stream: Stream
     reader: int  # the stream forgets its own when it ends
     writer: int  # the same, unless it is a pair of pipes
     pending: bool = False  # the last frame is not yet with the kernel
-    watched: dict[int, int] = field(default_factory=dict)  # events that are registered
+    registered: dict[int, int] = field(default_factory=dict)  # events that are registered
 
 
 class StreamVan(Van):
-    """What `SocketVan` and `PipeVan` share: all but how streams come to be.
+    """A `Van` over streams, with the thread that writes and reads them.
+
+    `SocketVan` and `PipeVan` add how streams are opened.
 
     Args:
-        node: Own name.
-        schema: The messages, the same on all nodes.
-        listener: Where others come in; owned and closed by this object.
+        node: Name of this node.
+        schema: Messages, the same on all nodes.
+        listener: Listener for connections of other nodes; owned and closed by this object.
         epoch: Membership epoch to begin with.
         config: Limits and times.
-        clock: Must move by itself; the host's when None.
+        clock: Clock of deadlines, which must move by itself; the host's when None.
 
     On failure: a peer whose process ends is lost at once; one that is stopped, or whose host or
     network is gone, after `lost_after_s` of silence. A frame must arrive within that time, too: a
-    peer slower than one chunk in it is lost. While this node does not read from a peer, it does not
-    judge its silence.
+    peer slower than one chunk in it is lost. While this node does not read from a peer, the peer's
+    silence is ignored.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class StreamVan(Van):
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
         self._retired: list[_Wire] = []  # to be closed by the thread
-        self._restless: set[int] = set()  # links that need the thread though nothing is readable
+        self._due: set[int] = set()  # links that need the thread though nothing is readable
         self._stopping = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -141,12 +147,12 @@ class StreamVan(Van):
 
     def _cut(self, link: int) -> None:
         wire = self._wires.pop(link)
-        self._restless.discard(link)
+        self._due.discard(link)
         self._retired.append(wire)
         self._wake()
 
     def _read_again(self, link: int) -> None:
-        self._rouse(link)
+        self._schedule(link)
 
     def _release(self) -> None:
         self._stopping = True
@@ -159,7 +165,7 @@ class StreamVan(Van):
         self._wake_writer.close()
 
     def _adopt(self, stream: Stream, peer: str, *, known: bool = False) -> int:
-        """Make a link of a stream whose other end is trusted to be `peer`; with the guard held."""
+        """Make a link of a stream whose other end is proven to be `peer`; with the guard held."""
         if self._ended:
             stream.close()
         self._check_open()
@@ -168,13 +174,13 @@ class StreamVan(Van):
         writer = getattr(stream, "write_fileno", stream.fileno)()
         self._wires[link] = _Wire(stream, reader, writer)
         self._state.link_up(link, peer, self._clock.now_ns(), known=known)
-        self._rouse(link)
+        self._schedule(link)
         self._act()
         return link
 
-    def _rouse(self, link: int) -> None:
-        """Let the thread look after a link; with the guard held."""
-        self._restless.add(link)
+    def _schedule(self, link: int) -> None:
+        """Let the thread poll a link; with the guard held."""
+        self._due.add(link)
         self._wake()
 
     def _wake(self) -> None:
@@ -185,7 +191,7 @@ class StreamVan(Van):
             self._wake_writer.send(b"w")
 
     def _carry(self, link: int) -> None:
-        """Write frames until the kernel takes no more, or the turn is over; with the guard held, in any thread."""
+        """Write frames until the kernel accepts no more, or the turn is over. In any thread."""
         wire = self._wires.get(link)
         if wire is None or wire.stream.gone:
             return
@@ -204,10 +210,10 @@ class StreamVan(Van):
         except CommError as exc:
             self._state.link_lost(link, _reason(exc, wire))
             return
-        self._rouse(link)
+        self._schedule(link)
 
     def _written(self, link: int, wire: _Wire, now_ns: int) -> bool:
-        """All of a frame is with the kernel, or dropped; whether the peer takes more; with the guard held."""
+        """Record that a frame has left, or is dropped; returns whether the peer accepts more."""
         if wire.stream.gone:
             self._state.link_half_closed(link, "it accepts nothing more", now_ns)
             return False
@@ -219,32 +225,32 @@ class StreamVan(Van):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._tidy()
-                looked_ns = self._clock.now_ns()
+                self._close_retired()
+                polled_ns = self._clock.now_ns()
                 for key, events in self._selector.select(self._pause_s()):
                     if key.fileobj is self._wake_reader:
                         with contextlib.suppress(BlockingIOError):
                             self._wake_reader.recv(4096)
                     elif key.fileobj is self._listener:
-                        self._welcome()
+                        self._accept()
                     else:
                         self._poll_link(key.data, events)
                 with self._guard:
-                    restless, self._restless = self._restless, set()
-                for link in restless:
+                    due, self._due = self._due, set()
+                for link in due:
                     self._poll_link(link, 0)
-                self._pass_time(looked_ns)
+                self._tick(polled_ns)
         finally:
             with self._guard:  # whatever happened, nobody waits for a thread that is gone
                 self._ended = self._ended or f"the thread of the van of {self.node} has failed"
                 self._state.close()
                 self._act()
-            self._tidy()
+            self._close_retired()
 
     def _pause_s(self) -> float | None:
-        """How long nothing needs to be done unless a socket is ready."""
+        """Seconds for which nothing is to do unless a stream is ready."""
         with self._guard:
-            if self._restless:
+            if self._due:
                 return 0
             deadlines = [self._state.next_deadline_ns()]
         if self._listener is not None:
@@ -252,29 +258,32 @@ class StreamVan(Van):
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0, min(known) - self._clock.now_ns()) / 1e9 if known else None
 
-    def _pass_time(self, now_ns: int) -> None:
-        """Do what was due before the last look at the streams.
+    def _tick(self, now_ns: int) -> None:
+        """Do what was due before the last poll of the streams.
 
-        Not what is due by now: a process that was stopped would take others for silent that it has
-        not listened to.
+        What has become due since then must wait: a process that was stopped would otherwise declare
+        peers lost that it has not read from.
         """
         if self._listener is not None:
             overdue_ns = self._listener.next_deadline_ns()
             if overdue_ns is not None and overdue_ns <= now_ns:
-                self._welcome()
+                self._accept()
         with self._guard:
             self._tick_if_due(now_ns)
 
-    def _tidy(self) -> None:
-        """Close what the state has given up. Descriptors are used again, so this comes before new ones are watched."""
+    def _close_retired(self) -> None:
+        """Close the streams of links that are gone.
+
+        Descriptors are used again, so this comes before new ones are registered.
+        """
         with self._guard:
             retired, self._retired = self._retired, []
             for wire in retired:
-                for fd in wire.watched:
+                for fd in wire.registered:
                     self._selector.unregister(fd)
                 wire.stream.close()
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         """Advance the handshakes of the listener."""
         assert self._listener is not None
         for connection in self._listener.accept_ready():
@@ -307,7 +316,7 @@ class StreamVan(Van):
             self._act()
         if not events or events & selectors.EVENT_READ:
             self._read(link, wire)
-        self._watch(link, wire)
+        self._register(link, wire)
 
     def _read(self, link: int, wire: _Wire) -> None:
         """Receive frames of one link, for one turn."""
@@ -330,37 +339,37 @@ class StreamVan(Van):
                 return
         with self._guard:
             if link in self._wires:
-                self._restless.add(link)
+                self._due.add(link)
 
     def _allocate(self, link: int, meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:
         with self._guard:
             return list(self._state.allocate(link, meta, sizes, self._clock.now_ns()))
 
-    def _watch(self, link: int, wire: _Wire) -> None:
-        """Register for what this link waits for."""
-        self._tidy()
+    def _register(self, link: int, wire: _Wire) -> None:
+        """Register a link for the events that it waits for."""
+        self._close_retired()
         with self._guard:
             if link not in self._wires:
                 return
             wanted = {wire.writer: selectors.EVENT_WRITE} if wire.pending else {}
             if self._state.wants_read(link):
                 wanted[wire.reader] = wanted.get(wire.reader, 0) | selectors.EVENT_READ
-            for fd in wire.watched.keys() - wanted.keys():
+            for fd in wire.registered.keys() - wanted.keys():
                 self._selector.unregister(fd)
             for fd, events in wanted.items():
-                if fd not in wire.watched:
+                if fd not in wire.registered:
                     self._selector.register(fd, events, link)
-                elif wire.watched[fd] != events:
+                elif wire.registered[fd] != events:
                     self._selector.modify(fd, events, link)
-            wire.watched = wanted
+            wire.registered = wanted
 
 
 def node_of(peer: Identity) -> str:
-    """The node that a handshake has proven."""
+    """Return the name of the node that a handshake has proven."""
     return peer.role if peer.rank < 0 else f"{peer.role}:{peer.rank}"
 
 
 def _reason(exc: CommError, wire: _Wire) -> str:
-    """What happened to a stream, without the words that the van adds itself."""
+    """Return how a stream ended, without the words that the van adds itself."""
     text = str(exc).removeprefix(f"lost {wire.stream.peer}: ")
     return text.removesuffix("; look for the first error of that process")
