@@ -75,12 +75,12 @@ def test_forged_lengths_are_refused_before_anything_is_allocated(count, meta_byt
 
 def test_a_frame_of_four_gibibytes_is_refused():
     head = struct.pack("<2sHIQ", b"BF", 1, 0, 4 << 30)
-    with pytest.raises(CommError, match=r"found 4294967296 bytes \(limit 1073741824\)"):
+    with pytest.raises(CommError, match=r"too large: 4294967296 bytes \(limit 1073741824\)"):
         FrameDecoder().feed(head)
 
 
 def test_bytes_that_are_no_head_are_shown():
-    with pytest.raises(CommError, match="found b'GET / HT': the stream is out of step"):
+    with pytest.raises(CommError, match="got b'GET / HT': the stream is out of step"):
         FrameDecoder().feed(b"GET / HTTP/1.1")
 
 
@@ -118,15 +118,15 @@ def test_a_long_head_is_read_whole():
 
 
 @pytest.mark.parametrize(
-    ("meta", "buffers", "found"),
+    ("meta", "buffers", "too_large"),
     [
         (b"m" * 65, [], "65 bytes of meta"),
         (b"", [b""] * 5, "5 buffers"),
         (b"m", [b"x" * 256], "257 bytes"),
     ],
 )
-def test_the_sender_is_told_what_the_receiver_would_refuse(meta, buffers, found):
-    with pytest.raises(ConfigError, match=f"too large: found {found}"):
+def test_the_sender_is_told_what_the_receiver_would_refuse(meta, buffers, too_large):
+    with pytest.raises(ConfigError, match=f"too large: {too_large}"):
         encode(meta, buffers, SMALL)
 
 

@@ -32,7 +32,7 @@ def test_a_pipe_serves_as_well():
 def test_from_fd_closes_the_descriptor():
     fd = Secret(KEY).to_fd()
     Secret.from_fd(fd)
-    with pytest.raises(ConfigError, match=f"descriptor {fd}, found Bad file descriptor"):
+    with pytest.raises(ConfigError, match=f"descriptor {fd}: Bad file descriptor"):
         Secret.from_fd(fd)
 
 
@@ -41,7 +41,7 @@ def test_only_32_bytes_are_a_secret(tmp_path, content):
     path = tmp_path / "secret"
     path.write_bytes(content)
     path.chmod(0o600)
-    with pytest.raises(ConfigError, match=f"expected a secret of 32 bytes, found {len(content)}"):
+    with pytest.raises(ConfigError, match=f"a secret must have 32 bytes, got {len(content)}"):
         Secret.from_file(path)
 
 
@@ -57,7 +57,7 @@ def test_a_file_of_another_mode_is_refused(tmp_path, mode):
     path = tmp_path / "secret"
     path.write_bytes(KEY)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=f"found mode {mode:04o}"):
+    with pytest.raises(ConfigError, match=f"got mode {mode:04o}"):
         Secret.from_file(path)
 
 
@@ -65,7 +65,7 @@ def test_a_link_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "real").write_bytes(KEY)
     (tmp_path / "link").symlink_to("real")
     for name in ("link", "missing"):
-        with pytest.raises(ConfigError, match=f"in the file .*{name}, found"):
+        with pytest.raises(ConfigError, match=f"in the file .*{name}: "):
             Secret.from_file(tmp_path / name)
 
 

@@ -20,12 +20,12 @@ _FORMS = "write unix:@name, unix:/path or tcp://host:port"
 
 
 class Address(NamedTuple):
-    """Where a listener listens.
+    """Address of a listener.
 
     Attributes:
-        path: Of a unix socket; begins with `@` when abstract. Empty for TCP.
-        host: Name or number. Empty for unix sockets.
-        port: 0 to let the system choose.
+        path: Path of a unix socket; begins with `@` when abstract. Empty for TCP.
+        host: Name or number of a host. Empty for unix sockets.
+        port: TCP port; 0 to let the system choose.
     """
 
     path: str = ""
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The address that `text` names.
+        """Parse an address.
 
         Raises:
             ConfigError: `text` has none of the three forms.
@@ -51,17 +51,17 @@ class Address(NamedTuple):
                     return cls(host=parts.hostname, port=parts.port)
             except ValueError:  # a port that is no number, or brackets that do not close
                 pass
-        msg = f"expected an address, found {text!r}: {_FORMS}"
+        msg = f"{text!r} is not an address: {_FORMS}"
         raise ConfigError(msg)
 
     @property
     def is_unix(self) -> bool:
-        """Whether this is a socket of this host, whose peers have a user id."""
+        """Whether this is a unix socket, whose peers have a user id."""
         return bool(self.path)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other host can reach it."""
+        """Whether no other host can reach this address."""
         if self.is_unix or self.host == "localhost":
             return True
         try:
@@ -70,7 +70,7 @@ class Address(NamedTuple):
             return False
 
     def resolve(self) -> tuple[int, Any]:
-        """Family and address for the socket module.
+        """Return family and address for the socket module.
 
         Raises:
             OSError: The host's name is not known.
@@ -78,8 +78,8 @@ class Address(NamedTuple):
         if self.is_unix:
             name = "\0" + self.path[1:] if self.path.startswith("@") else self.path
             return socket.AF_UNIX, name
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
-        family, _, _, _, where = found[0]
+        addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        family, _, _, _, where = addresses[0]
         return family, where
 
     def __str__(self) -> str:

@@ -1,16 +1,17 @@
-"""A connection: frames to and from one peer that has proven who it is.
+"""A connection: frames to and from one peer that has proven its identity.
 
 Problem: blocking sockets hang for ever, time-outs of the socket module are shared by sender and
 receiver and start anew for each partial write, and "Connection reset by peer" does not say which
 peer.
 
-Idea: the socket never blocks. Whoever has to wait polls it until a deadline, and every error names
-the peer's rank. Sending puts what the kernel does not take at once into an outbox, so that one
-implementation serves threads that wait (`send`) and event loops that must not (`post`, `flush`).
+Idea: the socket never blocks. A thread that has to wait polls it until a deadline, and every error
+names the peer's rank. Sending puts what the kernel does not accept at once into an outbox, so that
+one implementation serves threads that wait (`send`) and event loops that must not (`post`,
+`flush`).
 
-A peer that ends says why in its last frames, and from then on takes nothing. Whoever sends may
-notice that first; the connection ends all the same when those frames have been received, and the
-end of the stream behind them.
+A peer that ends gives its reason in its last frames, and accepts nothing from then on. A sender may
+notice that first. The connection ends all the same only when those frames have been received, and
+the end of the stream behind them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Connection(Protocol):
 
     @property
     def peer(self) -> Identity:
-        """Who is at the other end."""
+        """Proven identity of the other end."""
         ...
 
     def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:
@@ -46,7 +47,7 @@ class Connection(Protocol):
         ...
 
     def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame and receive its buffers into the memory that `allocate` returns."""
+        """Wait for the next frame; its buffers go into the memory that `allocate` returns."""
         ...
 
     def recv(self, timeout_s: float | None = None) -> Frame:
@@ -54,11 +55,11 @@ class Connection(Protocol):
         ...
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """The next frame if it is already here; never waits."""
+        """Return the next frame if it is already here; never waits."""
         ...
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to read, or the end of the stream."""
+        """Whether a frame can be read, or the end of the stream."""
         ...
 
     def fileno(self) -> int:
@@ -66,7 +67,7 @@ class Connection(Protocol):
         ...
 
     def close(self) -> None:
-        """Say goodbye; threads that wait in this connection get PeerLostError."""
+        """Close the connection; threads that wait in it get PeerLostError."""
         ...
 
 
@@ -78,13 +79,13 @@ class SocketConnection:
 
     Args:
         sock: Connected AF_UNIX or TCP socket; owned and closed by this object.
-        peer: Who is at the other end.
-        limits: What a frame may be, in both directions.
-        clock: For deadlines; the host's when None.
-        send_timeout_s: How long `send` waits for a peer that does not read.
+        peer: Proven identity of the other end.
+        limits: Limits of a frame, in both directions.
+        clock: Clock for deadlines; the host's when None.
+        send_timeout_s: Seconds for which `send` waits for a peer that does not read.
 
     On failure: a peer that died or closed gives PeerLostError in `send`, and in receiving behind
-    the frames that came before; what is posted to it until then is dropped, see `gone`. A peer that
+    the frames that came before. Frames posted to it until then are dropped, see `gone`. A peer that
     breaks the frame format gives CommError once and the connection is closed.
     """
 
@@ -109,12 +110,12 @@ class SocketConnection:
         self._decoder = FrameDecoder(self._limits)
         self._outbox = Unsent(sock.sendmsg)
         self._send_lock = threading.Lock()
-        self._gone: OSError | None = None  # how sending showed that the peer takes nothing more
+        self._gone: OSError | None = None  # error that showed that the peer accepts nothing
         self._ended = ""  # why nothing can be sent or received any more
 
     @property
     def peer(self) -> Identity:
-        """Who is at the other end."""
+        """Proven identity of the other end."""
         return self._peer
 
     @property
@@ -124,7 +125,10 @@ class SocketConnection:
 
     @property
     def gone(self) -> bool:
-        """Whether sending has shown that the peer takes nothing more; what it has said last may still be received."""
+        """Whether sending has shown that the peer accepts nothing more.
+
+        Its last frames may still be received.
+        """
         return self._gone is not None
 
     def fileno(self) -> int:
@@ -132,9 +136,9 @@ class SocketConnection:
         return self._socket.fileno()
 
     def end_if_silent(self, limit_s: float) -> None:
-        """Have the system end this connection when its peer's host has not answered for `limit_s` seconds.
+        """Let the system end this connection after `limit_s` seconds of silence of the peer's host.
 
-        Hosts answer for their processes, so one that is stopped or busy is not taken for dead; one
+        Hosts answer for their processes, so a process that is stopped or busy is not lost. A host
         that lost its power or its network is, whether something is being sent or not. Only TCP has
         that; on other sockets nothing happens.
         """
@@ -158,8 +162,7 @@ class SocketConnection:
         """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
 
         Two peers that both send more than the kernel buffers, while neither receives, wait for each
-        other until the
-        deadline: let another thread receive.
+        other until the deadline: let another thread receive.
 
         Args:
             meta: Description, at most 64 KiB.
@@ -181,18 +184,18 @@ class SocketConnection:
                 if not self._wait(select.POLLOUT, deadline_ns):
                     self._end("this process gave up sending to it")
                     msg = (
-                        f"expected {self._peer} to read within {self._send_timeout_s:g} s, found "
-                        "its "
-                        "buffers full: it is stopped, stuck, or waits for this process to receive"
+                        f"{self._peer} did not read for {self._send_timeout_s:g} s and its "
+                        "buffers are full: it is stopped, stuck, or waits for this process to "
+                        "receive"
                     )
                     raise CommTimeout(msg)
             if self._gone is not None:
                 raise self._lost_error(self._ended or _broke(self._gone)) from self._gone
 
     def post(self, meta: bytes, buffers: Sequence[Buffer] = ()) -> int:
-        """Queue a frame and send what the kernel takes now; for event loops.
+        """Queue a frame and send what the kernel accepts now; for event loops.
 
-        Leave the buffers alone until `flush` returns 0.
+        Do not change the buffers until `flush` returns 0.
 
         Returns:
             Bytes that are still queued; call `flush` when the socket is writable. 0 for a peer that
@@ -208,22 +211,22 @@ class SocketConnection:
             return self._outbox.nbytes
 
     def flush(self) -> int:
-        """Send what the kernel takes now of what `post` queued; returns the bytes still queued."""
+        """Send what the kernel accepts now of the posted frames; returns the bytes still queued."""
         with self._send_lock:
             self._drain()
             return self._outbox.nbytes
 
     def recv_into(self, allocate: Allocate | None, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame and receive its buffers into the memory that `allocate` returns.
+        """Wait for the next frame; its buffers go into the memory that `allocate` returns.
 
         Args:
-            allocate: See `FrameDecoder.next_frame`.
+            allocate: Function that chooses the memory; see `FrameDecoder.next_frame`.
             timeout_s: Deadline for the whole frame; 300 s when None.
 
         Raises:
             PeerLostError: The peer is gone.
-            CommTimeout: The deadline passed; a later call goes on with the same frame.
-            CommError: The peer sent something that is no frame; the connection is closed.
+            CommTimeout: The deadline passed; a later call continues the same frame.
+            CommError: The peer sent bytes that are no frame; the connection is closed.
         """
         frame = self.try_recv(allocate)
         if frame is not None:
@@ -234,8 +237,8 @@ class SocketConnection:
             frame = self.try_recv(allocate)
             if frame is not None:
                 return frame
-        found = "part of one" if self._decoder.in_frame else "nothing"
-        msg = f"expected a frame from {self._peer} within {timeout_s:g} s, found {found}"
+        arrived = "a part of one" if self._decoder.in_frame else "nothing"
+        msg = f"no frame from {self._peer} within {timeout_s:g} s, {arrived} has come"
         raise CommTimeout(msg)
 
     def recv(self, timeout_s: float | None = None) -> Frame:
@@ -243,7 +246,7 @@ class SocketConnection:
         return self.recv_into(None, timeout_s)
 
     def try_recv(self, allocate: Allocate | None = None) -> Frame | None:
-        """The next frame if it is already here, else None; raises like `recv_into`."""
+        """Return the next frame if it is already here, else None; raises like `recv_into`."""
         decoder = self._decoder
         try:
             while (frame := decoder.next_frame(allocate)) is None:
@@ -262,7 +265,7 @@ class SocketConnection:
         return frame
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether there is something to read, or the end of the stream; waits up to `timeout_s`."""
+        """Wait up to `timeout_s`; returns whether a frame can be read, or the end of the stream."""
         if self._decoder.has_bytes or self._ended:
             return True
         return self._wait(select.POLLIN, self._clock.now_ns() + round(timeout_s * 1e9))
@@ -281,22 +284,21 @@ class SocketConnection:
         return f"<SocketConnection to {self._peer}{', ended' if self._ended else ''}>"
 
     def _drain(self) -> bool:
-        """Send from the outbox until it is empty (True) or the kernel takes no more."""
+        """Send from the outbox until it is empty (True) or the kernel accepts no more."""
         if self._gone is not None and not self._ended:
             self._outbox.clear()
             return True
         try:
             return self._outbox.drain()
         except (BrokenPipeError, ConnectionResetError) as exc:
-            # another object: this one holds the frames of all that was being done, and would be
-            # held for long
+            # A new object: `exc` refers to the frames of all callers, and would live for long.
             self._gone = OSError(exc.errno, exc.strerror)
             return True
         except OSError as exc:
             raise self._lost(exc) from exc
 
     def _wait(self, event: int, deadline_ns: int) -> bool:
-        """Whether the socket became ready for `event`, or broke, before the deadline."""
+        """Wait until the socket is ready for `event`, or broken; False at the deadline."""
         poll = select.poll()
         fd = self._socket.fileno()
         if fd < 0:
@@ -306,14 +308,14 @@ class SocketConnection:
         return bool(poll.poll(remaining_ns / 1e6))
 
     def _lost(self, cause: OSError | None) -> PeerLostError:
-        """Close, and say how the stream ended."""
+        """Close the connection; returns the error that says how the stream ended."""
         if not self._ended:
-            found = "it closed the connection"
+            reason = "it closed the connection"
             if cause is not None:
-                found = _broke(cause)
+                reason = _broke(cause)
             elif self._decoder.in_frame:
-                found = "it closed the connection in the middle of a frame"
-            self._end(found)
+                reason = "it closed the connection in the middle of a frame"
+            self._end(reason)
         return self._lost_error(self._ended)
 
     def _lost_error(self, how: str) -> PeerLostError:

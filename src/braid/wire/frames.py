@@ -4,12 +4,13 @@ Problem: a stream has no message boundaries. Pickle and length-prefixed blobs co
 or twice, and a forged length makes the receiver allocate gigabytes before it has looked at
 anything.
 
-Idea: the head says how long everything is and is checked against limits before a byte is allocated.
-Then the receiver of the message decides where its buffers live (`allocate`), and the decoder says
-into which memory the next bytes go, so a tensor travels from the sender's memory through the kernel
-into the receiver's.
+Idea: the head contains all lengths, which are checked against limits before a byte is allocated.
+Then the receiver of the message decides where its buffers live (`allocate`), and the decoder
+returns the memory for the next bytes, so a tensor travels from the sender's memory through the
+kernel into the receiver's.
 
-    | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | buffer 1 ...
+    | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | buffer 1
+    ...
       ------- 8 bytes, little endian ---
 
 The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system
@@ -33,17 +34,16 @@ _SIZE_BYTES = 8
 READ_AHEAD_BYTES = 4096  # a head with its small payload; more would copy more of the large ones
 MAX_META_BYTES = 64 << 10
 
-Buffer: TypeAlias = (
-    Any  # anything with the buffer protocol, contiguous (a name for it needs Python 3.12)
-)
+# Any contiguous object with the buffer protocol; a name for it needs Python 3.12.
+Buffer: TypeAlias = Any
 Allocate: TypeAlias = Callable[[bytes, tuple[int, ...]], Sequence[memoryview]]
 
 
 class Frame(NamedTuple):
-    """One message.
+    """One frame.
 
     Attributes:
-        meta: What it is, in the words of the layer above.
+        meta: Description, in a format of the layer above.
         buffers: Payloads, in the memory that `allocate` chose.
     """
 
@@ -53,7 +53,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameLimits:
-    """What a peer may ask this process to allocate for one frame.
+    """Limits of what a peer may make this process allocate for one frame.
 
     Attributes:
         max_meta_bytes: Largest description, 64 KiB at most.
@@ -80,13 +80,13 @@ class FrameLimits:
             raise ConfigError(msg)
 
     def violation(self, meta_bytes: int, num_buffers: int, buffer_bytes: int = 0) -> str | None:
-        """What is too large, as `found 70000 bytes of meta (limit 65536)`; None when all fits."""
+        """Say what is too large, as in `70000 bytes of meta (limit 65536)`; None when all fits."""
         if meta_bytes > self.max_meta_bytes:
-            return f"found {meta_bytes} bytes of meta (limit {self.max_meta_bytes})"
+            return f"{meta_bytes} bytes of meta (limit {self.max_meta_bytes})"
         if num_buffers > self.max_buffers:
-            return f"found {num_buffers} buffers (limit {self.max_buffers})"
+            return f"{num_buffers} buffers (limit {self.max_buffers})"
         if meta_bytes + buffer_bytes > self.max_frame_bytes:
-            return f"found {meta_bytes + buffer_bytes} bytes (limit {self.max_frame_bytes})"
+            return f"{meta_bytes + buffer_bytes} bytes (limit {self.max_frame_bytes})"
         return None
 
 
@@ -96,12 +96,13 @@ DEFAULT_LIMITS = FrameLimits()
 def encode(
     meta: bytes, buffers: Sequence[Buffer] = (), limits: FrameLimits = DEFAULT_LIMITS
 ) -> list[memoryview]:
-    """The pieces of a frame in the order in which to send them; the buffers are not copied.
+    """Return the pieces of a frame in the order in which to send them; the buffers are not copied.
 
     Args:
         meta: Description, at most 64 KiB.
-        buffers: Contiguous objects with the buffer protocol; leave them alone until they are sent.
-        limits: Those of the receiver.
+        buffers: Contiguous objects with the buffer protocol; do not change them until they are
+            sent.
+        limits: Limits of the receiver.
 
     Raises:
         ConfigError: The receiver would refuse the frame, or a buffer is not contiguous.
@@ -114,10 +115,7 @@ def encode(
             if sizes[-1]:
                 views.append(view)
     except TypeError as exc:
-        msg = (
-            f"expected contiguous buffers to send, found one that is not ({exc}): "
-            "send a contiguous copy of it"
-        )
+        msg = f"a buffer to send is not contiguous ({exc}): send a contiguous copy of it"
         raise ConfigError(msg) from exc
     violation = limits.violation(len(meta), len(sizes), sum(sizes))
     if violation:
@@ -135,7 +133,7 @@ class FrameDecoder:
     close it.
 
     Args:
-        limits: What to refuse.
+        limits: Limits beyond which a frame is refused.
     """
 
     def __init__(self, limits: FrameLimits = DEFAULT_LIMITS) -> None:
@@ -156,11 +154,11 @@ class FrameDecoder:
 
     @property
     def has_bytes(self) -> bool:
-        """Whether bytes have been read ahead that no `next_frame` has looked at."""
+        """Whether bytes have been read ahead that `next_frame` has not processed."""
         return self._meta is None and self._end - self._begin >= self._head_bytes
 
     def next_view(self) -> memoryview:
-        """Where the next bytes go; never empty. Ask again after each `advance`."""
+        """Return the memory for the next bytes; never empty. Ask again after each `advance`."""
         if self._meta is not None:
             return self._buffers[self._index][self._filled :]
         if self._begin == self._end:
@@ -170,14 +168,14 @@ class FrameDecoder:
         return self._scratch[self._end :]
 
     def advance(self, nbytes: int) -> None:
-        """`nbytes` have been written to the beginning of `next_view()`."""
+        """Record that `nbytes` have been written to the beginning of `next_view()`."""
         if self._meta is not None:
             self._filled += nbytes
         else:
             self._end += nbytes
 
     def next_frame(self, allocate: Allocate | None = None) -> Frame | None:
-        """The next whole frame, or None when more bytes are needed.
+        """Return the next whole frame, or None when more bytes are needed.
 
         Args:
             allocate: Given meta and the sizes of the buffers in bytes, returns writable memory of
@@ -208,7 +206,7 @@ class FrameDecoder:
         return frame
 
     def feed(self, data: Buffer, allocate: Allocate | None = None) -> list[Frame]:
-        """All frames that `data` completes; for drivers that already hold the bytes."""
+        """Return all frames that `data` completes; for drivers that already hold the bytes."""
         rest = memoryview(data).cast("B")
         frames = []
         while True:
@@ -229,8 +227,8 @@ class FrameDecoder:
             return False
         mark, count, meta_bytes = _HEADER.unpack_from(self._scratch, self._begin)
         if mark != _MARK:
-            found = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
-            msg = f"expected the head of a frame, found {found!r}: the stream is out of step"
+            head = bytes(self._scratch[self._begin : self._begin + _HEADER.size])
+            msg = f"expected the head of a frame, got {head!r}: the stream is out of step"
             raise CommError(msg)
         self._check(meta_bytes, count)
         self._head_bytes = _HEADER.size + count * _SIZE_BYTES + meta_bytes
@@ -254,7 +252,7 @@ class FrameDecoder:
             raise CommError(msg)
 
     def _make_room(self) -> None:
-        """Move what has been read to the front of a scratch that can hold the whole head."""
+        """Move the bytes read so far to the front of memory that can hold the whole head."""
         rest = bytes(self._scratch[self._begin : self._end])
         if self._head_bytes > len(self._scratch):
             self._scratch = memoryview(bytearray(self._head_bytes))
@@ -268,11 +266,11 @@ def _allocate(meta: bytes, sizes: tuple[int, ...]) -> list[memoryview]:  # noqa:
 
 def _checked(buffers: Sequence[memoryview], sizes: tuple[int, ...]) -> list[memoryview]:
     views = [memoryview(buffer).cast("B") for buffer in buffers]
-    found = tuple(len(view) for view in views)
-    if found != sizes or any(view.readonly for view in views):
+    returned = tuple(len(view) for view in views)
+    if returned != sizes or any(view.readonly for view in views):
         msg = (
-            f"expected `allocate` to return writable memory of {sizes} bytes, found {found}: "
-            "return one memoryview per buffer"
+            f"`allocate` must return writable memory of {sizes} bytes, got {returned}: return "
+            "one memoryview per buffer"
         )
         raise ConfigError(msg)
     return views

@@ -69,13 +69,13 @@ Side: TypeAlias = Literal["client", "server"]
 
 
 class Identity(NamedTuple):
-    """Who a process says it is; true once the handshake is `Established`.
+    """Identity that a process claims; true once the handshake is `Established`.
 
     Attributes:
-        run_id: The job, at most 64 bytes of UTF-8.
-        role: What the connection is for, such as `store` or `control`; at most 16 bytes.
+        run_id: Name of the job, at most 64 bytes of UTF-8.
+        role: Purpose of the connection, such as `store` or `control`; at most 16 bytes.
         rank: Global rank, -1 for a process that is no rank, such as the launcher.
-        epoch: Membership epoch the process believes in.
+        epoch: Current membership epoch of the process.
     """
 
     run_id: str
@@ -84,25 +84,25 @@ class Identity(NamedTuple):
     epoch: int = 0
 
     def __str__(self) -> str:
-        """`rank 2 (store, run a3f, epoch 0)`, as error messages print it."""
+        """Return `rank 2 (store, run a3f, epoch 0)`, as error messages print it."""
         who = f"rank {self.rank}" if self.rank >= 0 else "the launcher"
         return f"{who} ({self.role}, run {self.run_id}, epoch {self.epoch})"
 
 
 class Send(NamedTuple):
-    """Write `data` to the peer."""
+    """Instruction: write `data` to the peer."""
 
     data: bytes
 
 
 class Established(NamedTuple):
-    """The peer knows the secret and is who it says; what follows on the stream is its own."""
+    """Instruction: the peer has proven its identity; later bytes belong to the connection."""
 
     peer: Identity
 
 
 class Refused(NamedTuple):
-    """The peer is not trusted: close the connection."""
+    """Instruction: the peer is not trusted, close the connection."""
 
     reason: str
 
@@ -151,7 +151,7 @@ _EXPECTED_KIND = {
 
 
 class _Fields(NamedTuple):
-    """The words of one frame."""
+    """Fields of one frame."""
 
     magic: bytes
     version: int
@@ -166,13 +166,13 @@ class _Fields(NamedTuple):
 
 
 class Handshake:
-    """One side of the exchange; lives for one connection.
+    """One side of the handshake of one connection.
 
     Args:
         side: `client` for the side that connected, `server` for the one that accepted.
         secret: The job's secret.
-        identity: Who this side is.
-        nonce: 32 fresh random bytes; drawn by the driver, so that tests can repeat an exchange.
+        identity: Identity of this side.
+        nonce: 32 fresh random bytes; drawn by the driver, so that tests can repeat a handshake.
 
     Raises:
         ConfigError: A field of `identity` does not fit the frame.
@@ -180,7 +180,7 @@ class Handshake:
 
     def __init__(self, side: Side, secret: Secret, identity: Identity, nonce: bytes) -> None:
         if len(nonce) != NONCE_BYTES:
-            msg = f"expected a nonce of {NONCE_BYTES} bytes, found {len(nonce)}"
+            msg = f"a nonce must have {NONCE_BYTES} bytes, got {len(nonce)}"
             raise InternalError(msg)
         self._side = side
         self._secret = secret
@@ -198,14 +198,14 @@ class Handshake:
 
     @property
     def needs(self) -> int:
-        """How many more bytes to read, at most; 0 when the exchange is over.
+        """Number of bytes still to read, at most; 0 when the handshake is over.
 
         Reading no more than this leaves what follows on the stream to the connection.
         """
         return 0 if self._state is _State.DONE else FRAME_BYTES - len(self._received)
 
     def start(self) -> list[Instruction]:
-        """What to do when the connection is there."""
+        """Begin the handshake on a new connection; returns instructions."""
         if self._side == "server":
             self._state = _State.HELLO
             return []
@@ -215,7 +215,7 @@ class Handshake:
         return [Send(frame)]
 
     def feed(self, data: bytes) -> list[Instruction]:
-        """What to do about `data`, at most `needs` bytes from the peer."""
+        """Process `data`, at most `needs` bytes from the peer; returns instructions."""
         if len(data) > self.needs:
             msg = f"the handshake asked for {self.needs} bytes and was given {len(data)}"
             raise InternalError(msg)
@@ -225,15 +225,15 @@ class Handshake:
         if not MAGIC.startswith(received[: len(MAGIC)]):
             return self._refuse(
                 None,
-                f"expected braid's handshake, found {received[:16]!r}: "
-                "another program speaks on this port",
+                f"expected braid's handshake, got {received[:16]!r}: another program speaks on "
+                "this port",
             )
         if len(received) >= _PREFIX.size:
             version = _PREFIX.unpack_from(received)[1]
             if version != PROTOCOL_VERSION:
                 return self._refuse(
                     _Code.VERSION,
-                    f"expected version {PROTOCOL_VERSION} of braid's protocol, found {version}: "
+                    f"expected version {PROTOCOL_VERSION} of braid's protocol, got {version}: "
                     "install the same braid on all hosts",
                 )
         if len(received) < FRAME_BYTES:
@@ -250,12 +250,12 @@ class Handshake:
         if fields.nonce == self._nonce or (fields.kind == _Kind.HELLO and expected is _Kind.ANSWER):
             return self._refuse(
                 _Code.REFLECTED,
-                f"expected {expected.name}, found {_kind_name(fields.kind)} as this side sends it: "
-                "the bytes were reflected, or both ends connected",
+                f"expected {expected.name}, got {_kind_name(fields.kind)} as this side sends "
+                "it: the bytes were reflected, or both ends connected",
             )
         if fields.kind != expected:
             return self._refuse(
-                _Code.UNEXPECTED, f"expected {expected.name}, found {_kind_name(fields.kind)}"
+                _Code.UNEXPECTED, f"expected {expected.name}, got {_kind_name(fields.kind)}"
             )
         if expected is _Kind.PROOF:
             return self._proof_received(fields)
@@ -270,12 +270,14 @@ class Handshake:
                 fields.epoch,
             )
         except UnicodeDecodeError:
-            return self._refuse(_Code.UNEXPECTED, "expected a run id and role in UTF-8")
+            return self._refuse(
+                _Code.UNEXPECTED, f"run id {fields.run_id!r} or role {fields.role!r} is not UTF-8"
+            )
         if self._peer.run_id != self._identity.run_id:
             return self._refuse(
                 _Code.RUN,
-                f"expected a process of run {self._identity.run_id!r}, "
-                f"found one of run {self._peer.run_id!r}: is this the right address?",
+                f"expected a process of run {self._identity.run_id!r}, got one of run "
+                f"{self._peer.run_id!r}: is this the right address?",
             )
         if self._side == "client":
             self._answer = signed
@@ -300,8 +302,8 @@ class Handshake:
 
     def _no_proof(self) -> str:
         return (
-            f"expected a proof that {self._peer!r} knows the secret, found a wrong signature: "
-            "it has another secret, or replays an old exchange"
+            f"{self._peer!r} sent a wrong signature: it has another secret, or replays an old "
+            "handshake"
         )
 
     def _refuse(self, code: _Code | None, reason: str) -> list[Instruction]:
@@ -333,7 +335,7 @@ def _packed_text(name: str, text: str, limit: int) -> bytes:
     raw = text.encode()
     if not raw or len(raw) > limit or b"\0" in raw:
         msg = (
-            f"expected Identity.{name} of 1 to {limit} bytes of UTF-8 without NUL, found {text!r} "
+            f"Identity.{name} must have 1 to {limit} bytes of UTF-8 without NUL, got {text!r} "
             f"({len(raw)} bytes): choose a shorter name"
         )
         raise ConfigError(msg)

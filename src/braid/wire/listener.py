@@ -1,11 +1,11 @@
-"""Connecting and accepting: sockets become connections once both ends have proven who they are.
+"""Connecting and accepting: sockets become connections once both ends have proven their identity.
 
 Problem: `accept()` followed by a blocking handshake lets one silent client lock everybody out, and
-a server that listens on all interfaces is found by the first scanner.
+a server that listens on all interfaces is discovered by the first scanner.
 
-Idea: the listener binds the loopback address unless told otherwise, and runs all handshakes at once
+Idea: the listener binds the loopback address unless told otherwise. It runs all handshakes at once
 in one selector, each with a deadline and all together with a limit. It has no thread: `accept()`
-waits, or an event loop watches `fileno()` and calls `accept_ready()`. On unix sockets the peer must
+waits, or an event loop polls `fileno()` and calls `accept_ready()`. On unix sockets the peer must
 also be the same user.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["HANDSHAKE_LIMIT_S", "MAX_HALF_OPEN", "Listener", "connect"]
 
 HANDSHAKE_LIMIT_S = 5.0
 MAX_HALF_OPEN = 64
-_BACKLOG = 4096  # of those that nobody has looked at yet: all hosts of a job may come at once; the system may allow less
+_BACKLOG = 4096  # all hosts of a job may connect at once; the system may allow less
 _PAUSE_NS = 100_000_000  # without descriptors; the clients wait in the backlog meanwhile
 _KEPT_REFUSALS = 16
 _RETRY_FIRST_S = 0.005
@@ -40,7 +40,7 @@ _RETRY_MOST_S = 0.2
 
 
 class _HalfOpen(NamedTuple):
-    """A client that has not yet proven anything."""
+    """A client that has not proven anything yet."""
 
     sock: socket.socket
     handshake: Handshake
@@ -52,12 +52,12 @@ class Listener:
     """A bound socket that yields authenticated connections; for one thread at a time.
 
     Args:
-        address: Where to listen; port 0 lets the system choose, see `address`.
+        address: Address to listen on; port 0 lets the system choose, see `address`.
         secret: The job's secret.
-        identity: Who clients will find here.
+        identity: Identity that clients see here.
         listen_anywhere: Allow an address that other hosts can reach.
-        limits: For the frames of all connections.
-        clock: For deadlines; the host's when None.
+        limits: Limits of the frames of all connections.
+        clock: Clock for deadlines; the host's when None.
 
     Raises:
         ConfigError: The address cannot be bound: in use, not this host's, or reachable from outside
@@ -77,8 +77,8 @@ class Listener:
         wanted = Address.parse(address)
         if not wanted.is_loopback and not listen_anywhere:
             msg = (
-                f"expected a loopback address to listen on, found {address}, which other hosts may "
-                "reach: use 127.0.0.1, or pass listen_anywhere=True (`--listen ADDR`) to allow it"
+                f"other hosts may reach {address}: listen on 127.0.0.1, or pass "
+                "listen_anywhere=True (`--listen ADDR`) to allow it"
             )
             raise ConfigError(msg)
         Handshake("server", secret, identity, bytes(NONCE_BYTES))  # refuses a bad identity now
@@ -100,12 +100,12 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the real port."""
+        """Address of the listener, with the real port."""
         return str(self._address)
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Why the last clients were turned away, newest last."""
+        """Why the last clients were refused, newest last."""
         return tuple(self._refusals)
 
     def fileno(self) -> int:
@@ -113,7 +113,10 @@ class Listener:
         return self._selector.fileno()
 
     def next_deadline_ns(self) -> int | None:
-        """When `accept_ready` should be called though nothing is readable: a client is overdue, or a pause is over."""
+        """Time at which `accept_ready` should be called though nothing is readable.
+
+        A client is overdue then, or a pause is over. None if neither can happen.
+        """
         due = [half.deadline_ns for half in self._half_open.values()]
         if self._pause_until_ns is not None:
             due.append(self._pause_until_ns)
@@ -127,10 +130,10 @@ class Listener:
         return ready
 
     def accept(self, timeout_s: float) -> SocketConnection:
-        """Wait for the next client that proves itself.
+        """Wait for the next client that proves its identity.
 
         Raises:
-            CommTimeout: Nobody did within `timeout_s`; the message says who was turned away.
+            CommTimeout: No client did within `timeout_s`; the text lists the refused clients.
             StaleError: The listener is closed.
         """
         deadline_ns = self._clock.now_ns() + round(timeout_s * 1e9)
@@ -140,16 +143,16 @@ class Listener:
             until_ns = deadline_ns if overdue_ns is None else min(deadline_ns, overdue_ns)
             self._advance(max(0, until_ns - now_ns) / 1e9)
             if not self._accepted and now_ns >= deadline_ns:
-                turned_away = "; ".join(self._refusals) or "nobody was turned away"
+                refused = "; ".join(self._refusals) or "nobody was refused"
                 msg = (
-                    f"expected a client on {self.address} within {timeout_s:g} s, found none "
-                    f"({len(self._half_open)} in their handshake; {turned_away})"
+                    f"no client connected to {self.address} within {timeout_s:g} s "
+                    f"({len(self._half_open)} in their handshake; {refused})"
                 )
                 raise CommTimeout(msg)
         return self._accepted.popleft()
 
     def close(self) -> None:
-        """Stop listening; connections that were returned live on. Idempotent."""
+        """Stop listening; connections that were returned stay open. Idempotent."""
         if self._socket.fileno() < 0:
             return
         for half in list(self._half_open.values()):
@@ -181,7 +184,7 @@ class Listener:
                 self._read(half)
         now_ns = self._clock.now_ns()
         for half in [half for half in self._half_open.values() if half.deadline_ns <= now_ns]:
-            self._drop(half, f"expected a handshake within {HANDSHAKE_LIMIT_S:g} s, found silence")
+            self._drop(half, f"it was silent during the handshake (limit {HANDSHAKE_LIMIT_S:g} s)")
         self._admit()  # last, when the overdue have made room
 
     def _admit(self) -> None:
@@ -217,13 +220,13 @@ class Listener:
             self._read(half)  # often its first frame is already here
 
     def _pause(self, exc: OSError) -> None:
-        """Do not watch the socket for a moment: it stays readable, and whoever watches it would spin."""
+        """Do not poll the socket for a moment: it stays readable, and polling it would spin."""
         self._refusals.append(f"accept failed: {exc.strerror}")
         self._selector.unregister(self._socket)
         self._pause_until_ns = self._clock.now_ns() + _PAUSE_NS
 
     def _is_pausing(self) -> bool:
-        """Whether a pause lasts; ends one that is over."""
+        """Whether a pause lasts; ends a pause that is over."""
         if self._pause_until_ns is None:
             return False
         if self._clock.now_ns() < self._pause_until_ns:
@@ -237,12 +240,10 @@ class Listener:
             while half.handshake.needs:
                 data = half.sock.recv(half.handshake.needs)
                 if not data:
-                    silent = (
-                        half.sock.fileno() in self._silent
-                    )  # it only looked whether it can get here
-                    self._drop(
-                        half, None if silent else "it closed the connection during the handshake"
-                    )
+                    # A silent client only probed whether it can reach this address.
+                    is_probe = half.sock.fileno() in self._silent
+                    reason = "it closed the connection during the handshake"
+                    self._drop(half, None if is_probe else reason)
                     return
                 self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
@@ -287,12 +288,12 @@ def connect(
     """Connect to a `Listener` and prove both ends; tries again while nothing listens.
 
     Args:
-        address: Where the listener is.
+        address: Address of the listener.
         secret: The job's secret.
-        identity: Who this process is, and what the connection is for (its role).
+        identity: Identity of this process; its role is the purpose of the connection.
         timeout_s: Deadline for all of it.
-        limits: For the frames of the connection.
-        clock: For the deadline and the pauses; the host's when None.
+        limits: Limits of the frames of the connection.
+        clock: Clock for the deadline and the pauses; the host's when None.
 
     Raises:
         RendezvousError: Nothing listened until the deadline, or one end does not trust the other
@@ -318,9 +319,8 @@ def connect(
             problem = exc.strerror or str(exc) or type(exc).__name__
             if clock.now_ns() + round(pause_s * 1e9) >= deadline_ns:
                 msg = (
-                    f"expected a braid process at {address} within {timeout_s:g} s, found: "
-                    f"{problem}; "
-                    f"is it running, and can {identity} reach it?"
+                    f"no braid process answered at {address} within {timeout_s:g} s: "
+                    f"{problem}; is it running, and can {identity} reach it?"
                 )
                 raise RendezvousError(msg) from exc
         clock.sleep(pause_s)
@@ -349,7 +349,7 @@ def _open(where: Address, deadline_ns: int, clock: Clock) -> socket.socket:
 def _prove(
     sock: socket.socket, handshake: Handshake, address: str, deadline_ns: int, clock: Clock
 ) -> Identity:
-    """Run the client's side; OSError means that it is worth another try."""
+    """Run the client's side of a handshake; OSError means that another try may succeed."""
     instructions = handshake.start()
     peer: Identity | None = None
     while True:
@@ -412,19 +412,17 @@ def _remove_stale(address: Address) -> None:
 
 
 def _same_user_problem(sock: socket.socket) -> str | None:
-    """Why the process at the other end of a unix socket is not ours; None when it is."""
-    option = getattr(
-        socket, "SO_PEERCRED", None
-    )  # macOS has none: file mode and secret guard there
+    """Say why the process at the other end of a unix socket is not ours; None when it is."""
+    option = getattr(socket, "SO_PEERCRED", None)  # not on macOS: file mode and secret guard there
     if sock.family != socket.AF_UNIX or option is None:
         return None
     credentials = struct.Struct("3i")
     _, uid, _ = credentials.unpack(sock.getsockopt(socket.SOL_SOCKET, option, credentials.size))
     if uid == os.geteuid():
         return None
-    return f"expected a process of user {os.geteuid()}, found one of user {uid}"
+    return f"expected a process of user {os.geteuid()}, got one of user {uid}"
 
 
 def _remaining_s(deadline_ns: int, clock: Clock) -> float:
-    """What is left until the deadline; at least a little, since 0 means non-blocking."""
+    """Return the seconds until the deadline; at least a little, since 0 means non-blocking."""
     return max(1e-3, (deadline_ns - clock.now_ns()) / 1e9)

@@ -1,10 +1,10 @@
-"""The job's secret: 32 random bytes that tell its own processes from everybody else's.
+"""The job's secret: 32 random bytes that distinguish the job's own processes from all others.
 
-Problem: whoever reaches a port of a training job can otherwise join it. Environment variables,
-command lines and logs are read by other users, by crash reporters and by people who paste them into
-tickets, so a secret must not be there.
+Problem: everybody who reaches a port of a training job can otherwise join it. Environment
+variables, command lines and logs are read by other users, by crash reporters and by people who
+paste them into tickets, so a secret must not be there.
 
-Idea: the launcher draws the bytes and hands them to each process through an inherited file
+Idea: the launcher draws the bytes and passes them to each process through an inherited file
 descriptor, or the user puts them in a file that only he can read. The bytes never leave this
 object; it only signs and verifies.
 
@@ -44,22 +44,22 @@ class Secret:
     def __init__(self, key: bytes) -> None:
         if len(key) != SECRET_BYTES:
             msg = (
-                f"expected a secret of {SECRET_BYTES} bytes, found {len(key)}: "
-                "make one with Secret.generate() or `head -c 32 /dev/urandom`"
+                f"a secret must have {SECRET_BYTES} bytes, got {len(key)}: make one with "
+                "Secret.generate() or `head -c 32 /dev/urandom`"
             )
             raise ConfigError(msg)
         self._key = bytes(key)
 
     @classmethod
     def generate(cls) -> Secret:
-        """A new secret from the operating system's randomness."""
+        """Draw a new secret from the operating system's randomness."""
         return cls(os.urandom(SECRET_BYTES))
 
     @classmethod
     def from_fd(cls, fd: int) -> Secret:
         """Read the secret that `to_fd` of another process wrote, and close `fd`.
 
-        Several children may be handed the same memory file: reading it does not move a shared
+        Several children may inherit the same memory file: reading it does not move a shared
         position.
 
         Raises:
@@ -72,7 +72,7 @@ class Secret:
                 os.close(fd)
         except OSError as exc:
             msg = (
-                f"expected the job's secret on file descriptor {fd}, found {exc.strerror}: "
+                f"cannot read the job's secret from file descriptor {fd}: {exc.strerror}; "
                 "start this program by its launcher, which passes the descriptor"
             )
             raise ConfigError(msg) from exc
@@ -90,19 +90,19 @@ class Secret:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as exc:
             msg = (
-                f"expected the job's secret in the file {name}, found {exc.strerror}: "
-                f"make it with `(umask 077; head -c 32 /dev/urandom > {name})`"
+                f"cannot open the job's secret in the file {name}: {exc.strerror}; make it "
+                f"with `(umask 077; head -c 32 /dev/urandom > {name})`"
             )
             raise ConfigError(msg) from exc
         try:
             # The open file is examined, not its name: the name can be pointed elsewhere in between.
-            found = os.fstat(fd)
-            mode = stat.S_IMODE(found.st_mode)
-            if not stat.S_ISREG(found.st_mode) or mode != 0o600 or found.st_uid != os.geteuid():
+            status = os.fstat(fd)
+            mode = stat.S_IMODE(status.st_mode)
+            if not stat.S_ISREG(status.st_mode) or mode != 0o600 or status.st_uid != os.geteuid():
                 msg = (
-                    f"expected the secret {name} to be a regular file of user {os.geteuid()} with "
-                    f"mode 0600, found mode {mode:04o} of user {found.st_uid}: "
-                    f"anybody may have read it; make a new one and `chmod 600 {name}`"
+                    f"the secret {name} must be a regular file of user {os.geteuid()} with "
+                    f"mode 0600, got mode {mode:04o} of user {status.st_uid}: anybody may have "
+                    f"read it; make a new one and `chmod 600 {name}`"
                 )
                 raise ConfigError(msg)
             return cls(_read_all(fd))
@@ -110,7 +110,7 @@ class Secret:
             os.close(fd)
 
     def to_fd(self) -> int:
-        """A new descriptor from which `from_fd` reads this secret; the caller closes it.
+        """Return a new descriptor from which `from_fd` reads this secret; the caller closes it.
 
         It is closed on exec: name it in `pass_fds` of the process that shall have it. Where the
         system has no memory files it is a pipe, which serves one reader only.
@@ -127,12 +127,15 @@ class Secret:
         return reader
 
     def sign(self, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of `parts`; their lengths are signed as well, so no two lists collide."""
+        """Return the HMAC-SHA256 of `parts`.
+
+        Their lengths are signed as well, so no two lists collide.
+        """
         text = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
         return hmac.digest(self._key, text, "sha256")
 
     def verify(self, signature: bytes, *parts: bytes) -> bool:
-        """Whether `signature` is that of `parts`, in a time that does not depend on where it differs."""
+        """Whether `signature` is that of `parts`; the time does not depend on where it differs."""
         return hmac.compare_digest(signature, self.sign(*parts))
 
     def __repr__(self) -> str:
@@ -144,13 +147,13 @@ class Secret:
 
 
 def _read_all(fd: int) -> bytes:
-    """Everything that `fd` holds, up to one byte more than a secret."""
+    """Read everything from `fd`, up to one byte more than a secret."""
     try:
         return os.pread(fd, SECRET_BYTES + 1, 0)
     except OSError as exc:
         if exc.errno != errno.ESPIPE:
             raise
-    found = b""
-    while len(found) <= SECRET_BYTES and (piece := os.read(fd, SECRET_BYTES + 1 - len(found))):
-        found += piece
-    return found
+    data = b""
+    while len(data) <= SECRET_BYTES and (piece := os.read(fd, SECRET_BYTES + 1 - len(data))):
+        data += piece
+    return data

@@ -1,4 +1,4 @@
-"""What a stream has not taken yet: pieces of frames, written as far as the system allows."""
+"""Pieces of frames that a stream has not accepted yet, written as far as the system allows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Unsent:
     """Pieces that wait, in order; not copied.
 
     Args:
-        write: Writes the beginning of some pieces to a descriptor that does not block, and returns
-            how many bytes: `socket.sendmsg`, or `os.writev`.
+        write: Function that writes the beginning of some pieces to a non-blocking descriptor, and
+            returns the number of bytes: `socket.sendmsg`, or `os.writev`.
 
     Attributes:
-        nbytes: How much waits.
+        nbytes: Number of bytes that wait.
     """
 
     def __init__(self, write: Callable[[list[memoryview]], int]) -> None:
@@ -28,16 +28,16 @@ class Unsent:
         self._pieces: deque[memoryview] = deque()
 
     def add(self, pieces: Iterable[memoryview]) -> None:
-        """Put pieces behind all others."""
+        """Append pieces."""
         for piece in pieces:
             self._pieces.append(piece)
             self.nbytes += len(piece)
 
     def drain(self) -> bool:
-        """Write until nothing waits (True) or the system takes no more.
+        """Write until nothing waits (True) or the system accepts no more.
 
         Raises:
-            OSError: The stream is broken; nothing waits any more.
+            OSError: The stream is broken; the pieces are dropped.
         """
         try:
             while self._pieces:
@@ -50,12 +50,12 @@ class Unsent:
         return True
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Drop all pieces."""
         self._pieces.clear()
         self.nbytes = 0
 
     def _forget(self, nbytes: int) -> None:
-        """So many bytes have been written."""
+        """Remove `nbytes` that have been written."""
         self.nbytes -= nbytes
         while nbytes:
             piece = self._pieces.popleft()
