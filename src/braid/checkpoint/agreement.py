@@ -7,6 +7,7 @@ every rank raise the same CheckpointError.
 
 from __future__ import annotations
 
+import threading
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,9 @@ class Report(msgspec.Struct, frozen=True):
 
 R = TypeVar("R", bound=Report)
 
+# msgspec (0.22) crashes where two threads make the first decoder of a type at the same time
+_decoder_lock = threading.Lock()
+
 
 def exchange(group: Group, report: R) -> list[R]:
     """The reports of all members, in the order of ranks.
@@ -37,7 +41,8 @@ def exchange(group: Group, report: R) -> list[R]:
     mine = torch.zeros(max(lengths), dtype=torch.uint8)
     mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = group.all_gather(mine).view(group.size, -1)
-    decoder = msgspec.msgpack.Decoder(type(report))
+    with _decoder_lock:
+        decoder = msgspec.msgpack.Decoder(type(report))
     return [
         decoder.decode(row[:length].numpy().tobytes())
         for row, length in zip(rows, lengths, strict=True)

@@ -156,18 +156,18 @@ def decode_manifest(data: bytes) -> Manifest:
         msg = f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES:,} bytes"
         raise CheckpointError(msg)
     try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
+        sealed = _SEALED.decode(data)
         if hashlib.sha256(sealed.manifest).hexdigest() != sealed.sha256:
             msg = f"sha256 mismatch in {MANIFEST_NAME}"
             raise CheckpointError(msg)
-        origin = msgspec.json.decode(sealed.manifest, type=_Head).braid
+        origin = _HEAD.decode(sealed.manifest).braid
         if origin.format > FORMAT:
             msg = (
                 f"written by braid {origin.version} in format {origin.format}; this braid knows "
                 f"{FORMAT}"
             )
             raise CheckpointError(msg)
-        manifest = msgspec.json.decode(sealed.manifest, type=Manifest)
+        manifest = _MANIFEST.decode(sealed.manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         msg = f"{MANIFEST_NAME} is damaged: {exc}"
         raise CheckpointError(msg) from exc
@@ -177,6 +177,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 class _Head(msgspec.Struct):
     braid: Origin
+
+
+# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+_SEALED = msgspec.json.Decoder(_Sealed)
+_HEAD = msgspec.json.Decoder(_Head)
+_MANIFEST = msgspec.json.Decoder(Manifest)
 
 
 def problems_of(manifest: Manifest) -> list[str]:

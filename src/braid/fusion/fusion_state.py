@@ -99,6 +99,10 @@ class _Answer(msgspec.Struct, array_like=True):
 
 _NOTHING = _Answer([], -1, [], "")
 
+# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+_LISTS = msgspec.msgpack.Decoder(_List)
+_ANSWERS = msgspec.msgpack.Decoder(_Answer)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -296,7 +300,7 @@ class FusionState:
             raise ConfigError(msg)
         stop = ""
         for rank, data in enumerate(lists):
-            found = msgspec.msgpack.decode(data, type=_List)
+            found = _LISTS.decode(data)
             for request, age_s in zip(found.requests, found.ages_s, strict=True):
                 table.add(rank, [request], now_s - age_s)
             if found.joined:
@@ -322,7 +326,7 @@ class FusionState:
         if answer is None and all_work:
             return Outcome(ready.batches)
         found = [self._cached(position, all_work=all_work) for position in ready.positions]
-        new = _NOTHING if answer is None else msgspec.msgpack.decode(answer, type=_Answer)
+        new = _NOTHING if answer is None else _ANSWERS.decode(answer)
         own = [self._mine.pop(response.name, None) for response in new.responses]
         asked = [None if mine is None else mine.request for mine in own]
         self._again(self._cache.put(new.responses, asked))
