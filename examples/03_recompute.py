@@ -33,8 +33,8 @@ class Block(nn.Module):
         self.live = LiveBytes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102 - torch's
-        inner = self.live.watch(torch.tanh(self.up(x)))
-        return self.live.watch(torch.tanh(self.down(inner)))
+        inner = self.live.register(torch.tanh(self.up(x)))
+        return self.live.register(torch.tanh(self.down(inner)))
 
 
 def seconds_of_step(model: nn.Sequential, plan: RecomputePlan, x: torch.Tensor) -> float:

@@ -95,7 +95,7 @@ def test_peak_and_calls_are_those_of_the_formula(num_layers, num_segments):
     layers = [Counted(seed=seed) for seed in range(num_layers)]
     x = _randn(4, 8)
     plan = equal_segments(num_layers, num_segments)
-    watched = [live.watched(layer) for layer in layers]
+    watched = [live.register_results(layer) for layer in layers]
     # a layer that is stopped does not return what could be watched
     y = checkpoint_sequential(watched, plan, x, early_stop=False)
     loss = y.sum()
@@ -120,8 +120,8 @@ def test_measured_costs_predict_the_peak_of_any_plan():
             self.live: LiveBytes | None = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            watch = self.live.watch if self.live else lambda t: t
-            return watch(torch.tanh(self.down(watch(torch.tanh(self.up(x))))))
+            register = self.live.register if self.live else lambda t: t
+            return register(torch.tanh(self.down(register(torch.tanh(self.up(x))))))
 
     with torch.random.fork_rng():
         model = nn.Sequential(*[Wide(width) for width in (16, 40, 8, 24)])
@@ -149,7 +149,7 @@ def test_nothing_inside_is_kept_until_backward():
         return inner.sin().cos()
 
     live = LiveBytes()
-    y = checkpoint(live.watched(body), _randn(3).requires_grad_())
+    y = checkpoint(live.register_results(body), _randn(3).requires_grad_())
     assert live.count() == y.nbytes
     del y
     gc.collect()
@@ -244,7 +244,7 @@ def test_autocast_is_as_it_was():
 def test_nested_checkpoints_keep_only_the_outer_arguments():
     live = LiveBytes()
     layers = [Counted(seed=seed) for seed in range(8)]
-    watched = [live.watched(layer) for layer in layers]
+    watched = [live.register_results(layer) for layer in layers]
     x = _randn(4, 8)
 
     def half(start: int, t: torch.Tensor) -> torch.Tensor:
@@ -407,8 +407,8 @@ def test_functions_that_save_something_else_are_named():
     for body, early_stop, words in (
         (other_shape, True, ["saved tensor 0 of 1", "float64[3]", "float64[2]", "other_shape"]),
         (other_dtype, True, ["float64[3]", "float32[3]", "test_autograd_recompute.py"]),
-        (fewer, True, ["2 tensors", "found 1", "in fewer"]),
-        (more, False, ["1 tensors", "found 2"]),
+        (fewer, True, ["saved 1 tensors", "but 2 in forward", "in fewer"]),
+        (more, False, ["saved 2 tensors", "but 1 in forward"]),
     ):
         state["again"] = False
         y = checkpoint(body, _randn(3).requires_grad_(), early_stop=early_stop)
@@ -427,7 +427,7 @@ def test_what_was_changed_in_place_is_refused():
     for y, words in ((known, "parameter weight of Counted"), (seen, "saved tensor 0 of 3")):
         with pytest.raises(RecomputeError, match=words) as error:
             y.sum().backward()
-        assert "changed in place since (version 0, now 1)" in str(error.value)
+        assert "changed in place since forward (version 0, now 1)" in str(error.value)
     x = _randn(3).requires_grad_()
     argument = x * 1
     y = checkpoint(torch.exp, argument)

@@ -132,7 +132,7 @@ def test_impossible_plans_are_refused():
     gap = RecomputePlan((Segment(0, 1, True), Segment(2, 3, True)))
     with pytest.raises(ConfigError, match="one after the other"):
         gap.check(3)
-    with pytest.raises(ConfigError, match="at least 3 bytes"):
+    with pytest.raises(ConfigError, match="need at least 3"):
         by_budget([LayerCost(3, 1, 1.0)], 2)
 
 

@@ -236,7 +236,7 @@ def _kept(group: Group) -> list[str]:
     found = []
     for name, case in CASES.items():
         live = autograd.LiveBytes()
-        x = live.watch(_input(group.rank) * 1)
+        x = live.register(_input(group.rank) * 1)
         y = case.apply(group, x)
         del x
         found += [name] if live.count() else []

@@ -205,10 +205,13 @@ def _refusals(group: Group) -> None:
         (lambda: autograd.reduce_scatter(group, x, "max"), "all_reduce(group, x, 'max')"),
         (lambda: autograd.reduce(group, x, 0, "product"), "all_reduce(group, x, 'product')"),
         (lambda: autograd.all_gather(group, x, sizes=[6]), "[6]"),
-        (lambda: autograd.all_gather(group, x, sizes=[4, 4]), "found 6"),
-        (lambda: autograd.reduce_scatter(group, x, sizes=[4, 4]), "found 6"),
+        (lambda: autograd.all_gather(group, x, sizes=[4, 4]), "is 6 long"),
+        (lambda: autograd.reduce_scatter(group, x, sizes=[4, 4]), "is 6 long"),
         (lambda: autograd.all_to_all(group, x, send_sizes=[3, 3]), "receive_sizes"),
-        (lambda: autograd.all_to_all(group, x, send_sizes=[1, 1], receive_sizes=[1, 1]), "found 6"),
+        (
+            lambda: autograd.all_to_all(group, x, send_sizes=[1, 1], receive_sizes=[1, 1]),
+            "is 6 long",
+        ),
         (lambda: autograd.scatter(group, x if group.rank else None, like=x), "root"),
         (lambda: autograd.split_forward_all_gather_backward(group, x[:3]), "multiple"),
     ]
@@ -242,15 +245,17 @@ def _wrong_arguments(group: Group) -> None:
     x = torch.ones(6, requires_grad=True)
     for function in _collectives():
         name = function.__name__
-        assert f"found Tensor and Group: swap them, the group comes first: {name}(" in _called(
+        assert f"got Tensor and Group: swap them, the group comes first: {name}(" in _called(
             function, x, group
         )
-        assert "found str and Tensor: pass the group itself" in _called(function, "world", x)
-        assert "found list of float as " in _called(function, group, [1.0, 2.0])
+        assert "got str and Tensor: pass the group itself" in _called(function, "world", x)
+        assert "got list of float as " in _called(function, group, [1.0, 2.0])
         assert "torch.cat(...) of the parts" in _called(function, group, [x, x])
         assert "torch.from_numpy(...)" in _called(function, group, np.ones(2))
         if "dim" in inspect.signature(function).parameters:
-            with pytest.raises(ConfigError, match=r"a dim of x, whose shape is \[6\], found 1 for"):
+            with pytest.raises(
+                ConfigError, match=r"got dim 1, which x of shape \[6\] does not have"
+            ):
                 function(group, x, dim=1)
 
 

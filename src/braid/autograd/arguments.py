@@ -1,8 +1,7 @@
-"""What every collective with gradients is called with: a group, then a tensor.
+"""Arguments that every collective with gradients takes: a group, then a tensor.
 
-In torch the tensor comes first and the group last, if at all; here a group is what one speaks to,
-so it comes first. Whoever has it the other way round is told so, instead of which attribute a
-tensor lacks.
+In torch the tensor comes first and the group last, if at all. Here the group comes first. A call
+with the two swapped is refused with this advice, instead of which attribute a tensor lacks.
 """
 
 from __future__ import annotations
@@ -19,36 +18,33 @@ __all__ = ["check_call"]
 def check_call(
     operation: str, group: Group, x: torch.Tensor, dim: int = 0, *, name: str = "x"
 ) -> None:
-    """Refuse what is not a group, a tensor and one of its dims.
+    """Refuse arguments that are not a group, a tensor and one of its dims.
 
     Args:
         operation: Name of the function, for the message.
-        group: What was passed as group.
-        x: What was passed as tensor.
-        dim: Along which its parts lie; 0 is fine for a zero-dim one.
-        name: Of the parameter `x`.
+        group: Value that was passed as group.
+        x: Value that was passed as tensor.
+        dim: Dim along which the tensor's parts lie; 0 is fine for a zero-dim one.
+        name: Name of the parameter `x`.
 
     Raises:
-        ConfigError: Something else; says what to pass.
+        ConfigError: An argument is something else; the message says what to pass.
     """
-    wanted = f"{operation}(group, {name}, ...) with a braid.Group and a torch.Tensor"
+    signature = f"{operation}(group, {name}, ...) with a braid.Group and a torch.Tensor"
     if not isinstance(group, Group):
-        found = f"{type(group).__name__} and {type(x).__name__}"  # type: ignore[unreachable]  # unchecked callers
+        kinds = f"{type(group).__name__} and {type(x).__name__}"  # type: ignore[unreachable]  # unchecked callers
         advice = (
             f"swap them, the group comes first: {operation}(group, {name})"
             if isinstance(x, Group)
             else "pass the group itself, such as braid.init() or group.split(...) returns it"
         )
-        msg = f"expected {wanted}, found {found}: {advice}"
+        msg = f"call {signature}, got {kinds}: {advice}"
         raise ConfigError(msg)
     if not isinstance(x, torch.Tensor):
-        msg = f"expected {wanted}, found {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]  # likewise
+        msg = f"call {signature}, got {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]  # likewise
         raise ConfigError(msg)
     if not hasattr(dim, "__index__") or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-        msg = (
-            f"expected a dim of {name}, whose shape is {list(x.shape)}, found {dim!r} for "
-            f"{operation}"
-        )
+        msg = f"{operation} got dim {dim!r}, which {name} of shape {list(x.shape)} does not have"
         raise ConfigError(msg)
 
 

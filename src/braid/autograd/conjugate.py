@@ -1,12 +1,13 @@
-"""Pairs for tensors that are replicated: one forward is the other's backward.
+"""Pairs for tensors that are replicated: one function's forward is the other's backward.
 
 Tensor parallel layers hold some tensors whole on every rank and some as parts or as terms of a sum.
 Of a replicated tensor every rank has the same value and, if every rank computes the same loss, the
-same gradient: it is not summed over ranks, as in the rest of this room, since all ranks compute one
-loss, not n. Which of the two a tensor is, its use decides:
+same gradient. It is not summed over ranks, as in the rest of this room, since all ranks compute one
+loss, not n. The use of a tensor decides which of the two it is:
 
-    identity_forward_all_reduce_backward     replicated -> input of different work on each rank     Megatron's f
-    all_reduce_forward_identity_backward     terms of a sum -> replicated                           Megatron's g
+    identity_forward_all_reduce_backward     replicated -> input of different work on each rank,
+                                             Megatron's f
+    all_reduce_forward_identity_backward     terms of a sum -> replicated, Megatron's g
     split_forward_all_gather_backward        replicated -> parts
     all_gather_forward_split_backward        parts -> replicated
 
@@ -37,7 +38,7 @@ __all__ = [
 def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
     """Megatron's f: hand a replicated `x` to work that differs between ranks.
 
-    Backward: all_reduce(sum): each rank found the gradient of its own use, the sum is that of `x`.
+    Backward: all_reduce(sum). Each rank has the gradient of its own use; the sum is that of `x`.
 
     Cost: nothing forward, 2 (n-1)/n l bytes backward.
     """
@@ -50,7 +51,7 @@ def identity_forward_all_reduce_backward(group: Group, x: torch.Tensor) -> torch
 def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch.Tensor:
     """Megatron's g: sum the ranks' terms to a replicated tensor.
 
-    Backward: identity: every rank has the gradient of the one result already, which is that of each
+    Backward: identity. Every rank has the gradient of the one result already, which is that of each
     term.
 
     Cost: 2 (n-1)/n l bytes forward, nothing backward.
@@ -66,14 +67,14 @@ def all_reduce_forward_identity_backward(group: Group, x: torch.Tensor) -> torch
 def split_forward_all_gather_backward(
     group: Group, x: torch.Tensor, *, dim: int = 0
 ) -> torch.Tensor:
-    """This rank's part of a replicated `x`, as a copy: `x` itself may be freed.
+    """Return this rank's part of a replicated `x`, as a copy: `x` itself may be freed.
 
     Args:
         group: Ranks that take part.
-        x: The same on all ranks.
-        dim: What is divided; a multiple of n.
+        x: Tensor that is the same on all ranks.
+        dim: Dim that is divided; its length is a multiple of n.
 
-    Backward: all_gather: the gradient of `x` is put together from those of the parts.
+    Backward: all_gather. The gradient of `x` is put together from those of the parts.
 
     Cost: nothing forward, (n-1)/n l bytes backward.
 
@@ -84,11 +85,10 @@ def split_forward_all_gather_backward(
     if dim:
         return split_forward_all_gather_backward(group, x.movedim(dim, 0)).movedim(0, dim)
     if x.dim() == 0 or x.shape[0] % group.size:
-        found = "a zero-dim tensor" if x.dim() == 0 else str(x.shape[0])
+        length = str(x.shape[0]) if x.dim() else "no dim"
         msg = (
-            f"expected the dim to split to be a multiple of the group's size {group.size}, found "
-            f"{found} (shape "
-            f"{list(x.shape)}): pad it"
+            f"dim to split is {length} long (shape {list(x.shape)}), which is no multiple of "
+            f"the group's size {group.size}: pad it"
         )
         raise ConfigError(msg)
     return collective(
@@ -101,12 +101,12 @@ def split_forward_all_gather_backward(
 def all_gather_forward_split_backward(
     group: Group, x: torch.Tensor, *, dim: int = 0
 ) -> torch.Tensor:
-    """All ranks' parts, as a replicated tensor.
+    """Return all ranks' parts as a replicated tensor.
 
     Args:
         group: Ranks that take part.
         x: This rank's part, of the same shape on all; at least one dim.
-        dim: Along which the parts lie.
+        dim: Dim along which the parts lie.
 
     Backward: this rank's part of the gradient, which all ranks have alike.
 

@@ -1,4 +1,4 @@
-"""Order without data: have one backward run after another.
+"""Order without data: one backward runs after another.
 
 Autograd runs whatever is ready, in an order that nobody promises across devices and threads. Work
 that must keep one (the microbatches of a stage, messages between two ranks) needs an edge between
@@ -11,8 +11,7 @@ the fork:
            y ──────▶ join ──▶ used y ──▶ ...        backward: used y, join, fork, made x
 
 They keep no data and save nothing, so checkpointing inside or around them changes nothing. Tensors
-that require no grad are
-welcome: without a graph there is nothing to order.
+that require no grad are welcome: without a graph there is nothing to order.
 
 Source: Kim et al., torchgpipe (2020), section 3.2, figure 3.
 """
@@ -28,7 +27,10 @@ __all__ = ["depend", "fork", "join"]
 
 
 def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x` and a phony; what made `x` runs backward after all behind the phony's join."""
+    """Return `x` and a phony.
+
+    Operations that made `x` run backward after all operations behind the phony's join.
+    """
     nothing = phony(x.device, False)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x, nothing
@@ -37,13 +39,13 @@ def fork(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-    """`x`; everything that uses the result runs backward before what was forked to give `edge`.
+    """Return `x`; users of the result run backward before what was forked into `edge`.
 
     Where `edge` belongs to a graph the result requires grad, even if `x` does not.
 
     Args:
-        x: Handed on.
-        edge: A phony from `fork`, or what `send` returned.
+        x: Tensor that is handed on.
+        edge: A phony from `fork`, or the token that `send` returned.
     """
     if not (torch.is_grad_enabled() and (x.requires_grad or edge.requires_grad)):
         return x
@@ -52,6 +54,6 @@ def join(x: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
 
 
 def depend(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both, such that all uses of `second` run backward before what made `first`."""
+    """Return both; all uses of `second` run backward before the operations that made `first`."""
     first, edge = fork(first)
     return first, join(second, edge)

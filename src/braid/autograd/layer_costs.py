@@ -1,4 +1,4 @@
-"""Measures what layers save, how long they take, and what is alive at one time."""
+"""Measured costs of layers: bytes that they save, time that they take, bytes alive at one time."""
 
 from __future__ import annotations
 
@@ -29,65 +29,65 @@ def measure(
     repeats: int = 3,
     clock: Clock | None = None,
 ) -> list[LayerCost]:
-    """Run each layer forward and see what it costs.
+    """Run each layer forward and return its costs.
 
-    Bytes are those of whole storages, each counted once; parameters, buffers and the layer's input
-    do not count. Random generators are left as they were; what else a forward changes (the
-    statistics of a BatchNorm) changes.
+    Bytes are those of whole storages, each counted once. Parameters, buffers and the layer's input
+    are left out. Random generators are left as they were; other things that a forward changes (the
+    statistics of a BatchNorm) change.
 
     Args:
-        layers: Each is called with the result of the one before.
-        x: What the first is called with.
-        repeats: Forwards to take the median time of, after a first one that is not timed.
-        clock: What they are timed with.
+        layers: Layers, each called with the result of the one before.
+        x: Input of the first layer.
+        repeats: Number of forwards whose median time is taken, after a first one that is not timed.
+        clock: Clock for the times.
 
     Returns:
         One cost per layer, for `by_budget`.
     """
     clock = clock or MonotonicClock()
-    found = []
+    costs = []
     with torch.enable_grad(), RngAndAutocast(generators_of(flatten(x)[1])).again():
         for layer in layers:
-            x = _detached(x)
+            x = _as_leaves(x)
             output, saved_bytes, output_bytes = _bytes_of(layer, x)
             times = [_seconds_of(layer, x, clock) for _ in range(repeats)]
-            found.append(LayerCost(saved_bytes, output_bytes, statistics.median(times)))
+            costs.append(LayerCost(saved_bytes, output_bytes, statistics.median(times)))
             x = output
-    return found
+    return costs
 
 
 class LiveBytes:
-    """Counts the memory of tensors as long as anything, be it autograd, refers to it.
+    """Counts the memory of tensors as long as anything, such as autograd, refers to it.
 
     Attributes:
-        peak_bytes: The most that was alive whenever `watch` or `count` was called.
+        peak_bytes: Largest number of bytes that was alive in a call of `register` or `count`.
     """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def watch(self, x: torch.Tensor) -> torch.Tensor:
-        """Count the memory of `x` from now on, once however many tensors share it; returns `x`."""
+    def register(self, x: torch.Tensor) -> torch.Tensor:
+        """Count the memory of `x` from now on, once however many tensors share it; return `x`."""
         storage = x.untyped_storage()
-        watched = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._alive[watched.cdata] = (watched, storage.nbytes())
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._alive[reference.cdata] = (reference, storage.nbytes())
         self.count()
         return x
 
-    def watched(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """`function`, with the tensors in its results watched."""
+    def register_results(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return `function` with the tensors in its results registered."""
 
         def call(*args: Any, **kwargs: Any) -> Result:
             result = function(*args, **kwargs)
             for x in flatten(result)[1]:
-                self.watch(x)
+                self.register(x)
             return result
 
         return call
 
     def count(self) -> int:
-        """Bytes that are alive now."""
+        """Return the number of bytes that are alive now."""
         self._alive = {
             key: item
             for key, item in self._alive.items()
@@ -99,14 +99,14 @@ class LiveBytes:
 
 
 def _bytes_of(layer: Callable[[Any], Any], x: Any) -> tuple[Any, int, int]:
-    """The layer's result, the bytes that it adds to what is kept, and those of its result alone."""
+    """Return the layer's result, the bytes that it adds for backward, and those of its result."""
     outside = _storages(flatten(x)[1])
     if isinstance(layer, nn.Module):
         outside |= _storages([*layer.parameters(), *layer.buffers()])
     saved: dict[int, int] = {}
 
     def save(t: torch.Tensor) -> torch.Tensor:
-        if not (t.is_leaf and t.requires_grad):  # parameters of what is no module
+        if not (t.is_leaf and t.requires_grad):  # parameters of a function that is no module
             saved.update(_storages([t]))
         return t
 
@@ -129,13 +129,13 @@ def _seconds_of(layer: Callable[[Any], Any], x: Any, clock: Clock) -> float:
     return (clock.now_ns() - start_ns) / 1e9
 
 
-def _detached(x: Any) -> Any:
-    """The same as leaves of a new graph."""
+def _as_leaves(x: Any) -> Any:
+    """Return the tensors of `x` as leaves of a new graph."""
     tree, tensors = flatten(x)
     return unflatten(tree, [t.detach().requires_grad_(t.requires_grad) for t in tensors])
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage, by address."""
+    """Return the bytes of each storage, by address."""
     storages = [t.untyped_storage() for t in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

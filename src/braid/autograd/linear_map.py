@@ -19,14 +19,15 @@ a collective. One `autograd.Function` serves them all: it is given how to run fo
     send(to)                                  recv(from to)
     recv(source)                              send(to source)
     exchange(to, source)                      exchange(source, to)
-    identity                                  all_reduce(sum)       identity_forward_all_reduce_backward, Megatron's f
-    all_reduce(sum)                           identity              all_reduce_forward_identity_backward, Megatron's g
-    split                                     all_gather            split_forward_all_gather_backward
-    all_gather                                split                 all_gather_forward_split_backward
+
+    identity                all_reduce(sum)    identity_forward_all_reduce_backward, Megatron's f
+    all_reduce(sum)         identity           all_reduce_forward_identity_backward, Megatron's g
+    split                   all_gather         split_forward_all_gather_backward
+    all_gather              split              all_gather_forward_split_backward
 
 The last four are not transposes. **What a gradient means:** in all other rows it is that of the
 *sum of all ranks' losses*. When every rank computes the same loss from a replicated result, that
-sum counts the loss n times: divide it by the size of the group, or use the last four, for which a
+sum has the loss n times: divide it by the size of the group, or use the last four, for which a
 replicated tensor has one gradient, the same on all ranks.
 
 **Who takes part.** Backward is a collective, too. In grad mode a result therefore always requires
@@ -60,7 +61,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _LinearMap(torch.autograd.Function):
-    """`run` forward, `dual` backward; saves nothing."""
+    """Autograd function that calls `run` forward and `dual` backward, and saves nothing."""
 
     @staticmethod
     def forward(
@@ -75,9 +76,14 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Gradients:
-        found = ctx.dual(*grads)
+        gradients = ctx.dual(*grads)
         needed = ctx.needs_input_grad[3:]
-        return (None, None, None, *[g if n else None for g, n in zip(found, needed, strict=True)])
+        return (
+            None,
+            None,
+            None,
+            *[g if n else None for g, n in zip(gradients, needed, strict=True)],
+        )
 
 
 def linear_map(
@@ -89,15 +95,15 @@ def linear_map(
     """Apply a linear map to tensors.
 
     Args:
-        run: Makes the results out of `xs`, without autograd; must not hand an input on as it is
-            (`detach` it).
-        dual: Makes the gradients of `xs` out of the results', with differentiable functions (None:
-            none); keeps no tensors alive.
-        xs: What it is applied to.
+        run: Function that makes the results out of `xs`, without autograd; must not hand an input
+            on as it is (`detach` it).
+        dual: Differentiable function that makes the gradients of `xs` out of the results' (None: no
+            gradient); keeps no tensors alive.
+        xs: Arguments of the map.
         edge: A phony that requires grad where the results must do so in any case.
     """
-    found = _LinearMap.apply(run, dual, edge, *xs)  # type: ignore[no-untyped-call]
-    return cast("Tensors", found)
+    ys = _LinearMap.apply(run, dual, edge, *xs)  # type: ignore[no-untyped-call]
+    return cast("Tensors", ys)
 
 
 def collective(
@@ -105,7 +111,7 @@ def collective(
     dual: Callable[[torch.Tensor], torch.Tensor],
     x: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply one that moves data between ranks; its backward runs on every rank.
+    """Apply a linear map that moves data between ranks; its backward runs on every rank.
 
     Integers and bools have no gradients: for them this is `run`.
     """

@@ -23,16 +23,16 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
     """Send `x` to the rank `to`.
 
     Args:
-        group: Ranks that the message travels among.
-        x: What is sent.
-        to: Group rank.
-        tag: Which message of the pair; backward uses the same.
+        group: Ranks between which the message travels.
+        x: Tensor that is sent.
+        to: Group rank of the receiver.
+        tag: Number of the message between the two; backward uses the same.
 
     Returns:
         A token, shape (0,), to be joined to what backward is called on.
 
-    Backward: recv(to): the gradient that the receiver found. Messages of up to 256 KiB return at
-    once; two ranks that send each other more at the same time need `exchange`.
+    Backward: recv(to), the receiver's gradient. Messages of up to 256 KiB return at once; two ranks
+    that send each other more at the same time need `exchange`.
 
     Cost: l bytes sent forward, l received backward.
     """
@@ -44,24 +44,23 @@ def send(group: Group, x: torch.Tensor, to: int, *, tag: int = 0) -> torch.Tenso
         return t.new_empty(0)
 
     def dual(g: torch.Tensor) -> torch.Tensor:
-        like = g.sum().expand(
-            shape
-        )  # 0, and on the graph of the token: a second backward gets here
+        # 0, and on the graph of the token: a second backward gets here
+        like = g.sum().expand(shape)
         return recv(group, like, to, tag=tag)
 
     return collective(run, dual, x)
 
 
 def recv(group: Group, like: torch.Tensor, source: int, *, tag: int = 0) -> torch.Tensor:
-    """What the rank `source` sends.
+    """Return the tensor that the rank `source` sends.
 
     Args:
-        group: Ranks that the message travels among.
-        like: Gives shape, dtype and device; its gradient is zero.
-        source: Group rank.
-        tag: Which message of the pair.
+        group: Ranks between which the message travels.
+        like: Tensor that gives shape, dtype and device; its gradient is zero.
+        source: Group rank of the sender.
+        tag: Number of the message between the two.
 
-    Backward: send(source): the gradient goes to the sender.
+    Backward: send(source). The gradient goes to the sender.
 
     Cost: l bytes received forward, l sent backward.
     """
@@ -82,10 +81,11 @@ def exchange(group: Group, x: torch.Tensor, *, to: int, source: int, tag: int = 
 
     Args:
         group: Ranks that take part.
-        x: The same shape on sender and receiver.
-        to: Group rank.
-        source: Group rank; itself only together with `to`, for rings of one.
-        tag: Which message of the pair.
+        x: Tensor of the same shape on sender and receiver.
+        to: Group rank of the receiver.
+        source: Group rank of the sender; this rank itself only together with `to`, for rings of
+            one.
+        tag: Number of the message between the two.
 
     Backward: exchange in the other direction.
 

@@ -1,4 +1,4 @@
-"""all_gather, reduce_scatter and all_to_all with gradients: what every rank holds a part of.
+"""all_gather, reduce_scatter and all_to_all with gradients: every rank holds a part of a tensor.
 
 Parts are slices of one dim. They are equal unless `sizes` gives the length of each rank's. Equal
 parts of dim 0 are moved without a copy; other dims are brought to the front and back by torch.
@@ -23,20 +23,20 @@ __all__ = ["all_gather", "all_to_all", "check_sizes", "reduce_scatter"]
 def all_gather(
     group: Group, x: torch.Tensor, *, dim: int = 0, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The tensors of all ranks, one after the other.
+    """Return the tensors of all ranks, one after the other.
 
     Args:
         group: Ranks that take part.
-        x: This rank's part; zero-dim ones count as (1,).
-        dim: Along which the parts lie.
+        x: This rank's part; zero-dim ones are used as (1,).
+        dim: Dim along which the parts lie.
         sizes: Length of each rank's part in `dim`; None if they are equal.
 
     Shape:
         x: (..., d, ...) -> (..., n d, ...), or the sum of `sizes`.
 
-    Backward: reduce_scatter(sum): the gradients that the ranks found for this rank's part, summed.
-    If all compute the same loss from the result, take `all_gather_forward_split_backward` instead,
-    or divide the loss by n.
+    Backward: reduce_scatter(sum), the sum of all ranks' gradients for this rank's part. If all
+    compute the same loss from the result, use `all_gather_forward_split_backward` instead, or
+    divide the loss by n.
 
     Cost: (n-1)/n l bytes forward and backward.
     """
@@ -68,19 +68,19 @@ def reduce_scatter(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's part of the sum of all ranks' `x`.
+    """Return this rank's part of the sum of all ranks' `x`.
 
     Args:
         group: Ranks that take part.
-        x: The same shape on all ranks.
-        op: sum or avg.
-        dim: Along which the parts lie.
+        x: Tensor of the same shape on all ranks.
+        op: Reduction, sum or avg.
+        dim: Dim along which the parts lie.
         sizes: Length of each rank's part in `dim`; None if they are equal.
 
     Shape:
         x: (..., n d, ...) -> (..., d, ...), or `sizes[rank]`.
 
-    Backward: all_gather (divided by n for avg): each part's gradient comes from the rank that got
+    Backward: all_gather (divided by n for avg). Each part's gradient comes from the rank that got
     the part.
 
     Cost: (n-1)/n l bytes forward and backward.
@@ -91,19 +91,16 @@ def reduce_scatter(
     check_call("reduce_scatter", group, x, dim)
     if op not in ("sum", "avg"):
         msg = (
-            f"expected op sum or avg for a differentiable reduce_scatter, found {op!r}: take this "
-            "rank's part of "
-            f"all_reduce(group, x, {op!r}), which knows which rank the gradient belongs to"
+            f"op of a differentiable reduce_scatter must be sum or avg, got {op!r}: take this "
+            f"rank's part of all_reduce(group, x, {op!r}), which knows which rank the gradient "
+            "belongs to"
         )
         raise ConfigError(msg)
     if dim:
         return reduce_scatter(group, x.movedim(dim, 0), op, sizes=sizes).movedim(0, dim)
     rows = None if sizes is None else check_sizes(group, sizes, None, "reduce_scatter")
     if rows is not None and sum(rows) != x.shape[0]:
-        msg = (
-            f"expected dim {dim} of x to be {sum(rows)}, the sum of sizes {rows}, found "
-            f"{x.shape[0]}"
-        )
+        msg = f"dim {dim} of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}"
         raise ConfigError(msg)
     scale = 1 if op == "sum" else group.size
 
@@ -124,7 +121,7 @@ def all_to_all(
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Part r of dim 0 goes to rank r; what the ranks sent here, in their order.
+    """Send part r of dim 0 to rank r; return the parts that the ranks sent here, in their order.
 
     Args:
         group: Ranks that take part.
@@ -136,25 +133,25 @@ def all_to_all(
     Shape:
         x: (n d, ...) -> (n d, ...), or (sum of send_sizes, ...) -> (sum of receive_sizes, ...).
 
-    Backward: all_to_all with the sizes exchanged: every gradient goes back to where the number came
-    from.
+    Backward: all_to_all with the sizes exchanged. Every gradient goes back to the rank that sent
+    the number.
 
     Cost: (n-1)/n l bytes forward and backward.
 
     Raises:
-        ConfigError: Only one of the sizes, or sizes that do not fit.
+        ConfigError: Only one of the sizes is given, or sizes do not fit.
     """
     check_call("all_to_all", group, x)
     if send_sizes is None and receive_sizes is None:
         return collective(group.all_to_all, lambda g: all_to_all(group, g), x)
     if send_sizes is None or receive_sizes is None:
-        found = "receive_sizes" if send_sizes is None else "send_sizes"
-        msg = f"expected both send_sizes and receive_sizes or none, found only {found}"
+        given = "receive_sizes" if send_sizes is None else "send_sizes"
+        msg = f"all_to_all got only {given}: pass both send_sizes and receive_sizes, or none"
         raise ConfigError(msg)
     to = check_sizes(group, send_sizes, None, "all_to_all send")
     source = check_sizes(group, receive_sizes, None, "all_to_all receive")
     if sum(to) != x.shape[0]:
-        msg = f"expected dim 0 of x to be {sum(to)}, the sum of send_sizes {to}, found {x.shape[0]}"
+        msg = f"dim 0 of x is {x.shape[0]} long, but send_sizes {to} sum to {sum(to)}"
         raise ConfigError(msg)
 
     def run(t: torch.Tensor) -> torch.Tensor:
@@ -165,27 +162,30 @@ def all_to_all(
     return collective(run, lambda g: all_to_all(group, g, send_sizes=source, receive_sizes=to), x)
 
 
-def check_sizes(group: Group, sizes: Sequence[int], own: int | None, what: str) -> list[int]:
-    """The sizes as a list.
+def check_sizes(group: Group, sizes: Sequence[int], own: int | None, operation: str) -> list[int]:
+    """Return the sizes as a list.
 
     Args:
         group: Ranks that take part.
-        sizes: One per rank.
+        sizes: One length per rank.
         own: Length of this rank's part, if it is known.
-        what: For the message.
+        operation: Name in the message.
 
     Raises:
-        ConfigError: Not one per rank, a negative one, or another than this rank's part has.
+        ConfigError: There is not one size per rank, one is negative, or this rank's part has
+            another length.
     """
     rows = [int(size) for size in sizes]
     if len(rows) != group.size or min(rows) < 0:
-        msg = f"expected {group.size} {what} sizes of at least 0, one for every rank, found {rows}"
+        msg = (
+            f"{operation} sizes must be {group.size} integers of at least 0, one for every rank, "
+            f"got {rows}"
+        )
         raise ConfigError(msg)
     if own is not None and rows[group.rank] != own:
         msg = (
-            f"expected this rank's part to be {rows[group.rank]} long, as {what} sizes {rows} say "
-            "for group rank "
-            f"{group.rank}, found {own}"
+            f"part of group rank {group.rank} is {own} long, but {operation} sizes {rows} give "
+            f"it {rows[group.rank]}"
         )
         raise ConfigError(msg)
     return rows

@@ -1,27 +1,27 @@
 """Recomputation: call a function again in backward instead of keeping what it saves.
 
-torch's non-reentrant `checkpoint` works this way, too; this one also names the line whose saved
+torch's non-reentrant `checkpoint` works this way, too. This one also names the line whose saved
 tensor came out differently, notices parameters that were changed in between, stops as soon as what
 backward *still* needs is there, and lets a saved tensor be read more than once.
 
-    forward    every tensor that autograd would save becomes a slot: a number and a note of shape, dtype and line
-    backward   the first slot that is read runs the function again. The n-th tensor saved then fills slot n if anything
-               still refers to it; after the last such slot the function is stopped. Reading a slot
-               empties it
+    forward    every tensor that autograd would save becomes a slot: a number and a note of shape,
+               dtype and line
+    backward   the first slot that is read runs the function again. The n-th tensor saved then fills
+               slot n if anything still refers to it; after the last such slot the function is
+               stopped. Reading a slot empties it
 
 The second run happens once per segment and backward pass, in the same state of random generators
 and autocast. Its own graph is thrown away. The arguments are saved tensors themselves, of whatever
 surrounds the call: in a nested checkpoint they are slots of the outer one, and no memory is held by
 the inner.
 
-Cost: of forward, once more, up to the last needed tensor. Memory: the arguments until backward;
-while backward passes the segment, all of its saved tensors, which are freed one by one.
-`recompute_plan` chooses the segments.
+Cost: one more forward, up to the last needed tensor. Memory: the arguments until backward; while
+backward passes the segment, all of its saved tensors, which are freed one by one. `recompute_plan`
+chooses the segments.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016); Griewank
-and Walther, "Algorithm
-799: revolve" (2000); hooks instead of a re-entrant Function as in PyTorch 1.11's
-`use_reentrant=False`.
+and Walther, "Algorithm 799: revolve" (2000); hooks instead of a re-entrant Function as in PyTorch
+1.11's `use_reentrant=False`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Around = Callable[[bool], AbstractContextManager[object]]
 
 CPU = torch.device("cpu")
 INNER = tuple(str(Path(name).parent) + "/" for name in (torch.__file__, __file__))
-NO_PASS = -1  # what torch calls reading saved tensors outside of backward
+NO_PASS = -1  # torch's number for reading saved tensors outside of backward
 
 
 class RecomputeError(BraidError, RuntimeError):
@@ -70,25 +70,27 @@ def checkpoint(
     """Call `function` and keep nothing for backward but its arguments; backward calls it again.
 
     The function must do the same both times, as far as tensors are concerned: no arguments changed
-    in place, and no decisions on what changes in between. What else it does happens twice: a
+    in place, and no decisions on what changes in between. Its other effects happen twice: a
     BatchNorm in training updates its statistics again. Collectives in it are called again, too, on
     all ranks at the same point of backward if their programs are the same.
 
     Args:
-        function: What to call. Of an nn.Module, changes to all parameters are noticed; of other
+        function: Function to call. Of an nn.Module, changes to all parameters are noticed; of other
             functions, to those saved.
-        args: Tensors may be anywhere in lists, tuples, dicts and dataclasses; anything else is kept
-            as it is.
-        preserve_rng_state: Draw the same random numbers again: from torch's default generators
-            (True), these (a sequence), or nothing of the kind (False), which saves copying 5 KB.
-        early_stop: End the second call when backward has all it needs; False for functions that
-            must run to their end, such as modules whose forward hooks release something.
-        around: `around(again)` makes a context for the function to run in; `again` is False in
-            forward.
-        kwargs: As args.
+        args: Arguments; tensors may be anywhere in lists, tuples, mappings and dataclasses, and
+            anything else is kept as it is.
+        preserve_rng_state: Whether to draw the same random numbers again: from torch's default
+            generators (True), these (a sequence), or no generator (False), which saves copying 5
+            KB.
+        early_stop: Whether to end the second call when backward has all it needs; False for
+            functions that must run to their end, such as modules whose forward hooks release
+            something.
+        around: Function `around(again)` that makes a context for the function to run in; `again` is
+            False in forward.
+        kwargs: Keyword arguments, as args.
 
     Returns:
-        What `function` returns. Without grad mode this is an ordinary call.
+        The result of `function`. Without grad mode this is an ordinary call.
 
     Raises:
         RecomputeError: In backward: the function saved other tensors, or a parameter has been
@@ -111,17 +113,17 @@ def checkpoint(
 
 
 class _Stop(BaseException):
-    """All that is needed has been saved; no Exception, so that the function does not catch it."""
+    """Raised when all needed tensors are saved; no Exception, so that no function catches it."""
 
 
 class _Slot:
-    """Stands for a saved tensor in the graph."""
+    """Placeholder of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__",)
 
 
 class _Note(NamedTuple):
-    """What is remembered of a saved tensor."""
+    """Properties of a saved tensor that are remembered."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -137,7 +139,7 @@ class _Note(NamedTuple):
 
 
 class _Keep(torch.autograd.Function):
-    """Holds tensors as saved tensors: surrounding hooks apply, and changes in place are noticed."""
+    """Autograd function that saves tensors: hooks around it apply, changes are noticed."""
 
     @staticmethod
     def forward(ctx: Any, edge: torch.Tensor, *xs: torch.Tensor) -> torch.Tensor:
@@ -170,14 +172,16 @@ class _Call:
         self._requires_grad = [x.requires_grad for x in tensors]
         kept = _Keep.apply(phony(CPU, True), *[x.detach() for x in tensors])  # type: ignore[no-untyped-call]
         self._kept = kept.grad_fn
-        self._surroundings = state
+        self._state = state
         self._around = around
         self._early_stop = early_stop
         self._slots: list[weakref.ref[_Slot]] = []
         self._notes: list[_Note] = []
         self._lock = threading.RLock()  # one backward may run on a thread per device
         self._pass = NO_PASS
-        self._found: weakref.WeakKeyDictionary[_Slot, torch.Tensor] = weakref.WeakKeyDictionary()
+        self._recomputed: weakref.WeakKeyDictionary[_Slot, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def around(self, *, again: bool) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._around is None else self._around(again)
@@ -193,17 +197,17 @@ class _Call:
             # what another pass left behind may be of other parameters
             number = torch._C._current_graph_task_id()  # noqa: SLF001 - torch tells passes apart nowhere else
             if number != self._pass or number == NO_PASS:
-                self._found.clear()
+                self._recomputed.clear()
                 self._pass = number
-            if slot not in self._found:
+            if slot not in self._recomputed:
                 self._run_again()
-            return self._found.pop(slot)
+            return self._recomputed.pop(slot)
 
     def _run_again(self) -> None:
         for name, parameter, version in self._parameters:
             if _version(parameter) != version:
-                what = f"parameter {name} of {type(self._function).__name__}"
-                raise RecomputeError(_changed(what, version, _version(parameter)))
+                changed = f"parameter {name} of {type(self._function).__name__}"
+                raise RecomputeError(_changed(changed, version, _version(parameter)))
         last = max(index for index, slot in enumerate(self._slots) if slot() is not None)
         num_saved = 0
 
@@ -220,7 +224,7 @@ class _Call:
         args, kwargs = unflatten(self._tree, [x.detach().requires_grad_(g) for x, g in kept])
         with (
             contextlib.suppress(_Stop),
-            self._surroundings.again(),
+            self._state.again(),
             torch.enable_grad(),
             saved_tensors_hooks(save, lambda x: x),
             self.around(again=True),
@@ -232,23 +236,21 @@ class _Call:
         before = self._notes[index]
         if (before.shape, before.dtype, before.device) != (x.shape, x.dtype, x.device):
             msg = (
-                "expected a function that computes the same in backward as in forward, found "
-                f"that saved tensor {index} "
-                f"of {len(self._notes)} was {before} in forward and is {_note(x)} now: it must "
-                "depend on nothing that "
-                "changed in between"
+                f"function computed something else in backward: saved tensor {index} of "
+                f"{len(self._notes)} was {before} in forward and is {_note(x)} now; it must "
+                "depend on nothing that changed in between"
             )
             raise RecomputeError(msg)
         if before.version is not None and before.version != _version(x):
-            what = f"saved tensor {index} of {len(self._notes)} ({before})"
-            raise RecomputeError(_changed(what, before.version, _version(x)))
+            changed = f"saved tensor {index} of {len(self._notes)} ({before})"
+            raise RecomputeError(_changed(changed, before.version, _version(x)))
         slot = self._slots[index]()
         if slot is not None:
-            self._found[slot] = x.detach()
+            self._recomputed[slot] = x.detach()
 
     def _check_count(self, num_saved: int, last: int) -> None:
         expected = len(self._notes)
-        # a gradient taken inside the function sees a part of it only
+        # a gradient computed inside the function needs a part of it only
         part = self._early_stop or not self.complete
         if num_saved > last if part else num_saved == expected:
             return
@@ -258,18 +260,17 @@ class _Call:
             else "forward saved fewer"
         )
         msg = (
-            f"expected a function that saves {expected} tensors in backward as in forward, found "
-            f"{num_saved}; {missing}: "
-            "it must depend on nothing that changed in between, such as a mode or a global"
+            f"function saved {num_saved} tensors in backward, but {expected} in forward; "
+            f"{missing}: it must depend on nothing that changed in between, such as a mode or "
+            "a global"
         )
         raise RecomputeError(msg)
 
 
-def _changed(what: str, before: int, now: int) -> str:
+def _changed(changed: str, before: int, now: int) -> str:
     return (
-        f"expected parameters as they were in forward, found that {what} has been changed in "
-        "place since (version "
-        f"{before}, now {now}): call backward before the optimizer's step"
+        f"{changed} has been changed in place since forward (version {before}, now {now}): "
+        "call backward before the optimizer's step"
     )
 
 

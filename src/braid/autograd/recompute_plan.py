@@ -1,12 +1,13 @@
-"""Which layers to recompute: what a choice costs in memory and time, and the best choice.
+"""Plans of which layers to recompute: their cost in memory and time, and the best one.
 
 A plan cuts a chain of layers into segments. A *recomputed* segment keeps its input only; a *kept*
 one keeps all that its layers save. For layer i let s_i be the bytes it saves, its output among
-them, and o_i those of the output alone. A segment's input is the output of the layer before; it
-comes for free behind a kept segment (whose layers saved it) and in front of the chain (the
-caller's). While backward passes segment j, what the segments before it keep is there, and all of j:
+them, and o_i those of the output alone. A segment's input is the output of the layer before. It is
+free behind a kept segment (whose layers saved it) and in front of the chain (the caller's). While
+backward passes segment j, what the segments before it keep is there, and all of j:
 
-    kept before j:   K_j = sum over segments k < j of (input of k, unless free) + (s of k, if k is kept)
+    kept before j:   K_j = sum over segments k < j of
+                           (input of k, unless free) + (s of k, if k is kept)
     peak             = max over j of K_j + (input of j, unless free) + (s of j)
     extra time       = forward time of the recomputed segments, at most one forward
 
@@ -49,12 +50,12 @@ Node = TypeVar("Node", bound=Hashable)
 
 
 class LayerCost(NamedTuple):
-    """What a layer costs.
+    """Costs of a layer.
 
     Attributes:
-        saved_bytes: What backward needs of it: the tensors that it saves and its output, not its
-            input and parameters.
-        output_bytes: The output alone.
+        saved_bytes: Bytes that backward needs of the layer: the tensors that it saves and its
+            output, not its input and parameters.
+        output_bytes: Bytes of the output alone.
         forward_s: Seconds of one forward.
     """
 
@@ -72,26 +73,26 @@ class Segment(NamedTuple):
 
 
 class RecomputePlan(NamedTuple):
-    """Segments, one after the other.
+    """Segments of a chain of layers, one after the other.
 
     Attributes:
-        segments: From the first layer to the last, without gaps.
+        segments: Segments from the first layer to the last, without gaps.
     """
 
     segments: tuple[Segment, ...]
 
     @property
     def num_layers(self) -> int:
-        """Of the whole chain."""
+        """Number of layers in the whole chain."""
         return self.segments[-1].stop if self.segments else 0
 
     @property
     def num_recomputed(self) -> int:
-        """Layers whose forward runs twice."""
+        """Number of layers whose forward runs twice."""
         return sum(s.stop - s.start for s in self.segments if s.recomputed)
 
     def peak_bytes(self, layers: Sequence[LayerCost]) -> int:
-        """The most that is kept for backward at any time, see the module."""
+        """Return the most that is kept for backward at any time; see the module."""
         kept = peak = 0
         free = True
         for start, stop, recomputed in self.segments:
@@ -103,7 +104,7 @@ class RecomputePlan(NamedTuple):
         return peak
 
     def recomputed_s(self, layers: Sequence[LayerCost]) -> float:
-        """Seconds that backward takes longer."""
+        """Return the seconds that backward takes longer."""
         return math.fsum(
             layer.forward_s
             for s in self.segments
@@ -115,7 +116,7 @@ class RecomputePlan(NamedTuple):
         """Refuse a plan for other layers.
 
         Raises:
-            ConfigError: Gaps, empty segments, or another number of layers.
+            ConfigError: The plan has gaps, empty segments, or another number of layers.
         """
         ends = [0, *(s.stop for s in self.segments)]
         starts = [s.start for s in self.segments]
@@ -125,14 +126,13 @@ class RecomputePlan(NamedTuple):
             or any(s.start >= s.stop for s in self.segments)
         ):
             msg = (
-                f"expected segments that hold layers 0 to {num_layers}, one after the other, "
-                f"found {self}: make the plan "
-                "for as many layers as there are"
+                f"segments {self} do not hold layers 0 to {num_layers}, one after the other: "
+                "make the plan for as many layers as there are"
             )
             raise ConfigError(msg)
 
     def __str__(self) -> str:
-        """`(0 1 2 3) (4 5 6 7) 8 9`: recomputed segments in parentheses."""
+        """Return text such as `(0 1 2 3) (4 5 6 7) 8 9`: recomputed segments in parentheses."""
         texts = []
         for start, stop, recomputed in self.segments:
             text = " ".join(map(str, range(start, stop)))
@@ -141,19 +141,19 @@ class RecomputePlan(NamedTuple):
 
 
 def equal_segments(num_layers: int, num_segments: int) -> RecomputePlan:
-    """Segments as equal as can be; all but the last are recomputed.
+    """Return segments as equal as can be; all but the last are recomputed.
 
     The last one's backward comes first, so to recompute it would cost time and save nothing.
 
     Cost: peak about (k - 1) + n / k outputs of equal layers; n - n / k layers run again.
 
     Raises:
-        ConfigError: More segments than layers, or none.
+        ConfigError: There are more segments than layers, or none.
     """
     if not 1 <= num_segments <= max(num_layers, 1):
         msg = (
-            f"expected 1 to {max(num_layers, 1)} segments for {num_layers} layers, found "
-            f"{num_segments}"
+            f"number of segments for {num_layers} layers must be from 1 to "
+            f"{max(num_layers, 1)}, got {num_segments}"
         )
         raise ConfigError(msg)
     cuts = [num_layers * i // num_segments for i in range(num_segments + 1)]
@@ -167,7 +167,7 @@ def equal_segments(num_layers: int, num_segments: int) -> RecomputePlan:
 
 
 def sqrt_segments(num_layers: int) -> RecomputePlan:
-    """About sqrt(n) segments, the best number for equal layers.
+    """Return about sqrt(n) segments, the best number for equal layers.
 
     Cost: peak 2 sqrt(n) - 1 outputs (n a square); n - sqrt(n) layers run again.
 
@@ -179,32 +179,32 @@ def sqrt_segments(num_layers: int) -> RecomputePlan:
 def by_budget(
     layers: Sequence[LayerCost], budget_bytes: int, *, grain_bytes: int = 1
 ) -> RecomputePlan:
-    """The plan that recomputes the least time with a peak of at most `budget_bytes`.
+    """Return the plan that recomputes the least time with a peak of at most `budget_bytes`.
 
     A dynamic programme over prefixes. F(i) holds the pairs (bytes kept with the input of layer i,
     extra seconds) of all plans for the layers before i that fit; a pair goes if another is as good
     in both. With M the budget:
 
         F(0) = {(0, 0)}
-        keep layer i:            (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)                              if b + s_i <= M
-        recompute layers i..j-1: (b, t) of F(i)  ->  (b + o_(j-1), t + t_i + .. + t_(j-1)) of F(j)
-                                                                                    if b + s_i + ..
-                                                                                    + s_(j-1) <= M
+        keep layer i:             (b, t) of F(i)  ->  (b + s_i, t) of F(i+1)
+                                  if b + s_i <= M
+        recompute layers i..j-1:  (b, t) of F(i)  ->  (b + o_(j-1), t + t_i + .. + t_(j-1)) of F(j)
+                                  if b + s_i + .. + s_(j-1) <= M
 
-    The answer is the least t in F(n). It is exact because later segments feel nothing of earlier
-    ones but b and t.
+    The answer is the least t in F(n). It is exact because later segments depend on earlier ones by
+    b and t only.
 
     Args:
-        layers: See `measure`.
-        budget_bytes: For what is kept for backward; gradients, parameters and temporaries come on
-            top.
-        grain_bytes: Round sizes up to multiples. Coarser is faster; the plan still keeps within the
-            budget.
+        layers: Costs of the layers; see `measure`.
+        budget_bytes: Bytes for what is kept for backward; gradients, parameters and temporaries
+            come on top.
+        grain_bytes: Multiple to which sizes are rounded up. Coarser is faster; the plan still keeps
+            within the budget.
 
     Cost: O(n^2 p) steps, p pairs per prefix: no more than budget / grain, in practice far fewer.
 
     Raises:
-        ConfigError: Nothing fits; says what would.
+        ConfigError: Nothing fits; the message says what would.
     """
     grain = max(1, grain_bytes)
     saved = [-(-layer.saved_bytes // grain) for layer in layers]
@@ -228,20 +228,19 @@ def by_budget(
                 needed += saved[j + 1] if j + 1 < n else 0
     if not reached[n]:
         msg = (
-            f"expected a budget of at least {least_budget(layers)} bytes for these {n} layers, "
-            f"found {budget_bytes} "
-            f"(in grains of {grain}): no plan of one level keeps less; give more memory or cut "
-            "layers finer"
+            f"budget of {budget_bytes} bytes (in grains of {grain}) is too small for these {n} "
+            f"layers, which need at least {least_budget(layers)}: no plan of one level keeps "
+            "less; give more memory or cut layers finer"
         )
         raise ConfigError(msg)
     return _plan_of(min(reached[n].values(), key=lambda prefix: (prefix.extra_s, prefix.kept)))
 
 
 def least_budget(layers: Sequence[LayerCost]) -> int:
-    """The smallest peak, in bytes, that any plan of one level has.
+    """Return the smallest peak, in bytes, that any plan of one level has.
 
-    Cost: O(n^2 log(bytes)): bisection; whether a budget suffices only the least kept bytes of each
-    prefix decide.
+    Cost: O(n^2 log(bytes)), by bisection; the least kept bytes of each prefix decide whether a
+    budget suffices.
     """
     top = RecomputePlan((Segment(0, len(layers), recomputed=False),)).peak_bytes(layers)
     low, high = -1, top  # low does not suffice, high does
@@ -255,7 +254,7 @@ def least_budget(layers: Sequence[LayerCost]) -> int:
 
 
 class _Prefix(NamedTuple):
-    """A plan for the first layers: what later ones feel of it, and how it was reached."""
+    """Plan for the first layers: what later layers depend on, and the plan that it continues."""
 
     kept: int
     extra_s: float
@@ -270,12 +269,12 @@ def _offer(reached: dict[int, _Prefix], prefix: _Prefix) -> None:
 
 
 def _undominated(prefixes: Iterable[_Prefix]) -> list[_Prefix]:
-    """Those to which no other is at least as good in both."""
-    found: list[_Prefix] = []
+    """Return the prefixes to which no other is at least as good in both numbers."""
+    best: list[_Prefix] = []
     for prefix in sorted(prefixes, key=lambda p: (p.kept, p.extra_s)):
-        if not found or prefix.extra_s < found[-1].extra_s:
-            found.append(prefix)
-    return found
+        if not best or prefix.extra_s < best[-1].extra_s:
+            best.append(prefix)
+    return best
 
 
 def _plan_of(prefix: _Prefix) -> RecomputePlan:
@@ -291,7 +290,10 @@ def _plan_of(prefix: _Prefix) -> RecomputePlan:
 
 
 def _suffices(layers: Sequence[LayerCost], budget: int) -> bool:
-    """F(n) of `by_budget` is not empty; without seconds the least bytes of each F(i) decide."""
+    """Return whether F(n) of `by_budget` is not empty.
+
+    Without seconds the least bytes of each F(i) decide.
+    """
     n = len(layers)
     least = [0, *[math.inf] * n]
     for i in range(n):
@@ -315,7 +317,7 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
         graph: For every node those that use its output; without cycles. A networkx.DiGraph will do.
 
     Returns:
-        In the order of computation.
+        Nodes in the order of computation.
 
     Raises:
         ConfigError: The graph has a cycle.
@@ -330,28 +332,27 @@ def articulation_points(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
     ends = [[position[user] for user in users.get(node, ())] for node in order]
     sources = set(range(len(order))).difference(*ends)
     points = []
-    furthest = max(sources, default=0)  # an edge leads from before the first node to every source,
+    # an edge leads from before the first node to every source, and from every sink behind the last
+    furthest = max(sources, default=0)
     for i, node in enumerate(order):
         if furthest <= i:
             points.append(node)
-        furthest = max(
-            [furthest, *ends[i]] if ends[i] else [len(order)]
-        )  # and from every sink behind the last
+        furthest = max([furthest, *ends[i]] if ends[i] else [len(order)])
     return points
 
 
 def blocks(graph: Mapping[Node, Iterable[Node]]) -> list[list[Node]]:
-    """The graph as a chain: nodes in order of computation, cut behind every articulation point.
+    """Return the graph as a chain: nodes in order of computation, cut behind articulation points.
 
     Nodes behind the last point, if it is no sink, form a block of their own.
     """
     points = set(articulation_points(graph))
-    found: list[list[Node]] = [[]]
+    chain: list[list[Node]] = [[]]
     for node in _order(graph):
-        found[-1].append(node)
+        chain[-1].append(node)
         if node in points:
-            found.append([])
-    return [block for block in found if block]
+            chain.append([])
+    return [block for block in chain if block]
 
 
 def _order(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
@@ -364,5 +365,5 @@ def _order(graph: Mapping[Node, Iterable[Node]]) -> list[Node]:
         return list(sorter.static_order())
     except CycleError as exc:
         cycle = " -> ".join(map(str, exc.args[1]))
-        msg = f"expected a graph without cycles, found {cycle}"
+        msg = f"graph has a cycle: {cycle}"
         raise ConfigError(msg) from exc

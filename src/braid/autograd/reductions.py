@@ -1,4 +1,4 @@
-"""all_reduce and scan with gradients: what every rank contributes to and every rank gets.
+"""all_reduce and scan with gradients: every rank contributes, and every rank gets a result.
 
 n = size of the group, l = bytes of the tensor; bytes are those that a rank receives, two-phase.
 """
@@ -21,21 +21,22 @@ SHORT = (torch.float16, torch.bfloat16)
 
 
 def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The reduction of all ranks' `x`, on every rank; `x` stays as it is.
+    """Return the reduction of all ranks' `x`, on every rank; `x` stays as it is.
 
     Args:
         group: Ranks that take part.
-        x: The same shape on all.
-        op: sum, avg, max, min or product.
+        x: Tensor of the same shape on all ranks.
+        op: Reduction: sum, avg, max, min or product.
 
-    Backward: every rank has a gradient of the result; their sum (or average) is the gradient of
+    Backward: every rank has a gradient of the result. Their sum (or average) is the gradient of
     each `x`, so this is all_reduce again. For a loss that all ranks compute from the result, divide
     it by n or use `all_reduce_forward_identity_backward`.
 
-    max and min: all of it goes to the rank that holds the extreme, of several to the lowest. NaN
-    counts as extreme.
-    product: to each rank the product of the others times the summed gradient, exact where there are
-    zeros.
+    max and min: the whole gradient goes to the rank that holds the extreme, of several to the
+    lowest. NaN is an extreme.
+
+    product: each rank gets the product of the others times the summed gradient, exact where there
+    are zeros.
 
     Cost: sum and avg 2 (n-1)/n l bytes forward and backward. max and min 4 (n-1)/n l and 2 (n-1)/n
     bytes of an int32 per element forward, 2 (n-1)/n l backward. product (n-1) l both ways: it is
@@ -56,20 +57,19 @@ def all_reduce(group: Group, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     if op == "product":
         return _product(group, x)
     msg = (
-        "expected op sum, avg, max, min or product for a differentiable all_reduce, found "
-        f"{op!r}: operations on bits "
-        "have no gradient, call group.all_reduce for them"
+        f"op of a differentiable all_reduce must be sum, avg, max, min or product, got {op!r}: "
+        "operations on bits have no gradient, call group.all_reduce for them"
     )
     raise ConfigError(msg)
 
 
 def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Tensor:
-    """The sum of `x` of the ranks up to this one.
+    """Return the sum of `x` of the ranks up to this one.
 
     Args:
         group: Ranks that take part.
-        x: The same shape on all.
-        exclusive: Without this rank's own; rank 0 gets zeros.
+        x: Tensor of the same shape on all ranks.
+        exclusive: Whether this rank's own `x` is left out; rank 0 gets zeros then.
 
     Backward: the sum of the gradients of this rank and those after it (without its own if
     `exclusive`).
@@ -85,7 +85,10 @@ def scan(group: Group, x: torch.Tensor, *, exclusive: bool = False) -> torch.Ten
 
 
 def _sum_after(group: Group, x: torch.Tensor, *, exclusive: bool) -> torch.Tensor:
-    """The transpose of `scan`. A difference of total and prefix would be cheaper, and cancel."""
+    """Apply the transpose of `scan`.
+
+    A difference of total and prefix would be cheaper, and cancel.
+    """
     start = group.rank + exclusive
 
     def run(t: torch.Tensor) -> torch.Tensor:
@@ -109,7 +112,7 @@ def _extreme(group: Group, x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _product(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """Sum in the order of ranks: the same bits as `Group.all_reduce`."""
+    """Multiply in the order of ranks, with the same bits as `Group.all_reduce`."""
     rows = all_gather(group, x.unsqueeze(0))
     wide = rows.float() if x.dtype in SHORT and group.size > 2 else rows
     return fold(torch.mul, wide.unbind()).to(x.dtype)

@@ -15,10 +15,10 @@ __all__ = ["RngAndAutocast", "generators_of"]
 
 
 class RngAndAutocast:
-    """The state at the time of construction.
+    """State of random generators and autocast at the time of construction.
 
     Args:
-        generators: Whose states belong to it.
+        generators: Generators whose states belong to it.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
@@ -32,7 +32,7 @@ class RngAndAutocast:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, all is as it was; afterwards the generators are where they were before."""
+        """Restore the state inside the context; afterwards generators are where they were."""
         now = [generator.get_state() for generator in self._generators]
         try:
             for generator, state in zip(self._generators, self._states, strict=True):
@@ -51,8 +51,8 @@ class RngAndAutocast:
 
 def generators_of(tensors: Sequence[torch.Tensor]) -> list[torch.Generator]:
     """Return torch's own generators of the CPU and of the CUDA devices of `tensors`."""
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         indices = {x.device.index for x in tensors if x.is_cuda} | {torch.cuda.current_device()}
-        found += [torch.cuda.default_generators[index] for index in sorted(indices)]
-    return found
+        generators += [torch.cuda.default_generators[index] for index in sorted(indices)]
+    return generators

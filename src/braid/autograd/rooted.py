@@ -1,9 +1,8 @@
 """broadcast, reduce, gather and scatter with gradients.
 
 Results that exist on the root only are, elsewhere, zeros or a tensor without elements. These hold
-the rank's place in the
-graph: whoever calls backward on the root's result must call it on theirs, too (`loss + y.sum()`
-adds nothing, or `join`).
+the rank's place in the graph: if backward is called on the root's result, it must be called on
+theirs, too (`loss + y.sum()` adds nothing, or `join`).
 
 n = size of the group, l = bytes of the whole tensor; bytes are those that the busiest rank
 receives.
@@ -25,14 +24,14 @@ __all__ = ["broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """`x` of the rank `root`, on every rank.
+    """Return `x` of the rank `root`, on every rank.
 
     Args:
         group: Ranks that take part.
-        x: The same shape on all; its values count on the root only.
-        root: Group rank.
+        x: Tensor of the same shape on all ranks; its values are used on the root only.
+        root: Group rank of the sender.
 
-    Backward: reduce(root, sum): the root gets the sum of all ranks' gradients, the others zeros.
+    Backward: reduce(root, sum). The root gets the sum of all ranks' gradients, the others zeros.
 
     Cost: l bytes forward, (n-1) l on the root backward (see `Group.reduce`).
     """
@@ -46,15 +45,15 @@ def broadcast(group: Group, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor:
-    """The sum of all ranks' `x` on the rank `root`; zeros elsewhere (one element, expanded).
+    """Return the sum of all ranks' `x` on the rank `root`; zeros elsewhere (one element, expanded).
 
     Args:
         group: Ranks that take part.
-        x: The same shape on all.
-        root: Group rank.
-        op: sum or avg.
+        x: Tensor of the same shape on all ranks.
+        root: Group rank of the receiver.
+        op: Reduction, sum or avg.
 
-    Backward: broadcast(root) (divided by n for avg): every rank gets the root's gradient.
+    Backward: broadcast(root) (divided by n for avg). Every rank gets the root's gradient.
 
     Cost: (n-1) l bytes on the root forward, l backward.
 
@@ -64,9 +63,8 @@ def reduce(group: Group, x: torch.Tensor, root: int = 0, op: str = "sum") -> tor
     check_call("reduce", group, x)
     if op not in ("sum", "avg"):
         msg = (
-            f"expected op sum or avg for a differentiable reduce, found {op!r}: use "
-            f"all_reduce(group, x, {op!r}), "
-            "which knows which rank the gradient belongs to"
+            f"op of a differentiable reduce must be sum or avg, got {op!r}: use "
+            f"all_reduce(group, x, {op!r}), which knows which rank the gradient belongs to"
         )
         raise ConfigError(msg)
     scale = 1 if op == "sum" else group.size
@@ -91,14 +89,14 @@ def gather(
 
     Args:
         group: Ranks that take part.
-        x: This rank's part; zero-dim ones count as (1,).
-        root: Group rank.
+        x: This rank's part; zero-dim ones are used as (1,).
+        root: Group rank of the receiver.
         sizes: Length of each rank's part in dim 0; None if they are equal.
 
     Shape:
         x: (d, ...) -> (n d, ...) on the root.
 
-    Backward: scatter(root): every rank gets its part of the root's gradient.
+    Backward: scatter(root). Every rank gets its part of the root's gradient.
 
     Cost: l bytes on the root forward, l / n backward.
     """
@@ -131,25 +129,25 @@ def scatter(
     like: torch.Tensor,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """This rank's part of what the rank `root` has.
+    """Return this rank's part of the tensor on the rank `root`.
 
     Args:
         group: Ranks that take part.
         x: On the root: the parts along dim 0. Elsewhere None, or a tensor without elements, such as
             `gather` returns, which passes the graph on.
-        root: Group rank.
-        like: Gives shape, dtype and device of this rank's part.
+        root: Group rank of the sender.
+        like: Tensor that gives shape, dtype and device of this rank's part.
         sizes: Length of each rank's part in dim 0, on the root; None if they are equal.
 
     Shape:
         x: (n d, ...) -> (d, ...).
 
-    Backward: gather(root): the root gets the gradients of all parts.
+    Backward: gather(root). The root gets the gradients of all parts.
 
     Cost: l / n bytes forward, l on the root backward.
 
     Raises:
-        ConfigError: No tensor on the root, or elements elsewhere.
+        ConfigError: There is no tensor on the root, or there are elements elsewhere.
     """
     check_call("scatter", group, like if x is None else x)
     check_call("scatter", group, like, name="like")
@@ -157,17 +155,16 @@ def scatter(
     is_root = group.rank == root
     rows = None if sizes is None else check_sizes(group, sizes, like.shape[0], "scatter")
     if x is None and is_root:
-        msg = f"expected the parts to scatter on the root (group rank {root}), found None"
+        msg = f"x is None on the root (group rank {root}): pass the parts to scatter there"
         raise ConfigError(msg)
     if x is not None and x.numel() and not is_root:
         msg = (
-            f"expected the parts to scatter on the root only (group rank {root}), found shape "
-            f"{list(x.shape)} on "
-            f"group rank {group.rank}: pass None"
+            f"x has shape {list(x.shape)} on group rank {group.rank}, but only the root (group "
+            f"rank {root}) scatters: pass None"
         )
         raise ConfigError(msg)
     if x is not None and is_root and rows is not None and sum(rows) != x.shape[0]:
-        msg = f"expected dim 0 of x to be {sum(rows)}, the sum of sizes {rows}, found {x.shape[0]}"
+        msg = f"dim 0 of x is {x.shape[0]} long, but sizes {rows} sum to {sum(rows)}"
         raise ConfigError(msg)
     given = like.new_empty((0, *shape[1:])) if x is None else x
 

@@ -27,15 +27,15 @@ def checkpoint_sequential(
 
     Args:
         functions: Layers, such as an nn.Sequential.
-        plan: From `recompute_plan`, or a number of equal segments, of which all but the last are
-            recomputed.
-        x: What the first is called with.
-        preserve_rng_state: See `checkpoint`, as the rest.
-        early_stop: Likewise.
-        around: Likewise.
+        plan: A plan of `recompute_plan`, or a number of equal segments, of which all but the last
+            are recomputed.
+        x: Input of the first layer.
+        preserve_rng_state: As for `checkpoint`.
+        early_stop: As for `checkpoint`.
+        around: As for `checkpoint`.
 
     Returns:
-        What the last returns.
+        The result of the last layer.
 
     Raises:
         ConfigError: The plan is for another number of layers.
@@ -62,7 +62,7 @@ def checkpoint_sequential(
 
 
 def _chained(layers: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    """Layers as one function; modules as one module, whose parameters are known."""
+    """Return layers as one function; modules as one module, whose parameters are known."""
     modules = [layer for layer in layers if isinstance(layer, nn.Module)]
     if len(modules) == len(layers):
         return nn.Sequential(*modules)

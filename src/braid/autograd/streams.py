@@ -42,11 +42,11 @@ Stream: TypeAlias = "torch.cuda.Stream | CPUStream"
 
 
 def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
-    """A stream of its own.
+    """Return a new stream of a device.
 
     Args:
-        device: CPU or CUDA.
-        priority: Lower runs earlier; 0 is the lowest that CUDA has.
+        device: CPU or CUDA device.
+        priority: Priority; lower runs earlier, and 0 is the lowest that CUDA has.
     """
     if device.type != "cuda":
         return CPU_STREAM
@@ -54,17 +54,17 @@ def new_stream(device: torch.device, *, priority: int = 0) -> Stream:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which operations of this thread on `device` are queued."""
+    """Return the stream on which operations of this thread on `device` are queued."""
     return CPU_STREAM if device.type != "cuda" else torch.cuda.current_stream(device)
 
 
 def default_stream(device: torch.device) -> Stream:
-    """The stream that is current if nobody says otherwise."""
+    """Return the stream that is current unless another one is chosen."""
     return CPU_STREAM if device.type != "cuda" else torch.cuda.default_stream(device)
 
 
 def device_of(stream: Stream) -> torch.device:
-    """Where its work runs."""
+    """Return the device on which a stream's work runs."""
     return torch.device("cpu") if isinstance(stream, CPUStream) else stream.device
 
 
@@ -79,7 +79,7 @@ def use_stream(stream: Stream) -> Iterator[None]:
 
 
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
-    """Let what is queued on `waiting` from now on run after what is queued on `awaited` so far.
+    """Let work queued on `waiting` from now on run after the work queued on `awaited` so far.
 
     The host goes on, unless the CPU itself has to wait for a device.
     """

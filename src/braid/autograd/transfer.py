@@ -2,7 +2,7 @@
 
 A pipeline on one machine moves activations from device to device on streams of their own, so that
 copying overlaps with computing. Backward moves gradients the other way and has to wait the other
-way round: the dual of a copy from a to b is a copy from b to a, that of b waiting for a is a
+way round. The dual of a copy from a to b is a copy from b to a; that of b waiting for a is a
 waiting for b.
 
     compute on device 0 │ copy stream of 0 ── copy ─▶ copy stream of 1 │ wait │ compute on device 1
@@ -30,16 +30,17 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
-    """The tensors on the device of `destination`.
+    """Return the tensors on the device of `destination`.
 
-    Starts when what is queued on both streams so far has run. On one device nothing is copied, and
-    the results share memory with `xs`. Between devices the host goes on, unless the destination is
-    the CPU.
+    The copy starts when the work queued on both streams so far has run. On one device nothing is
+    copied, and the results share memory with `xs`. Between devices the host goes on, unless the
+    destination is the CPU.
 
     Args:
-        xs: On the device of `source`, made or awaited there.
+        xs: Tensors on the device of `source`, made or awaited there.
         source: Stream that reads.
-        destination: Stream that writes; whoever uses the results elsewhere has to `wait` for it.
+        destination: Stream that writes; users of the results on other streams have to `wait` for
+            it.
 
     Backward: copy from `destination` to `source`.
     """
@@ -62,14 +63,14 @@ def copy(*xs: torch.Tensor, source: Stream, destination: Stream) -> Tensors:
 
 
 def wait(*xs: torch.Tensor, waiting: Stream, awaited: Stream) -> Tensors:
-    """The tensors, after whose making on `awaited` the stream `waiting` may use them.
+    """Return the tensors for use on the stream `waiting`, after `awaited` has made them.
 
     Args:
-        xs: Handed on; the results share their memory.
+        xs: Tensors; the results share their memory.
         waiting: Stream that will use them.
         awaited: Stream on which they are made.
 
-    Backward: the other way round: `awaited` waits for `waiting`, which made the gradients.
+    Backward: the other way round. `awaited` waits for `waiting`, which made the gradients.
     """
 
     def run(*ts: torch.Tensor) -> Tensors:
