@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from braid.testing.leaks import Belongings, no_leaks
+from braid.testing.leaks import Belongings, ImportFreezer, no_leaks
 from braid.testing.pool import ProcessPool
 from braid.testing.signals import default_signals
 from braid.testing.worlds import run_threads
@@ -39,6 +38,7 @@ WORLDS = {
     "portable": {"portable": True},
     "hosts": {"ranks_per_host": 2},
 }
+FREEZE_IMPORTS = ImportFreezer()
 # tests that start launchers or namespaces: by the beginning of their path below tests/
 MACHINE_WIDE = (
     "netns/",
@@ -104,8 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.collect()
-    gc.freeze()  # what imports have made stays: collections need not look at it again
+    FREEZE_IMPORTS()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -159,5 +158,6 @@ def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     with no_leaks(processes.belongings if processes else Belongings):
         yield
         problems = processes.left_behind() if processes else []
+    FREEZE_IMPORTS()
     if problems and not request.node.get_closest_marker("held_by_torch"):
         pytest.fail("The test left something behind in " + "\n".join(problems), pytrace=False)

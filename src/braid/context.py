@@ -16,7 +16,7 @@ from braid.comm import Group
 from braid.comm.engines.c10d import C10dEngine, make_nccl
 from braid.errors import StaleError
 from braid.rendezvous import JobEnvironment
-from braid.rendezvous.membership import Membership, join
+from braid.rendezvous.membership import Membership, join_job
 
 __all__ = ["init", "membership", "shutdown", "world"]
 
@@ -53,7 +53,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         ConfigError: The launcher's environment makes no sense; everything wrong with it is listed.
     """
     if _DEFAULT.membership is None:
-        member = join(JobEnvironment.from_os(), timeout_s=timeout_s)
+        member = join_job(JobEnvironment.from_os(), timeout_s=timeout_s)
         group = Group.world(member.context, member.transport, sum_order=sum_order)
         _tune(group, member.transport.hosts, timeout_s)
         if _have_own_gpus(group, member.transport.hosts):

@@ -7,8 +7,7 @@ launcher with the same variables) torch's store is wrapped. A single process is 
 
 A rank that closes its membership has *left*, and only ranks that still need it fail. A rank that
 ends by an exception has *failed*: the exception is sent to the launcher before the interpreter
-shuts down. Forked children (such as those of a DataLoader) lose the descriptors, so they can
-neither send messages for their parent nor keep its sockets open.
+shuts down.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import socket
 import sys
 import threading
 import traceback
-import weakref
 from types import TracebackType
 from typing import NamedTuple
 
@@ -37,15 +35,14 @@ from braid.events import EventRing, Recorder
 from braid.rendezvous.control import ControlClient, Failed, Hello, Left, RankLost, Stop
 from braid.rendezvous.environment import JobEnvironment
 from braid.rendezvous.network import network_of
+from braid.rendezvous.rank import JoinedRank, claim, join
 from braid.store import STORE_LIMITS, STORE_ROLE, HashStore, PrefixStore, Store, StoreClient
 from braid.store.torch_store import TorchStore
-from braid.transport import Health, Loss, MemoryTransport, RankContext, connect
+from braid.transport import Health, Loss
 from braid.wire import Connection, Identity, Secret
 from braid.wire import connect as dial
 
-__all__ = ["Membership", "join"]
-
-PRIVATE_RECORDS = 4096  # number of events that are kept without a launcher
+__all__ = ["Membership", "join_job"]
 
 
 class _Parts(NamedTuple):
@@ -53,7 +50,7 @@ class _Parts(NamedTuple):
 
     secret: Secret | None
     store: Store
-    recorder: Recorder
+    recorder: Recorder | None
     control: ControlClient | None
     launcher: _Launcher | None
     sockets: tuple[Connection | ControlClient, ...]
@@ -99,16 +96,13 @@ class Membership:
     def __init__(
         self,
         environment: JobEnvironment,
-        context: RankContext,
-        transport: MemoryTransport,
+        joined: JoinedRank,
         parts: _Parts,
     ) -> None:
         self.environment = environment
-        self.context = context
-        self.transport = transport
+        self.context, self.transport = joined
         self.control = parts.control
         self._launcher = parts.launcher
-        self._sockets = parts.sockets
         self._closers = parts.closers
         self.failed = False
         self.failure = ""
@@ -116,8 +110,6 @@ class Membership:
         self._hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self.close)
-        reference = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     @property
     def stop_reason(self) -> str:
@@ -141,11 +133,6 @@ class Membership:
                 self.control.send(Left())
         self.transport.close()
         self._closers.close()
-
-    def fds(self) -> list[int]:
-        """Return the descriptors that a forked child must not keep."""
-        sockets = [socket.fileno() for socket in self._sockets]
-        return self.transport.fds() + [fd for fd in sockets if fd >= 0]
 
     def __enter__(self) -> Membership:
         return self
@@ -171,7 +158,7 @@ class Membership:
         self._hook(kind, value, trace)
 
 
-def join(
+def join_job(
     environment: JobEnvironment, *, clock: Clock | None = None, timeout_s: float = 600.0
 ) -> Membership:
     """Become a rank of the job that `environment` describes.
@@ -190,34 +177,28 @@ def join(
     parts = _parts(environment, timeout_s)
     with contextlib.ExitStack() as undo:
         undo.callback(parts.closers.close)
-        store = _own_prefix(environment, parts.store)
-        health = Health(environment.rank, clock)
+        rank = environment.rank
+        health = Health(rank, clock)
         if parts.launcher is not None:
             health.register(parts.launcher)
-        context = RankContext(
-            environment.rank,
-            environment.world_size,
-            clock,
-            parts.recorder,
-            health,
-            store,
-        )
         secret, network = network_of(environment, parts.secret)
-        transport = connect(
-            environment.rank,
+        joined = join(
+            PrefixStore(f"join-{claim(parts.store, rank)}", parts.store),
+            rank,
             environment.world_size,
-            store,
-            clock,
-            health,
+            clock=clock,
+            health=health,
+            recorder=parts.recorder,
             timeout_s=timeout_s,
             portable=environment.portable,
             secret=secret,
             network=network,
         )
+        joined.transport.keep_from_children(parts.sockets)
         if parts.control is not None:
             parts.control.send(Hello(os.getpid()))
         undo.pop_all()
-    return Membership(environment, context, transport, parts)
+    return Membership(environment, joined, parts)
 
 
 def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
@@ -229,9 +210,7 @@ def _parts(environment: JobEnvironment, timeout_s: float) -> _Parts:
             if environment.launched_by == "torchrun" and environment.world_size > 1
             else HashStore()
         )
-        private = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
-        ring = EventRing(private, PRIVATE_RECORDS, names_lock=threading.Lock())
-        return _Parts(None, store, Recorder(ring), None, None, (), stack.pop_all())
+        return _Parts(None, store, None, None, None, (), stack.pop_all())
 
 
 def _from_launcher(
@@ -239,7 +218,7 @@ def _from_launcher(
 ) -> _Parts:
     fds = (environment.secret_fd, environment.events_fd, environment.stacks_fd)
     secret_fd, events_fd, stacks_fd = (-1 if fd is None else fd for fd in fds)
-    secret = Secret.from_fd(os.dup(secret_fd))  # the descriptor stays open for a later `join`
+    secret = Secret.from_fd(os.dup(secret_fd))  # the descriptor stays open for a later `join_job`
     identity = Identity(environment.run_id, STORE_ROLE, environment.rank)
     connection = dial(
         environment.store_address, secret, identity, timeout_s=timeout_s, limits=STORE_LIMITS
@@ -286,32 +265,3 @@ def _torch_store(environment: JobEnvironment, timeout_s: float) -> Store:
         )
         raise RendezvousError(msg) from exc
     return PrefixStore("braid/", TorchStore(store, timeout_s))
-
-
-def _own_prefix(environment: JobEnvironment, store: Store) -> Store:
-    """Return the store with a prefix for this call of `join`, which a process may repeat.
-
-    Raises:
-        RendezvousError: Another process is this rank.
-    """
-    rank, me = environment.rank, f"{socket.gethostname()}:{os.getpid()}".encode()
-    owner = store.compare_set(f"owner/{rank}", b"", me)
-    if owner != me:
-        msg = (
-            f"two processes have rank {rank}: {owner.decode()} and {me.decode()}. Give every "
-            "process its own RANK, or use a new rendezvous address for a new job"
-        )
-        raise RendezvousError(msg)
-    return PrefixStore(f"join-{store.add(f'joins/{rank}', 1)}/", store)
-
-
-def _forget(reference: weakref.ref[Membership]) -> None:
-    """Replace the descriptors of the parent's membership by /dev/null, in a forked child."""
-    membership = reference()
-    if membership is None:
-        return
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in membership.fds():
-        with contextlib.suppress(OSError):
-            os.dup2(null, fd, inheritable=False)
-    os.close(null)

@@ -33,15 +33,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.errors import CommError
 from braid.events import EventRing, Recorder
+from braid.rendezvous.rank import join
 from braid.store import FileStore
-from braid.testing.leaks import Belongings, belongings, described, left_since
+from braid.testing.leaks import Belongings, ImportFreezer, belongings, described, left_since
 from braid.testing.signals import default_signals
 from braid.testing.worlds import last_events
-from braid.transport import Health, RankContext, connect
 
 __all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
 
@@ -353,6 +352,7 @@ def _start_server() -> None:
 def _serve(pipe: Connection, stacks: str) -> None:
     """The life of a child: jobs until the pipe ends."""
     default_signals()
+    freeze_imports = ImportFreezer()
     torch.set_num_threads(1)
     sys.setswitchinterval(1e-3)
     with Path(stacks).open("w") as file:
@@ -364,11 +364,10 @@ def _serve(pipe: Connection, stacks: str) -> None:
                 pipe.send_bytes(_pickled(_carry_out(job)))
                 del job
                 pipe.send(_Report(described(left_since(before))))
+                freeze_imports()
 
 
 def _carry_out(job: _Job) -> _Answer:
-    clock = MonotonicClock()
-    health = Health(job.rank, clock)
     store = FileStore(str(Path(job.directory) / "store"))
     result, error = None, None
     group = None
@@ -376,12 +375,15 @@ def _carry_out(job: _Job) -> _Answer:
         stack.callback(store.close)
         try:
             host = f"host{job.rank // job.ranks_per_host}" if job.ranks_per_host else ""
-            transport = connect(
-                job.rank, job.size, store, clock, health, portable=job.portable, host=host
+            context, transport = join(
+                store,
+                job.rank,
+                job.size,
+                portable=job.portable,
+                host=host,
+                recorder=_recorder(Path(job.directory), job.rank),
             )
             stack.callback(transport.close)
-            recorder = _recorder(Path(job.directory), job.rank)
-            context = RankContext(job.rank, job.size, clock, recorder, health, store)
             group = Group.world(context, transport, sum_order=job.sum_order)
             result = job.main(group, *job.args)
             transport.leave()

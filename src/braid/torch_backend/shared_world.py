@@ -19,33 +19,25 @@ the interpreter.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import socket
 import sys
-import threading
-import weakref
 from collections import Counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from braid.clock import MonotonicClock
 from braid.comm import Group
 from braid.comm.engines.background_poller import BackgroundPoller
-from braid.errors import ConfigError, RendezvousError
-from braid.events import EventRing, Recorder
+from braid.errors import ConfigError
 from braid.rendezvous import JobEnvironment, wants_portable
-from braid.rendezvous.membership import join
+from braid.rendezvous.membership import join_job
 from braid.rendezvous.network import network_of_program
+from braid.rendezvous.rank import claim, join
 from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
 from braid.torch_backend.backward import Backward
-from braid.transport import Health, MemoryTransport, RankContext, connect
 
 __all__ = ["Home", "Homes", "Meeting"]
-
-PRIVATE_RECORDS = 4096  # events that are kept when no launcher reads them
 
 
 class _Owner(Protocol):
@@ -196,7 +188,7 @@ class _Joined:
     """The job that `braid run` made us a rank of."""
 
     def __init__(self, environment: JobEnvironment, timeout_s: float) -> None:
-        self._member = join(environment, timeout_s=timeout_s)
+        self._member = join_job(environment, timeout_s=timeout_s)
         self.world = Group.world(self._member.context, self._member.transport)
 
     def close(self) -> None:
@@ -210,31 +202,21 @@ class _Met:
     """Ranks that met through torch's store, without a launcher of ours."""
 
     def __init__(self, meeting: Meeting, store: Store) -> None:
-        clock = MonotonicClock()
-        health = Health(meeting.rank, clock)
-        memory = bytearray(EventRing.nbytes_for(PRIVATE_RECORDS))
-        recorder = Recorder(EventRing(memory, PRIVATE_RECORDS, names_lock=threading.Lock()))
-        size = len(meeting.ranks)
         secret, network = network_of_program()
-        self._transport = connect(
-            meeting.rank,
-            size,
+        context, self._transport = join(
             store,
-            clock,
-            health,
+            meeting.rank,
+            len(meeting.ranks),
             timeout_s=meeting.timeout_s,
             portable=wants_portable(),
             secret=secret,
             network=network,
         )
-        context = RankContext(meeting.rank, size, clock, recorder, health, store)
         try:
             self.world = Group.world(context, self._transport)
         except BaseException:
             self._transport.close()
             raise
-        reference = weakref.ref(self._transport)
-        os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     def close(self) -> None:
         failure = _failure()
@@ -249,7 +231,7 @@ class _Met:
 def _new_home(meeting: Meeting, program: Group | None) -> Home:
     size = len(meeting.ranks)
     store = _store(meeting)
-    joining = _join(meeting, store)
+    joining = claim(PrefixStore("braid", store), meeting.rank)
     if program is not None and (program.rank, program.size) == (meeting.rank, size):
         return Home(meeting.ranks, program, None, joining)
     environment = _environment()
@@ -288,33 +270,3 @@ def _environment() -> JobEnvironment | None:
 
 def _store(meeting: Meeting) -> Store:
     return TorchStore(meeting.store, meeting.timeout_s)
-
-
-def _join(meeting: Meeting, store: Store) -> int:
-    """How often this process has met others here: a store may outlive a process group.
-
-    Raises:
-        RendezvousError: Another process has this rank.
-    """
-    me = f"{socket.gethostname()}:{os.getpid()}".encode()
-    owner = store.compare_set(f"braid/owner/{meeting.rank}", b"", me)
-    if owner != me:
-        msg = (
-            f"expected one process with rank {meeting.rank}, found {owner.decode()} and "
-            f"{me.decode()}: give every process "
-            "its own rank, or a new job a new address or file to meet at"
-        )
-        raise RendezvousError(msg)
-    return store.add(f"braid/joins/{meeting.rank}", 1)
-
-
-def _forget(reference: weakref.ref[MemoryTransport]) -> None:
-    """In a forked child: point every descriptor of the parent's memory at nothing."""
-    transport = reference()
-    if transport is None:
-        return
-    nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in transport.fds():
-        with contextlib.suppress(OSError):
-            os.dup2(nowhere, fd, inheritable=False)
-    os.close(nowhere)

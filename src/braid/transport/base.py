@@ -8,11 +8,12 @@ threads and used with processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -34,11 +35,29 @@ _TRANSPORTS: weakref.WeakSet[MemoryTransport] = weakref.WeakSet()
 
 
 def _note_fork() -> None:
+    """In a forked child: mark each transport, and replace its descriptors by /dev/null.
+
+    So a child, such as that of a DataLoader, can neither write in its parent's name nor keep the
+    parent's sockets open after its death.
+    """
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for transport in _TRANSPORTS:
         transport.forked = True
+        for fd in transport.open_fds():
+            with contextlib.suppress(OSError):
+                os.dup2(null, fd, inheritable=False)
+    os.close(null)
 
 
 os.register_at_fork(after_in_child=_note_fork)
+
+
+class _Socket(Protocol):
+    """An open connection; its number is negative once it is closed."""
+
+    def fileno(self) -> int:
+        """Return the number of the descriptor."""
+        ...
 
 
 class MemoryTransport:
@@ -93,6 +112,8 @@ class MemoryTransport:
         self._peers = peers
         self._fence = threading.Lock()
         self.forked = False  # whether this is a child of the process that made it
+        self._closed = False
+        self._sockets: tuple[_Socket, ...] = ()
         _TRANSPORTS.add(self)
         self._on_close = on_close
         health.on_loss(bells.ring_own)
@@ -161,7 +182,16 @@ class MemoryTransport:
     def fds(self) -> list[int]:
         """Descriptors of doorbells, memory and pidfds, which a forked child must not keep."""
         root = [self._root.file.fd] if self._root.file.fd >= 0 else []
-        return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds()]
+        sockets = [fd for socket in self._sockets if (fd := socket.fileno()) >= 0]
+        return [*self.bells.fds(), *self.arena.fds(), *root, *self.health.fds(), *sockets]
+
+    def open_fds(self) -> list[int]:
+        """Return `fds`, and none once the transport is closed: others may have their numbers."""
+        return [] if self._closed else self.fds()
+
+    def keep_from_children(self, sockets: Iterable[_Socket]) -> None:
+        """Let forked children lose `sockets` of this rank together with the transport's own."""
+        self._sockets = (*self._sockets, *sockets)
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Tell the peers that this rank ends on purpose, and let them fetch what it published last.
@@ -185,6 +215,7 @@ class MemoryTransport:
 
     def close(self) -> None:
         """Free everything. Peers that still map this memory keep it until they unmap it."""
+        self._closed = True
         self.arena.close()
         self._peers.close()
         self.bells.close()
