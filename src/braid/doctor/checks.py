@@ -7,7 +7,6 @@ import re
 from braid.doctor.facts import (
     Accelerators,
     Clocks,
-    Container,
     Cores,
     Limits,
     Memory,
@@ -24,7 +23,6 @@ from braid.doctor.finding import Finding, note, ok, problem
 
 __all__ = [
     "check_clock",
-    "check_container",
     "check_cores",
     "check_gpus",
     "check_kernel_permissions",
@@ -221,10 +219,6 @@ def check_kernel_permissions(facts: Permissions) -> list[Finding]:
         if refused
         else ok("process_vm_readv", f"ranks read each other's memory ({scope})")
     )
-    filters = {0: "none", 1: "strict", 2: "a filter"}.get(facts.seccomp, str(facts.seccomp))
-    findings.append(ok("seccomp", filters))
-    pattern = facts.core_pattern or "unknown"
-    findings.append(ok("core dumps", f"go to {pattern}"))
     return findings
 
 
@@ -333,11 +327,6 @@ def check_nodes(facts: Nodes) -> Finding:
         return ok("NUMA", "one node")
     fact = "; ".join(f"node {node}: {cpus}" for node, cpus in enumerate(facts.processors))
     return note("NUMA", fact, "bind ranks to nodes: numactl --cpunodebind, or one run per node")
-
-
-def check_container(facts: Container) -> Finding:
-    """Report the container around this process."""
-    return ok("container", f"{facts.kind}, process 1 is {facts.pid_one}" if facts.kind else "none")
 
 
 def _version(name: str, version: str, advice: str) -> Finding:

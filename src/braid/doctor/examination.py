@@ -18,7 +18,6 @@ Check: TypeAlias = Callable[[], "Finding | list[Finding]"]
 CHECKS: Mapping[str, Check] = {
     "versions": lambda: checks.check_versions(gather.versions()),
     "system": lambda: checks.check_system(gather.system()),
-    "container": lambda: checks.check_container(gather.container()),
     "cores": lambda: checks.check_cores(gather.cores()),
     "threads": lambda: checks.check_threads(gather.threads()),
     "NUMA": lambda: checks.check_nodes(gather.nodes()),

@@ -7,7 +7,6 @@ from typing import NamedTuple
 __all__ = [
     "Accelerators",
     "Clocks",
-    "Container",
     "Cores",
     "Limits",
     "Memory",
@@ -99,8 +98,6 @@ class Permissions(NamedTuple):
         read_child: Result of process_vm_readv of a child.
         read_sibling: Result of process_vm_readv of a sibling that allows it.
         ptrace_scope: Yama's setting; None without Yama.
-        seccomp: Mode of seccomp: 0 none, 1 strict, 2 filter.
-        core_pattern: Destination of core dumps.
     """
 
     memfd: str
@@ -109,8 +106,6 @@ class Permissions(NamedTuple):
     read_child: str
     read_sibling: str
     ptrace_scope: int | None
-    seccomp: int
-    core_pattern: str
 
 
 class Ports(NamedTuple):
@@ -179,10 +174,3 @@ class Nodes(NamedTuple):
     """Processors of each NUMA node, as the kernel lists them."""
 
     processors: tuple[str, ...]
-
-
-class Container(NamedTuple):
-    """Kind of container around this process (empty for none), and name of process 1."""
-
-    kind: str
-    pid_one: str

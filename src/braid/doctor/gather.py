@@ -20,7 +20,6 @@ from braid.doctor.checks import DEFAULT_PORT
 from braid.doctor.facts import (
     Accelerators,
     Clocks,
-    Container,
     Cores,
     Limits,
     Memory,
@@ -39,7 +38,6 @@ from braid.rendezvous import wants_portable
 __all__ = [
     "accelerators",
     "clocks",
-    "container",
     "cores",
     "limits",
     "memory",
@@ -206,23 +204,6 @@ def nodes() -> Nodes:
     paths = sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"))
     lists = [_text(path) for path in paths]
     return Nodes(tuple(cpus for cpus in lists if cpus))
-
-
-def container() -> Container:
-    """Return the container of this process, recognized by files and variables."""
-    marks = {
-        "docker": Path("/.dockerenv").exists(),
-        "podman": Path("/run/.containerenv").exists(),
-        "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
-        "apptainer": "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ,
-        "systemd-nspawn": os.environ.get("container") == "systemd-nspawn",  # noqa: SIM112 - its name
-        "lxc": os.environ.get("container") == "lxc",  # noqa: SIM112 - its name
-    }
-    kinds = [kind for kind, present in marks.items() if present]
-    groups = _text(Path("/proc/1/cgroup"))
-    if not kinds and any(name in groups for name in ("docker", "kubepods", "containerd")):
-        kinds = ["a container"]
-    return Container(", ".join(kinds), _text(Path("/proc/1/comm")) or "unknown")
 
 
 def _torch() -> ModuleType | None:

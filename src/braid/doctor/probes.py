@@ -96,7 +96,6 @@ def probe_permissions() -> Permissions:
         )
         descriptors, read_sibling = [*answer.stdout.split("\n"), "no answer", "no answer"][:2]
         pidfd, read_child = _pidfd(holder.pid), _read(holder)
-    status = dict(line.partition(":")[::2] for line in _text(PROC / "self" / "status").splitlines())
     scope = _text(PROC / "sys/kernel/yama/ptrace_scope")
     return Permissions(
         memfd=_memfd(),
@@ -105,8 +104,6 @@ def probe_permissions() -> Permissions:
         read_child=read_child,
         read_sibling=read_sibling,
         ptrace_scope=int(scope) if scope.isdecimal() else None,
-        seccomp=int(status.get("Seccomp", "0").strip() or 0),
-        core_pattern=_text(PROC / "sys/kernel/core_pattern"),
     )
 
 
