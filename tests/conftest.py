@@ -39,23 +39,26 @@ WORLDS = {
     "hosts": {"ranks_per_host": 2},
 }
 FREEZE_IMPORTS = ImportFreezer()
-# tests that start launchers or namespaces: by the beginning of their path below tests/
+# tests that start launchers or namespaces, by the beginning of their path below tests/: two of the
+# first kind do not run at the same time, those of one file of the second kind run on one worker
 MACHINE_WIDE = (
     "netns/",
     "world/test_bench.py",
-    "world/test_command_line.py",
-    "world/test_demo.py",
     "world/test_horovod_run.py",
     "world/test_launch",
+    "world/test_portable.py::test_launched",
+    "world/test_torch_backend_faults.py",
+)
+LAUNCHING = (
+    "world/test_command_line.py",
+    "world/test_demo.py",
     "world/test_leave_horovod.py",
     "world/test_membership.py",
     "world/test_observe.py",
-    "world/test_portable.py::test_launched",
     "world/test_probe.py",
     "world/test_proving.py",
     "world/test_readme_and_examples.py",
     "world/test_store_torch.py",
-    "world/test_torch_backend_faults.py",
     "world/test_torch_backend_life.py",
     "world/test_train.py",
 )
@@ -77,18 +80,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _scope(nodeid: str) -> str:
     """Tests of one scope run on one worker, in their order."""
-    return "machine" if nodeid.removeprefix("tests/").startswith(MACHINE_WIDE) else nodeid
+    path = nodeid.removeprefix("tests/")
+    if path.startswith(MACHINE_WIDE):
+        return "machine"
+    return path.partition("::")[0] if path.startswith(LAUNCHING) else nodeid
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start launchers or hosts come first: they take longest, and all on one worker."""
-    first = [item for item in items if _scope(item.nodeid) == "machine"]
-    others = [item for item in items if _scope(item.nodeid) != "machine"]
-    strays = [item.nodeid for item in others if item.get_closest_marker("launcher")]
+    """Tests that start launchers or hosts come first: they take longest."""
+    scopes = {item: _scope(item.nodeid) for item in items}
+    strays = [
+        item.nodeid
+        for item in items
+        if item.get_closest_marker("launcher") and scopes[item] == item.nodeid
+    ]
     if strays:
-        msg = f"MACHINE_WIDE in tests/conftest.py lacks tests that start launchers: {strays}"
+        msg = f"MACHINE_WIDE and LAUNCHING in tests/conftest.py lack tests that start launchers: {strays}"
         raise pytest.UsageError(msg)
-    items[:] = [*first, *others]
+    items.sort(key=lambda item: (scopes[item] != "machine", scopes[item] == item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
