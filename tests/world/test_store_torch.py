@@ -79,9 +79,9 @@ def test_time_outs_are_caught_by_both_names():
     store = as_torch_store(HashStore())
     store.set_timeout(timedelta(milliseconds=5))
     for error in (CommTimeout, dist.DistStoreError):
-        with pytest.raises(error, match="'absent' missing"):
+        with pytest.raises(error, match="keys 'absent' are missing"):
             store.get("absent")
-        with pytest.raises(error, match="'absent' missing"):
+        with pytest.raises(error, match="keys 'absent' are missing"):
             store.wait(["absent"], timedelta(milliseconds=5))
         with pytest.raises(error, match="'p/absent' missing"):
             dist.PrefixStore("p", store).get("absent")

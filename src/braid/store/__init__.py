@@ -1,4 +1,4 @@
-"""A small key-value service where the processes of a job meet; see README.md. Imports no torch."""
+"""A key-value service through which the processes of a job meet; see README.md. Without torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The client of a store server: many threads, one connection, no thread of its own.
+"""The client of a store server: many threads, one connection, no background thread.
 
 Problem: a thread that waits for a key must not stop another thread from setting it, although both
-use one connection. A reader thread would solve it and cost two thread switches per operation.
+use one connection. A reader thread would solve this, but cost two thread switches per operation.
 
-Idea: requests carry numbers. Whichever waiting thread finds nobody reading reads for all, files the
-replies of the others, and hands the reading on when its own has come ("leader and followers").
+Idea: requests carry numbers. A waiting thread reads for all while no other does. It files the
+replies to other threads, and passes the reading on when its own reply has come ("leader and
+followers").
 
 Source: D. Schmidt et al., "Leader/Followers", PLoP 2000.
 """
@@ -27,12 +28,12 @@ _ANSWER_LIMIT_S = 30.0  # a server that is this late behind its own deadline is 
 
 
 class StoreClient(RequestStore):
-    """A store that lives in another process.
+    """A store in another process.
 
     Args:
-        connection: To a `StoreServer`; owned and closed by this object.
-        default_timeout_s: Deadline of operations that name none.
-        clock: For deadlines; the host's when None.
+        connection: Connection to a `StoreServer`; owned and closed by this object.
+        default_timeout_s: Deadline of operations that are given none.
+        clock: Clock for deadlines; the host's when None.
 
     Cost: one round trip for each operation.
 
@@ -87,7 +88,7 @@ class StoreClient(RequestStore):
                 self._replies.pop(number, None)
 
     def _await_turn(self, number: int, deadline_ns: int) -> Reply | None:
-        """The reply to `number`; None when this thread shall read for all."""
+        """Wait for the reply to `number`; None when this thread has to read for all."""
         with self._arrived:
             while True:
                 reply = self._replies.get(number)
@@ -114,7 +115,7 @@ class StoreClient(RequestStore):
                 result = unpack_result(self._connection.recv(remaining_ns / 1e9))
                 arrived = result.number
                 with self._arrived:
-                    if arrived in self._pending:  # else its caller has given up
+                    if arrived in self._pending:  # else its caller waits no longer
                         self._replies[arrived] = result.reply
                         if arrived != number:
                             self._arrived.notify_all()
@@ -130,7 +131,7 @@ class StoreClient(RequestStore):
 
     def _late(self) -> CommTimeout:
         msg = (
-            f"expected the store server {self._connection.peer} to answer within "
-            f"{_ANSWER_LIMIT_S:g} s of the deadline, found silence: it is stopped or stuck"
+            f"the store server {self._connection.peer} did not answer within "
+            f"{_ANSWER_LIMIT_S:g} s after the deadline: it is stopped or stuck"
         )
         return CommTimeout(msg)

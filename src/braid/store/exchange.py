@@ -1,4 +1,4 @@
-"""All ranks tell each other a value through a store."""
+"""All ranks publish a value to each other through a store."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from braid.store.interface import Store
 
 __all__ = ["RanksMissingError", "exchange", "wait_for_ranks"]
 
-LOOK_S = 0.25  # how often a rank that waits for others looks whether they can still come
+LOOK_S = 0.25  # pause between two calls of `check` while ranks are missing
 
 
 class RanksMissingError(CommTimeout):
-    """Some ranks have not told their value in time.
+    """Some ranks have not published their value in time.
 
     Attributes:
         ranks: The missing ranks.
 
     Args:
-        topic: What was exchanged.
+        topic: Name of the exchange.
         ranks: The missing ranks.
         timeout_s: Seconds that were waited.
     """
@@ -28,8 +28,7 @@ class RanksMissingError(CommTimeout):
     def __init__(self, topic: str, ranks: Sequence[int], timeout_s: float) -> None:
         super().__init__(
             f"ranks {list(ranks)} have not come to {topic.rpartition('/')[2]!r} within "
-            f"{timeout_s:g} s: "
-            "see their errors, or whether they were started"
+            f"{timeout_s:g} s: see their errors, or whether they were started"
         )
         self.ranks = list(ranks)
 
@@ -45,20 +44,20 @@ def exchange(
     clock: Clock | None = None,
     check: Callable[[], None] | None = None,
 ) -> list[bytes]:
-    """Tell `ranks` a value and return theirs, in their order.
+    """Publish a value to `ranks` and return their values, in the order of `ranks`.
 
     Args:
-        store: Where the ranks meet.
+        store: Store that all ranks use.
         topic: Name of the exchange: each is used once, and is the same on all ranks.
         rank: This rank, one of `ranks`.
         ranks: Ranks that take part.
-        value: What this rank tells.
-        timeout_s: Seconds to wait for the others.
-        clock: For the deadline; the host's when None.
-        check: Called while others are missing; raises when they cannot come any more.
+        value: Value of this rank.
+        timeout_s: Seconds to wait for the other ranks.
+        clock: Clock for the deadline; the host's when None.
+        check: Called while ranks are missing; raises when they cannot come any more.
 
     Raises:
-        RanksMissingError: Some did not come.
+        RanksMissingError: Some ranks published nothing.
     """
     store.set(f"{topic}/{rank}", value)
     wait_for_ranks(store, topic, ranks, timeout_s=timeout_s, clock=clock, check=check)
@@ -74,7 +73,7 @@ def wait_for_ranks(
     clock: Clock | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Wait until all `ranks` have told their value; arguments and errors are those of `exchange`."""
+    """Wait until all `ranks` have published; arguments and errors are those of `exchange`."""
     clock = clock or MonotonicClock()
     keys = [f"{topic}/{rank}" for rank in ranks]
     deadline_ns = clock.now_ns() + round(timeout_s * 1e9)

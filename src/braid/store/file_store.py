@@ -1,13 +1,13 @@
 """A store in a file, for jobs whose processes share a directory and nothing else.
 
-Problem: a process may be killed at any byte of a write, and nobody else may see half an operation
-or wait for the lock of the dead. Torch's FileStore has one record per `set`, no checksum, and no
-answer to a torn tail.
+Problem: a process may be killed at any byte of a write. Then no other process may see half an
+operation, or wait for the lock of the dead one. Torch's FileStore has one record per `set`, no
+checksum, and no answer to a torn tail.
 
 Idea: the file is a log of the requests that change something, each with length and checksum. The
-state of a store is what a `Table` says after replaying the log, so every process that has read as
-far sees the same. Changes are made under an exclusive `flock`, which the kernel takes back from a
-killed process; its torn last record is cut off by the next writer.
+content of the store is that of a `Table` after replaying the log, so all processes that have read
+as far see the same. Changes are made under an exclusive `flock`, which the kernel releases when a
+process is killed; its torn last record is cut off by the next writer.
 
     "BRAIDKV1" | length u32 | crc32 u32 | request (msgpack) | length u32 | crc32 u32 | request | ...
 
@@ -61,15 +61,16 @@ class FileStore(RequestStore):
     The file system must support `flock` (local ones, NFS from version 4 do).
 
     Args:
-        path: The file; created with mode 0600 if missing. Its directory must exist.
-        default_timeout_s: Deadline of operations that name none.
-        clock: For deadlines and pauses; the host's when None.
+        path: Path of the file; created with mode 0600 if missing. Its directory must exist.
+        default_timeout_s: Deadline of operations that are given none.
+        clock: Clock for deadlines and pauses; the host's when None.
 
     Raises:
         ConfigError: The file cannot be opened, or is no store.
 
-    On failure: a process that is killed leaves no lock and no half operation. One that is *stopped*
-    inside an operation holds the lock; the others then get CommTimeout saying so.
+    On failure: a process that is killed leaves no lock and no half operation. A process that is
+    *stopped* inside an operation holds the lock; other processes then get a CommTimeout that says
+    so.
     """
 
     def __init__(
@@ -148,8 +149,8 @@ class FileStore(RequestStore):
                 except BlockingIOError:
                     if self._clock.now_ns() >= deadline_ns:
                         msg = (
-                            f"expected the lock of the store {self._path} in time, found it held: "
-                            f"a process is stopped inside an operation (see `fuser {self._path}`)"
+                            f"cannot lock the store {self._path} in time: a process is stopped "
+                            f"inside an operation (see `fuser {self._path}`)"
                         )
                         raise CommTimeout(msg) from None
                     self._clock.sleep(pause_s)
@@ -160,12 +161,12 @@ class FileStore(RequestStore):
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _begin(self) -> None:
-        """Mark a new file as a store, or see that an old one is."""
-        found = os.pread(self._fd, len(_MAGIC), 0)
-        if not _MAGIC.startswith(found):
-            msg = f"expected a braid store in {self._path}, found a file that begins {found!r}"
+        """Mark a new file as a store, or check that an old one is."""
+        start = os.pread(self._fd, len(_MAGIC), 0)
+        if not _MAGIC.startswith(start):
+            msg = f"{self._path} is not a braid store, it begins with {start!r}: use a new file"
             raise ConfigError(msg)
-        if found != _MAGIC:  # new, or its maker was killed here
+        if start != _MAGIC:  # new, or its maker was killed here
             os.pwrite(self._fd, _MAGIC, 0)
         self._read_to = len(_MAGIC)
 
@@ -183,18 +184,21 @@ class FileStore(RequestStore):
                 request = self._decoder.decode(body)
             except msgspec.DecodeError as exc:
                 msg = (
-                    f"expected requests in the store {self._path}, found a record of another "
-                    f"version at byte {self._read_to} ({exc}): use a new file"
+                    f"the store {self._path} has a record of another version at byte "
+                    f"{self._read_to} ({exc}): use a new file"
                 )
                 raise ConfigError(msg) from exc
             self._table.apply(request)
             self._read_to += _HEAD.size + length
 
     def _change(self, request: Request) -> Reply:
-        """Write `request` down, then carry it out."""
+        """Append `request` to the log, then execute it."""
         body = msgspec.msgpack.encode(request)
         if len(body) > _MAX_RECORD_BYTES:
-            msg = f"expected at most {_MAX_RECORD_BYTES} bytes in one operation, found {len(body)}"
+            msg = (
+                f"one operation may write at most {_MAX_RECORD_BYTES} bytes, got {len(body)}: "
+                "write in parts"
+            )
             raise ConfigError(msg)
         record = _HEAD.pack(len(body), zlib.crc32(body)) + body
         # What lies behind the last whole record was left by a writer that was killed.

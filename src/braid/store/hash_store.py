@@ -15,11 +15,11 @@ __all__ = ["HashStore"]
 
 
 class HashStore(RequestStore):
-    """The store's state machine under a lock; hand the same object to all threads.
+    """The store's state machine under a lock; all threads use the same object.
 
     Args:
-        default_timeout_s: Deadline of operations that name none.
-        clock: For deadlines; the host's when None.
+        default_timeout_s: Deadline of operations that are given none.
+        clock: Clock for deadlines; the host's when None.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The face of every store, and the part of it that all implementations share.
+"""The interface of all stores, and the part of it that all implementations share.
 
 Problem: ranks meet through a server under braid's launcher, through torch's store under torchrun,
 through a file on a cluster without either, and through a dictionary in tests. Code above must not
 know which.
 
-Idea: one Protocol with torch's operations on bytes. An implementation only says how one request is
-carried out (`RequestStore._ask`); names, time-outs and errors are the same for all, and one
-conformance suite holds them to it.
+Idea: one Protocol with torch's operations on bytes. An implementation only executes one request
+(`RequestStore._ask`); names, time-outs and errors are the same for all, and one conformance suite
+checks them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class Store(Protocol):
     seconds; None means the store's default.
 
     Raises:
-        CommTimeout: Keys were missing at the deadline; the message names them.
+        CommTimeout: Keys were missing at the deadline; the text names them.
         PeerLostError: The process that holds the store is gone.
-        ConfigError: A key or value is of the wrong type, or `add` met something that is no number.
+        ConfigError: A key or value is of the wrong type, or `add` was called for a value that is no
+            number.
     """
 
     def set(self, key: str, value: bytes) -> None:
@@ -58,7 +59,7 @@ class Store(Protocol):
         ...
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Value of `key`; waits until somebody has set it."""
+        """Return the value of `key`; waits until it is set."""
         ...
 
     def add(self, key: str, n: int) -> int:
@@ -74,15 +75,15 @@ class Store(Protocol):
         ...
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are there."""
+        """Wait until all `keys` are set."""
         ...
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are there, now."""
+        """Whether all `keys` are set now."""
         ...
 
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; returns whether it was set."""
         ...
 
     def num_keys(self) -> int:
@@ -90,7 +91,7 @@ class Store(Protocol):
         ...
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are set."""
         ...
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
@@ -98,7 +99,7 @@ class Store(Protocol):
         ...
 
     def append(self, key: str, value: bytes) -> None:
-        """Append `value` to that of `key`, which is created if missing."""
+        """Append `value` to the value of `key`, which is created if missing."""
         ...
 
 
@@ -106,25 +107,25 @@ class RequestStore(ABC):
     """The operations of a `Store`, each as one request.
 
     Args:
-        default_timeout_s: Deadline of operations that name none.
+        default_timeout_s: Deadline of operations that are given none.
     """
 
     def __init__(self, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if not default_timeout_s > 0:
-            msg = f"expected a positive time-out for the store, found {default_timeout_s} s"
+            msg = f"the time-out of a store must be positive, got {default_timeout_s} s"
             raise ConfigError(msg)
         self.default_timeout_s = default_timeout_s
 
     @abstractmethod
     def _ask(self, request: Request, timeout_s: float) -> Reply:
-        """Carry out one request; `Missing` when its keys did not come within `timeout_s`."""
+        """Execute one request; returns `Missing` if keys are not set within `timeout_s`."""
 
     def set(self, key: str, value: bytes) -> None:
         """Set `key` to `value`."""
         self._value(Set(_key(key), _bytes(key, value)))
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Value of `key`; waits until somebody has set it."""
+        """Return the value of `key`; waits until it is set."""
         return cast("bytes", self._value(Get(_key(key)), timeout_s))
 
     def add(self, key: str, n: int) -> int:
@@ -137,15 +138,15 @@ class RequestStore(ABC):
         return cast("bytes", self._value(request))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are there."""
+        """Wait until all `keys` are set."""
         self._value(Wait(_keys(keys)), timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are there, now."""
+        """Whether all `keys` are set now."""
         return cast("bool", self._value(Check(_keys(keys))))
 
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; returns whether it was set."""
         return cast("bool", self._value(Delete(_key(key))))
 
     def num_keys(self) -> int:
@@ -153,7 +154,7 @@ class RequestStore(ABC):
         return cast("int", self._value(NumKeys()))
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are set."""
         return cast("list[bytes]", self._value(MultiGet(_keys(keys)), timeout_s))
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
@@ -161,7 +162,7 @@ class RequestStore(ABC):
         self._value(MultiSet({_key(key): _bytes(key, value) for key, value in items.items()}))
 
     def append(self, key: str, value: bytes) -> None:
-        """Append `value` to that of `key`, which is created if missing."""
+        """Append `value` to the value of `key`, which is created if missing."""
         self._value(Append(_key(key), _bytes(key, value)))
 
     def _value(self, request: Request, timeout_s: float | None = None) -> Value:
@@ -179,7 +180,7 @@ class PrefixStore:
 
     Args:
         prefix: Name of the part.
-        store: The whole; `num_keys` counts all of its keys, as torch's PrefixStore does.
+        store: The whole store; `num_keys` counts all of its keys, as torch's PrefixStore does.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -191,7 +192,7 @@ class PrefixStore:
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Value of `key`; waits until somebody has set it."""
+        """Return the value of `key`; waits until it is set."""
         return self._store.get(self._prefix + key, timeout_s)
 
     def add(self, key: str, n: int) -> int:
@@ -203,15 +204,15 @@ class PrefixStore:
         return self._store.compare_set(self._prefix + key, expected, desired)
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are there."""
+        """Wait until all `keys` are set."""
         self._store.wait(self._prefixed(keys), timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are there, now."""
+        """Whether all `keys` are set now."""
         return self._store.check(self._prefixed(keys))
 
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; returns whether it was set."""
         return self._store.delete_key(self._prefix + key)
 
     def num_keys(self) -> int:
@@ -219,7 +220,7 @@ class PrefixStore:
         return self._store.num_keys()
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are set."""
         return self._store.multi_get(self._prefixed(keys), timeout_s)
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
@@ -227,7 +228,7 @@ class PrefixStore:
         self._store.multi_set({self._prefix + key: value for key, value in items.items()})
 
     def append(self, key: str, value: bytes) -> None:
-        """Append `value` to that of `key`, which is created if missing."""
+        """Append `value` to the value of `key`, which is created if missing."""
         self._store.append(self._prefix + key, value)
 
     def __repr__(self) -> str:
@@ -238,27 +239,27 @@ class PrefixStore:
 
 
 def missing_keys_error(keys: Sequence[str], timeout_s: float, store: str) -> CommTimeout:
-    """The error that every store raises when `keys` did not come in time."""
+    """Make the error that every store raises when `keys` were not set in time."""
     shown = ", ".join(map(repr, keys[:_SHOWN_KEYS]))
     if len(keys) > _SHOWN_KEYS:
         shown += f" and {len(keys) - _SHOWN_KEYS} more"
     msg = (
-        f"expected all keys within {timeout_s:g} s, found {shown} missing in {store}: "
-        "the process that sets them has not come so far, or has ended"
+        f"keys {shown} are missing in {store} after {timeout_s:g} s: the process that sets "
+        "them has not come so far, or has ended"
     )
     return CommTimeout(msg)
 
 
 def _key(key: str) -> str:
     if not isinstance(key, str):
-        msg = f"expected a key of type str, found {type(key).__name__}: {key!r}"  # type: ignore[unreachable]
+        msg = f"a key must be a str, got {type(key).__name__}: {key!r}"  # type: ignore[unreachable]
         raise ConfigError(msg)
     return key
 
 
 def _keys(keys: Sequence[str]) -> list[str]:
     if isinstance(keys, (str, bytes)):
-        msg = f"expected a list of keys, found the single {keys!r}: write [{keys!r}]"
+        msg = f"keys must be a list, got the single {keys!r}: write [{keys!r}]"
         raise ConfigError(msg)
     return [_key(key) for key in keys]
 
@@ -266,8 +267,8 @@ def _keys(keys: Sequence[str]) -> list[str]:
 def _bytes(key: str, value: bytes) -> bytes:
     if not isinstance(value, (bytes, bytearray, memoryview)):
         msg = (  # type: ignore[unreachable]
-            f"expected bytes for key {key!r}, found {type(value).__name__}: "
-            "encode it first, such as str.encode()"
+            f"the value of key {key!r} must be bytes, got {type(value).__name__}: encode it "
+            "first, such as str.encode()"
         )
         raise ConfigError(msg)
     return bytes(value)

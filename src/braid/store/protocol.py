@@ -1,7 +1,6 @@
-"""What client and server of a store say to each other, in frames of `braid.wire`.
+"""Messages between client and server of a store, in frames of `braid.wire`.
 
-A message travels in the meta of a frame while it is small, and in the frame's only buffer when it
-is not.
+A small message travels in the meta of a frame, a larger one in the frame's only buffer.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
     """A request of a client.
 
     Attributes:
-        number: The client's name for it.
-        timeout_ns: How long to wait for missing keys.
-        request: What it asks.
+        number: Number that the client gave to the request.
+        timeout_ns: Nanoseconds to wait for missing keys.
+        request: The request.
     """
 
     number: int
@@ -33,7 +32,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Result(msgspec.Struct, array_like=True, frozen=True):
-    """The reply to the call of that number."""
+    """The reply to the call of the same number."""
 
     number: int
     reply: Reply
@@ -44,26 +43,32 @@ _RESULTS = msgspec.msgpack.Decoder(Result)
 
 
 def pack(message: Call | Result) -> tuple[bytes, list[bytes]]:
-    """Meta and buffers of the frame that carries `message`."""
+    """Return meta and buffers of the frame that carries `message`."""
     body = msgspec.msgpack.encode(message)
     return (body, []) if len(body) <= STORE_LIMITS.max_meta_bytes else (b"", [body])
 
 
 def unpack_call(frame: Frame) -> Call:
-    """The call in `frame`; CommError when there is none."""
+    """Return the call in `frame`; CommError when there is none."""
     try:
         return _CALLS.decode(_body(frame))
     except msgspec.DecodeError as exc:
-        msg = f"expected a store's request, found something else ({exc})"
+        msg = (
+            f"the client of a store sent a frame that is no request ({exc}): do both run the same "
+            "version?"
+        )
         raise CommError(msg) from exc
 
 
 def unpack_result(frame: Frame) -> Result:
-    """The result in `frame`; CommError when there is none."""
+    """Return the result in `frame`; CommError when there is none."""
     try:
         return _RESULTS.decode(_body(frame))
     except msgspec.DecodeError as exc:
-        msg = f"expected a store's reply, found something else ({exc})"
+        msg = (
+            f"the server of a store sent a frame that is no reply ({exc}): do both run the same "
+            "version?"
+        )
         raise CommError(msg) from exc
 
 

@@ -1,8 +1,8 @@
-"""The store's server: one thread that waits for requests of all clients at once.
+"""The server of a store: one thread that waits for requests of all clients at once.
 
-It owns connections that others have accepted and authenticated (`serve`), or a listener of its own
-(`listen`). It never blocks on a client: replies that a client does not read stay in its outbox, and
-a client that lets them pile up is dropped.
+It owns connections that others have accepted and authenticated (`serve`), or a listener (`listen`).
+It never blocks on a client: replies that a client does not read stay in its outbox, and a client
+that lets them pile up is dropped.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _REQUESTS_PER_TURN = 32  # of one client, before the others have theirs
 
 
 class StoreServer:
-    """Serves one store to any number of clients, from its own thread until it is closed.
+    """Serves one store to any number of clients, in a separate thread until it is closed.
 
     Args:
-        clock: For the deadlines of waiting requests; the host's when None.
-        listener: Where clients come in; owned and closed by the server. None when they come by
-            `serve`.
+        clock: Clock for the deadlines of waiting requests; the host's when None.
+        listener: Listener to which clients connect; owned and closed by the server. None when they
+            come by `serve`.
 
-    On failure: a client that dies or breaks the protocol is forgotten, and what it waited for with
-    it; its keys stay.
+    On failure: the server forgets a client that dies or breaks the protocol, and its waiting
+    requests; its keys stay.
     """
 
     def __init__(self, *, clock: Clock | None = None, listener: Listener | None = None) -> None:
@@ -69,7 +69,7 @@ class StoreServer:
         listen_anywhere: bool = False,
         clock: Clock | None = None,
     ) -> StoreServer:
-        """A server with a listener of its own; see `Listener` for the arguments and errors."""
+        """Start a server with a listener; see `Listener` for the arguments and errors."""
         identity = Identity(run_id, STORE_ROLE, -1)
         listener = Listener(
             address,
@@ -87,10 +87,10 @@ class StoreServer:
 
     @property
     def address(self) -> str:
-        """Where its own listener listens.
+        """Address of the server's listener.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: The server has no listener.
         """
         if self._listener is None:
             msg = "this StoreServer has no listener: its clients come by serve()"
@@ -149,9 +149,9 @@ class StoreServer:
             while not self._closing:
                 for key, events in self._selector.select(self._pause_s()):
                     if key.fileobj is self._wake_reader:
-                        self._take_handed_over()
+                        self._admit_handed_over()
                     elif key.fileobj is self._listener:
-                        self._welcome()
+                        self._accept()
                     else:
                         self._poll_client(key.data, events)
                 for client in list(self._unfinished):
@@ -160,20 +160,20 @@ class StoreServer:
                 if self._listener is not None:
                     overdue_ns = self._listener.next_deadline_ns()
                     if overdue_ns is not None and overdue_ns <= now_ns:
-                        self._welcome()
+                        self._accept()
                 self._deliver(self._state.expire(now_ns))
         finally:
             for client in list(self._clients):  # whatever happened, nobody waits for a dead server
                 self._drop(client)
 
-    def _welcome(self) -> None:
-        """Advance the handshakes of the own listener."""
+    def _accept(self) -> None:
+        """Advance the handshakes of the server's listener."""
         if self._listener is not None:
             for connection in self._listener.accept_ready():
                 self._admit(connection)
 
     def _pause_s(self) -> float | None:
-        """How long nothing needs to be done unless something is readable."""
+        """Seconds for which nothing is to do unless something is readable."""
         if self._unfinished:
             return 0
         deadlines = [self._state.next_deadline_ns()]
@@ -182,7 +182,7 @@ class StoreServer:
         known = [deadline for deadline in deadlines if deadline is not None]
         return max(0, min(known) - self._now_ns()) / 1e9 if known else None
 
-    def _take_handed_over(self) -> None:
+    def _admit_handed_over(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
         while self._handed_over:
@@ -194,19 +194,18 @@ class StoreServer:
         client = next(self._numbers)
         self._clients[client] = connection
         self._selector.register(connection, selectors.EVENT_READ, client)
-        self._poll_client(
-            client, 0
-        )  # its first frames may have been read ahead by the previous owner
+        # Its first frames may have been read ahead by the previous owner.
+        self._poll_client(client, 0)
 
     def _poll_client(self, client: int, events: int) -> None:
-        """Flush what `client` can take now, and carry out its requests for one turn."""
+        """Send what `client` accepts now, and execute its requests for one turn."""
         self._unfinished.discard(client)
         connection = self._clients.get(client)
         if connection is None:  # dropped in this very round
             return
         try:
             if events & selectors.EVENT_WRITE:
-                self._watch(client, connection, connection.flush())
+                self._select(client, connection, connection.flush())
             for _ in range(_REQUESTS_PER_TURN):
                 frame = connection.try_recv()
                 if frame is None:
@@ -235,12 +234,12 @@ class StoreServer:
                     queued_bytes = connection.post(*pack(Result(number, reply)))
                 except ConfigError as exc:  # the values have grown beyond what a frame may hold
                     queued_bytes = connection.post(*pack(Result(number, Refusal(str(exc)))))
-                self._watch(client, connection, queued_bytes)
+                self._select(client, connection, queued_bytes)
             except CommError:
                 self._drop(client)
 
-    def _watch(self, client: int, connection: SocketConnection, queued_bytes: int) -> None:
-        """Ask for writability only while something is queued; give up on who never reads."""
+    def _select(self, client: int, connection: SocketConnection, queued_bytes: int) -> None:
+        """Select for writing only while something is queued; drop a client that never reads."""
         if queued_bytes > _MAX_OUTBOX_BYTES:
             self._drop(client)
             return

@@ -1,23 +1,23 @@
-"""What a store does, as a state machine: requests in, answers out, some of them later.
+"""State machine of a store: requests in, answers out, some of them later.
 
 Problem: ranks need a place to meet before they can communicate. Blocking operations (`get` of a key
 that another rank has yet to set) and deadlines are where such services go wrong, and where they are
 hardest to test.
 
-Idea: `Table` holds the keys and applies one request at a time; `StoreState` adds patience: a
-request that lacks keys waits inside the state until they are set or its deadline passes. Neither
-knows sockets, threads or clocks; the server passes the time in, `HashStore` shares one among
-threads, `FileStore` replays a log of requests through a `Table`.
+Idea: `Table` holds the keys and applies one request at a time. `StoreState` adds waiting: a request
+for missing keys waits inside the state until they are set or its deadline passes. Neither knows
+sockets, threads or clocks. The server passes the time in, `HashStore` shares one among threads,
+`FileStore` replays a log of requests through a `Table`.
 
-    request                    keys there                                keys missing
-    Set, MultiSet              -> None                                   creates them
-    Append                     -> None                                   creates it
-    Add                        -> new number                             counts from 0
-    CompareSet                 sets if equal -> value after              sets if `expected` is empty -> value after,
-                                                                         else -> `expected`
-    Get, MultiGet, Wait        -> value, values, None                    waits; at its deadline -> Missing
-    Check                      -> True                                   -> False
-    Delete                     -> True                                   -> False
+    request                    keys set                  keys missing
+    Set, MultiSet              -> None                   creates them
+    Append                     -> None                   creates it
+    Add                        -> new number             counts from 0
+    CompareSet                 sets if equal             sets if `expected` is empty -> value after,
+                               -> value after            else -> `expected`
+    Get, MultiGet, Wait        -> value, values, None    waits; at its deadline -> Missing
+    Check                      -> True                   -> False
+    Delete                     -> True                   -> False
     NumKeys                    -> number of keys
 
 Source: the operations and edge cases of torch.distributed.Store, except that an addition to
@@ -69,7 +69,7 @@ class Set(msgspec.Struct, tag="set", array_like=True, frozen=True):
 
 
 class Get(msgspec.Struct, tag="get", array_like=True, frozen=True):
-    """Value of `key`, waiting for it."""
+    """Return the value of `key`, waiting for it."""
 
     key: str
 
@@ -90,13 +90,13 @@ class CompareSet(msgspec.Struct, tag="cas", array_like=True, frozen=True):
 
 
 class Wait(msgspec.Struct, tag="wait", array_like=True, frozen=True):
-    """Wait until all `keys` are there."""
+    """Wait until all `keys` are set."""
 
     keys: list[str]
 
 
 class Check(msgspec.Struct, tag="check", array_like=True, frozen=True):
-    """Whether all `keys` are there."""
+    """Return whether all `keys` are set."""
 
     keys: list[str]
 
@@ -108,11 +108,11 @@ class Delete(msgspec.Struct, tag="del", array_like=True, frozen=True):
 
 
 class NumKeys(msgspec.Struct, tag="num", array_like=True, frozen=True):
-    """Number of keys."""
+    """Return the number of keys."""
 
 
 class MultiGet(msgspec.Struct, tag="mget", array_like=True, frozen=True):
-    """Values of `keys`, waiting for all of them."""
+    """Return the values of `keys`, waiting for all of them."""
 
     keys: list[str]
 
@@ -124,7 +124,7 @@ class MultiSet(msgspec.Struct, tag="mset", array_like=True, frozen=True):
 
 
 class Append(msgspec.Struct, tag="append", array_like=True, frozen=True):
-    """Append `value` to that of `key`."""
+    """Append `value` to the value of `key`."""
 
     key: str
     value: bytes
@@ -136,19 +136,19 @@ Request: TypeAlias = (
 
 
 class Answer(msgspec.Struct, tag="ok", array_like=True, frozen=True):
-    """The request was carried out."""
+    """Reply to a request that was executed."""
 
     value: Value
 
 
 class Missing(msgspec.Struct, tag="missing", array_like=True, frozen=True):
-    """These keys were not there at the deadline."""
+    """Reply to a request whose `keys` were not set at the deadline."""
 
     keys: list[str]
 
 
 class Refusal(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The request cannot be carried out, and why."""
+    """Reply to a request that cannot be executed, with the reason."""
 
     reason: str
 
@@ -157,13 +157,13 @@ Reply: TypeAlias = Answer | Missing | Refusal
 
 
 class Table:
-    """Keys and values, and what each request does to them. Deterministic: equal requests, equal tables."""
+    """Keys and values, and the effect of each request. Deterministic."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
 
     def missing(self, request: Request) -> list[str]:
-        """The keys that `request` has to wait for, in its order."""
+        """Return the keys that `request` has to wait for, in its order."""
         if isinstance(request, Get):
             return [] if request.key in self.values else [request.key]
         if isinstance(request, (Wait, MultiGet)):
@@ -171,7 +171,7 @@ class Table:
         return []
 
     def apply(self, request: Request) -> Reply:
-        """Carry out `request`, or say which keys it lacks."""
+        """Execute `request`, or return the keys that are missing."""
         lacking = self.missing(request)
         if lacking:
             return Missing(lacking)
@@ -210,8 +210,8 @@ class Table:
         text = self.values.get(request.key, b"0")
         if not _NUMBER.fullmatch(text):
             return Refusal(
-                f"expected key {request.key!r} to hold a decimal number to add to, "
-                f"found {text[:40]!r}: use another key for the counter"
+                f"key {request.key!r} holds {text[:40]!r}, which is no decimal number to add "
+                "to: use another key for the counter"
             )
         total = int(text) + request.amount
         if total not in _INT64:
@@ -221,12 +221,12 @@ class Table:
 
 
 class Delivery(NamedTuple):
-    """A reply and where it goes.
+    """A reply and its address.
 
     Attributes:
-        client: Whose request it answers.
-        number: Which of the client's requests.
-        reply: The answer.
+        client: Client whose request is answered.
+        number: Number of the client's request.
+        reply: The reply.
     """
 
     client: int
@@ -235,7 +235,7 @@ class Delivery(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """A request that lacks keys; ordered by deadline."""
+    """A request that waits for keys; ordered by deadline."""
 
     deadline_ns: int
     order: int
@@ -250,7 +250,7 @@ class StoreState:
     def __init__(self) -> None:
         self._table = Table()
         self._waiting: dict[tuple[int, int], _Waiting] = {}
-        self._by_key: dict[str, set[tuple[int, int]]] = {}  # who lacks it
+        self._by_key: dict[str, set[tuple[int, int]]] = {}  # requests that wait for a key
         self._deadlines: list[_Waiting] = []  # a heap; entries that no longer wait are skipped
         self._order = 0
 
@@ -261,20 +261,20 @@ class StoreState:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that lack a key."""
+        """Number of requests that wait for a key."""
         return len(self._waiting)
 
     def request(
         self, client: int, number: int, request: Request, *, now_ns: int, timeout_ns: int
     ) -> list[Delivery]:
-        """Carry out or keep `request`; returns all replies that are due, also those to others.
+        """Execute or keep `request`; returns all replies that are due, also those to other clients.
 
         Args:
-            client: Who asks.
-            number: The client's own name for this request; unique while it waits.
-            request: What it asks.
-            now_ns: The time.
-            timeout_ns: How long it will wait for missing keys.
+            client: Client that sent the request.
+            number: Number that the client gave to the request; unique while it waits.
+            request: The request.
+            now_ns: Current time.
+            timeout_ns: Nanoseconds to wait for missing keys.
         """
         if (client, number) in self._waiting:
             reason = f"request {number} of this client is still waiting: number requests anew"
@@ -294,7 +294,7 @@ class StoreState:
         return due
 
     def expire(self, now_ns: int) -> list[Delivery]:
-        """Replies to the requests whose deadline has passed."""
+        """Return the replies to requests whose deadline has passed."""
         due = []
         while self._deadlines and self._deadlines[0].deadline_ns <= now_ns:
             waiting = heapq.heappop(self._deadlines)
@@ -305,13 +305,13 @@ class StoreState:
         return due
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `expire` next; None when nobody waits."""
+        """Time at which to call `expire` next; None when no request waits."""
         while self._deadlines and not self._waits(self._deadlines[0]):
             heapq.heappop(self._deadlines)
         return self._deadlines[0].deadline_ns if self._deadlines else None
 
     def forget(self, client: int) -> None:
-        """`client` has gone: nobody waits for the answers to its requests."""
+        """Drop the requests of a client that has gone."""
         for waiting in [entry for entry in self._waiting.values() if entry.client == client]:
             self._drop(waiting)
 
@@ -323,7 +323,7 @@ class StoreState:
             self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
 
     def _wake(self, key: str) -> list[Delivery]:
-        """`key` has been written: answer those who lacked it last."""
+        """Answer the requests for which `key` was the last missing one."""
         due = []
         lacking = self._by_key.get(key, set())
         for waiting in sorted((self._waiting[name] for name in lacking), key=lambda w: w.order):

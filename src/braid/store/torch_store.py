@@ -1,10 +1,10 @@
-"""Between braid's stores and torch's: each can be used where the other is expected.
+"""Adapters between braid's stores and torch's: each can be used where the other is required.
 
-Problem: under torchrun the meeting place is torch's TCPStore; under braid's launcher,
+Problem: under torchrun ranks meet through torch's TCPStore; under braid's launcher,
 torch.distributed needs a `dist.Store` over braid's authenticated one. The two differ in time-outs,
 errors and the types of values.
 
-Idea: `TorchStore` is a braid Store over any `dist.Store`; `as_torch_store` is the way back, a
+Idea: `TorchStore` is a braid Store over any `dist.Store`. `as_torch_store` is the reverse, a
 subclass of `dist.Store` whose methods torch's C++ calls (PrefixStore, Gloo's rendezvous, ...). This
 is the only module of the room that imports torch.
 """
@@ -32,11 +32,11 @@ class TorchStore:
 
     Args:
         store: Any `dist.Store`.
-        default_timeout_s: Deadline of operations that name none.
+        default_timeout_s: Deadline of operations that are given none.
 
-    On failure: like all stores; but torch's TCPStore serves one operation of a client at a time, so
-    a thread that waits holds up the others of its process, and an `add` to something that is no
-    number ends its connection.
+    On failure: as for all stores. But torch's TCPStore serves one operation of a client at a time,
+    so a thread that waits holds up the other threads of its process. An `add` to something that is
+    no number ends its connection.
     """
 
     def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -49,7 +49,7 @@ class TorchStore:
             self._store.set(key, value)
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Value of `key`; waits until somebody has set it."""
+        """Return the value of `key`; waits until it is set."""
         self.wait([key], timeout_s)
         with self._mapped():
             return bytes(self._store.get(key))
@@ -65,7 +65,7 @@ class TorchStore:
             return bytes(self._store.compare_set(key, expected, desired))
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """Wait until all `keys` are there."""
+        """Wait until all `keys` are set."""
         timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
         # Torch takes whole milliseconds, and none as "for ever" in some of its stores.
         limit = timedelta(seconds=max(timeout_s, 1e-3))
@@ -77,22 +77,22 @@ class TorchStore:
             raise missing_keys_error(missing or keys, timeout_s, repr(self)) from exc
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` are there, now."""
+        """Whether all `keys` are set now."""
         with self._mapped():
             return bool(self._store.check(list(keys)))
 
     def delete_key(self, key: str) -> bool:
-        """Remove `key`; whether it was there."""
+        """Remove `key`; returns whether it was set."""
         with self._mapped():
             return bool(self._store.delete_key(key))
 
     def num_keys(self) -> int:
-        """Number of keys in the whole store, also of those that torch put there."""
+        """Number of keys in the whole store, with those of torch."""
         with self._mapped():
             return int(self._store.num_keys())
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """Values of `keys`; waits until all are there."""
+        """Return the values of `keys`; waits until all are set."""
         if not keys:
             return []  # torch's HashStore fails on an empty list
         self.wait(keys, timeout_s)
@@ -102,7 +102,7 @@ class TorchStore:
             return [bytes(self._store.get(key)) for key in keys]
 
     def multi_set(self, items: Mapping[str, bytes]) -> None:
-        """Set several keys; at once only where torch's store can (not its FileStore)."""
+        """Set several keys; at once unless torch's store cannot (its FileStore)."""
         with self._mapped():
             if self._store.has_extended_api():
                 self._store.multi_set(list(items), list(items.values()))
@@ -111,7 +111,7 @@ class TorchStore:
                 self._store.set(key, value)
 
     def append(self, key: str, value: bytes) -> None:
-        """Append `value` to that of `key`, which is created if missing."""
+        """Append `value` to the value of `key`, which is created if missing."""
         with self._mapped():
             if not self._store.has_extended_api():
                 msg = f"{self!r} cannot append: use another store of torch, or braid's FileStore"
@@ -123,7 +123,7 @@ class TorchStore:
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
-        """Torch's errors as braid's."""
+        """Raise torch's errors as braid's."""
         try:
             yield
         except dist.DistNetworkError as exc:
@@ -144,17 +144,20 @@ class TorchStore:
 
 
 class _TorchStoreError(CommTimeout):
-    """Torch says "wait timeout", without telling for what."""
+    """Torch's "wait timeout", which does not name the keys."""
 
 
 class _DistStoreTimeout(CommTimeout, dist.DistStoreError):
-    """A missing key as both worlds catch it."""
+    """A missing key, as users of braid and of torch catch it."""
 
 
 class _BraidBackedStore(TorchBase):
-    """A braid Store with torch's face; `deleteKey` and `getNumKeys` are the names that torch's C++ looks up."""
+    """A braid Store as a store of torch.
 
-    timeout: timedelta  # a property of torch's that its stubs lack
+    Torch's C++ looks up the names `deleteKey` and `getNumKeys`.
+    """
+
+    timeout: timedelta  # a property that torch's stubs lack
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         super().__init__()
@@ -215,16 +218,18 @@ class _BraidBackedStore(TorchBase):
 
 
 def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchBase:
-    """`store` as a `torch.distributed.Store`, for `dist.init_process_group(store=...)` and PrefixStore.
+    """Wrap `store` as a `torch.distributed.Store`.
 
-    The result, and with it `store`, is kept until the process ends: torch's C++ keeps only its own
-    half of a store written in Python, and calls into the other half after Python has freed it. (To
-    be deleted when pybind11's `smart_holder` or a `keep_alive` reaches torch's PrefixStore and
-    process groups.) Close `store` when the job is done.
+    It serves `dist.init_process_group(store=...)` and PrefixStore. The result, and with it `store`,
+    is kept until the process ends: torch's C++ keeps only its own half of a store written in
+    Python, and calls into the other half after Python has freed it. (To be deleted when pybind11's
+    `smart_holder` or a `keep_alive` reaches torch's PrefixStore and process groups.) Close `store`
+    when the job is done.
 
     Args:
         store: A braid store whose operations may be called from any thread.
-        timeout_s: Deadline of operations that name none; torch may set another with `set_timeout`.
+        timeout_s: Deadline of operations that are given none; torch may set another with
+            `set_timeout`.
     """
     torch_store = _BraidBackedStore(store, timeout_s)
     atexit.register(_release, torch_store)
@@ -232,7 +237,7 @@ def as_torch_store(store: Store, timeout_s: float = DEFAULT_TIMEOUT_S) -> TorchB
 
 
 def _release(torch_store: TorchBase) -> None:
-    """Called at exit; until then the registration is what keeps `torch_store`."""
+    """Do nothing at exit; until then the registration keeps `torch_store` alive."""
 
 
 def _to_bytes(value: bytes | str) -> bytes:
