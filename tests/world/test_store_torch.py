@@ -83,7 +83,7 @@ def test_time_outs_are_caught_by_both_names():
             store.get("absent")
         with pytest.raises(error, match="keys 'absent' are missing"):
             store.wait(["absent"], timedelta(milliseconds=5))
-        with pytest.raises(error, match="'p/absent' missing"):
+        with pytest.raises(error, match="keys 'p/absent' are missing"):
             dist.PrefixStore("p", store).get("absent")
 
 
