@@ -98,7 +98,7 @@ def test_the_second_time_no_list_is_sent():
 def test_a_name_in_flight_is_refused_on_its_rank_and_free_again_afterwards():
     world = World(2)
     world.submit(reduce("a"), [0])
-    with pytest.raises(ConfigError, match="found 'a' once more on rank 0"):
+    with pytest.raises(ConfigError, match="'a' is in flight on rank 0"):
         world.submit(reduce("a"), [0])
     world.submit(reduce("a"), [1])
     assert world.settle() == [["a"]]
@@ -108,13 +108,13 @@ def test_a_name_in_flight_is_refused_on_its_rank_and_free_again_afterwards():
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (reduce("a", (5,)), "same shape of 'a' on all ranks, found (4,) on ranks 0, 2; (5,) on rank 1"),
-        (Request("a", "all_reduce", "int64", (4,), 8, "sum"), "same dtype of 'a'"),
-        (Request("a", "all_reduce", "float32", (4,), 4, "max"), "same reduction of 'a'"),
-        (Request("a", "broadcast", "float32", (4,), 4, root=0), "same operation of 'a'"),
-        (reduce("a", prescale=2.0), "same prescale factor of 'a'"),
-        (reduce("a", postscale=2.0), "same postscale factor of 'a'"),
-        (reduce("a", device="cuda:0"), "same device type of 'a'"),
+        (reduce("a", (5,)), "disagree on the shape of 'a': (4,) on ranks 0, 2; (5,) on rank 1"),
+        (Request("a", "all_reduce", "int64", (4,), 8, "sum"), "disagree on the dtype of 'a'"),
+        (Request("a", "all_reduce", "float32", (4,), 4, "max"), "disagree on the reduction of 'a'"),
+        (Request("a", "broadcast", "float32", (4,), 4, root=0), "disagree on the operation of 'a'"),
+        (reduce("a", prescale=2.0), "disagree on the prescale factor of 'a'"),
+        (reduce("a", postscale=2.0), "disagree on the postscale factor of 'a'"),
+        (reduce("a", device="cuda:0"), "disagree on the device type of 'a'"),
     ],
 )  # fmt: skip
 def test_what_differs_is_the_same_error_on_all_ranks(other, words):
@@ -131,12 +131,12 @@ def test_what_differs_is_the_same_error_on_all_ranks(other, words):
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("reduce_scatter", {"shape": ()}, "found a scalar"),
-        ("all_gather", {"shape": ()}, "found a scalar"),
-        ("broadcast", {"root": 2}, "one of 2 ranks, found 2"),
-        ("all_to_all", {"splits": (1, 2)}, "found [1, 2] for 4 rows on rank 0"),
-        ("all_to_all", {"splits": (4,)}, "found [4] for 4 rows"),
-        ("all_to_all", {"splits": (5, -1)}, "found [5, -1] for 4 rows"),
+        ("reduce_scatter", {"shape": ()}, "is a scalar"),
+        ("all_gather", {"shape": ()}, "is a scalar"),
+        ("broadcast", {"root": 2}, "one of 2 ranks, got 2"),
+        ("all_to_all", {"splits": (1, 2)}, "got [1, 2] for 4 rows on rank 0"),
+        ("all_to_all", {"splits": (4,)}, "got [4] for 4 rows"),
+        ("all_to_all", {"splits": (5, -1)}, "got [5, -1] for 4 rows"),
     ],
 )
 def test_what_makes_no_sense_is_refused_on_all_ranks(kind, changes, words):
@@ -210,8 +210,8 @@ def test_ranks_that_have_joined_are_stood_in_for_until_all_have():
     assert world.settle() == [["a", "new"]]
     world.submit(Request("b", "broadcast", "float32", (4,), 4, root=0), [0, 2])
     (error,) = errors(world.cycle())
-    assert "found that rank 1 has joined" in error
-    with pytest.raises(ConfigError, match="found 'x' on rank 1"):
+    assert "but rank 1 has joined" in error
+    with pytest.raises(ConfigError, match="'x' was submitted on rank 1"):
         world.submit(reduce("x"), [1])
     world.machines[2].join()
     assert world.cycle().last_joined == -1
@@ -232,7 +232,7 @@ def test_what_is_in_the_cache_and_cannot_go_on_without_a_joined_rank_is_refused(
     world.cycle()
     world.submit(gather, [0])
     (error,) = errors(world.cycle())
-    assert "found that a rank has joined" in error
+    assert "but a rank has joined" in error
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -263,9 +263,9 @@ def test_a_group_of_which_one_is_refused_is_refused_as_a_whole():
         world.submit(reduce("c"))
         outcome = world.cycle()
         first, second = errors(outcome)
-        assert first.startswith("expected all of group 'g' to be possible, found that 'b' is not: ")
-        assert "same shape of 'b'" in first
-        assert "same shape of 'b'" in second
+        assert first.startswith("group 'g' is refused as a whole, since 'b' is refused: ")
+        assert "disagree on the shape of 'b'" in first
+        assert "disagree on the shape of 'b'" in second
         assert sorted(names(batch.responses) for batch in outcome.batches) == [["a"], ["b"], ["c"]]
         for name in "ab":
             world.submit(reduce(name, group="g", group_size=2))
@@ -286,9 +286,7 @@ def test_ranks_that_put_different_names_into_a_group_hear_it_instead_of_waiting(
         world.submit(reduce(name, group="g", group_size=2), [1])
     found = errors(world.cycle())
     assert len(found) == 3
-    assert (
-        "same group of 'a' on all ranks, found ('g', 3) on rank 0; ('g', 2) on rank 1" in found[0]
-    )
+    assert "disagree on the group of 'a': ('g', 3) on rank 0; ('g', 2) on rank 1" in found[0]
     assert [machine.num_pending for machine in world.machines] == [0, 0]
 
 
@@ -301,7 +299,7 @@ def test_what_is_still_to_come_of_a_refused_group_is_refused_as_well(joined):
     for name in "abc":
         world.submit(reduce(name, group="g", group_size=3), [0])
     world.submit(reduce("a", group="g", group_size=2), others)
-    assert "same group of 'a'" in errors(world.cycle())[0]
+    assert "disagree on the group of 'a'" in errors(world.cycle())[0]
     assert world.settle() == []  # b may come
     world.submit(reduce("b", group="g", group_size=2), others)  # and so c will not
     assert len(errors(world.cycle())) == 2
@@ -427,7 +425,7 @@ def test_what_is_forgotten_with_a_group_can_still_be_asked_for_in_another_way():
         world.settle()
     world.submit(reduce("a", group="g", group_size=2), [0])  # as it was
     world.submit(reduce("a"), [1])
-    assert "same group of 'a'" in errors(world.cycle())[0]
+    assert "disagree on the group of 'a'" in errors(world.cycle())[0]
     assert [machine.num_pending for machine in world.machines] == [0, 0]
 
 

@@ -233,8 +233,8 @@ def _converted(group: Group, who: int) -> str:
 def test_parameters_that_change_their_dtype_are_reduced_in_it_or_refused(procs):
     assert procs(2, _converted, 1) == ["nothing happened"] * 2
     for found in procs(2, _converted, 0):
-        assert found.startswith("HorovodInternalError: expected the same dtype of 'gradient.")
-        assert found.endswith("found float64 on rank 0; float32 on rank 1")
+        assert found.startswith("HorovodInternalError: ranks disagree on the dtype of 'gradient.")
+        assert found.endswith("float64 on rank 0; float32 on rank 1")
 
 
 def _reshaped(group: Group) -> list[list[float]]:
@@ -306,7 +306,7 @@ def _ended(group: Group) -> str:
 
 
 def test_gradients_for_an_engine_that_has_ended_fail_as_operations_do(procs):
-    assert procs(2, _ended)[1].startswith("HorovodInternalError: expected an engine that runs")
+    assert procs(2, _ended)[1].startswith("HorovodInternalError: fusion engine has ended")
 
 
 class Meeting(dict[Any, Any]):
@@ -359,7 +359,7 @@ def _streams(group: Group) -> list[Any]:
     with horovod(group), pytest.MonkeyPatch.context() as patch:
         module = "braid.compat.horovod.torch.gradient_reduction"
         patch.setattr(f"{module}.mark", lambda _: threading.current_thread().name)
-        patch.setattr(f"{module}.follow", lambda points, _: found.append(sorted(points)))
+        patch.setattr(f"{module}.wait_for_points", lambda points, _: found.append(sorted(points)))
         params = [zeros(3), zeros(4), zeros(5), zeros(6)]
         optimizer = summing(params, groups=[params[2:]])
         for number, param in enumerate(params):

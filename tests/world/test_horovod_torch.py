@@ -266,13 +266,13 @@ def _mistakes(group: Group) -> dict[str, str]:
 
 
 EXPECTED = {
-    "twice": "ConfigError: expected a new name for each operation in flight, found 'allreduce.twice'",
-    "shape": "HorovodInternalError: expected the same shape",
-    "dtype": "HorovodInternalError: expected the same dtype",
-    "op": "HorovodInternalError: expected the same reduction",
-    "factor": "HorovodInternalError: expected the same prescale factor",
-    "root": "HorovodInternalError: expected the same root",
-    "dims": "HorovodInternalError: expected the same number of dims",
+    "twice": "ConfigError: 'allreduce.twice' is in flight",
+    "shape": "HorovodInternalError: ranks disagree on the shape",
+    "dtype": "HorovodInternalError: ranks disagree on the dtype",
+    "op": "HorovodInternalError: ranks disagree on the reduction",
+    "factor": "HorovodInternalError: ranks disagree on the prescale factor",
+    "root": "HorovodInternalError: ranks disagree on the root",
+    "dims": "HorovodInternalError: ranks disagree on the number of dims",
     "scalar": "HorovodInternalError: expected 'reducescatter.noname.0' to have a dim 0",
     "splits": "HorovodInternalError: expected splits",
     "rows": "ConfigError: expected rows that 2 ranks share equally, or splits, found 3 rows",
@@ -412,7 +412,7 @@ def test_process_sets_come_and_go_and_work_beside_each_other(procs):
         after,
         True,
         "ConfigError: expected different ranks of at least 0 for a process set",
-        "HorovodInternalError: expected the same text of 'new process set' on all ranks",
+        "HorovodInternalError: ranks disagree on the text of 'new process set': 0 on rank 0; 1 on rank 1; 2 on rank 2",
         "ConfigError: expected ranks below 3 for a process set, found [3]",
         3.0,
     ]

@@ -1,4 +1,4 @@
-"""Operations by name, in any order, agreed on in the background and carried out together; see README.md."""
+"""Operations by name, in any order, agreed on in the background and carried out together."""
 
 from braid.fusion.autotune import Autotuner, Settings, TuneOptions
 from braid.fusion.batching import Batch

@@ -1,4 +1,4 @@
-"""What a batch spends its time with: noted for the trace, and kept for a timeline while there is one."""
+"""Activities of a batch: recorded for the trace, and kept for a timeline while there is one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Activities", "Activity"]
 
 
 class Activity(NamedTuple):
-    """Something that took time.
+    """One thing that took time.
 
     Attributes:
-        name: Such as "copy in", "transfer", "copy out".
-        start_ns: On the rank's clock.
-        end_ns: Likewise.
+        name: Name, such as "copy in", "transfer", "copy out".
+        start_ns: Start on the rank's clock.
+        end_ns: End on the rank's clock.
     """
 
     name: str
@@ -27,23 +27,26 @@ class Activity(NamedTuple):
 
 
 class Activities:
-    """Notes of one thread.
+    """Records activities of one thread.
 
     Args:
-        events: The rank's trace.
-        clock: The rank's clock.
+        events: Trace of the rank.
+        clock: Clock of the rank.
+
+    Attributes:
+        records: Activities so far while they are wanted; None otherwise.
     """
 
     def __init__(self, events: Recorder, clock: Clock) -> None:
         self._events = events
         self._now_ns = clock.now_ns
-        self.kept: list[Activity] | None = None  # a list while somebody wants them
+        self.records: list[Activity] | None = None
 
     @contextlib.contextmanager
     def span(self, name: str, nbytes: int) -> Iterator[None]:
-        """Note what happens inside."""
+        """Record the context as one activity."""
         start_ns = self._now_ns()
         with self._events.span(name, nbytes=nbytes):
             yield
-        if self.kept is not None:
-            self.kept.append(Activity(name, start_ns, self._now_ns()))
+        if self.records is not None:
+            self.records.append(Activity(name, start_ns, self._now_ns()))

@@ -1,14 +1,14 @@
-"""Searches the limit of a batch and the time for which requests are collected, while training goes on. Pure.
+"""Search for the limit of a batch and the time for which requests are collected. Pure.
 
 Problem: how large batches should be depends on the network, on the model and on how busy the cores
 are; nobody knows it beforehand.
 
-Idea: try settings, each for some steps of training, and score them by bytes a second. A step is
-over when a name comes again; parts of steps say nothing, as nothing is sent in some. A Gaussian
-process over what has been tried says of every other setting how good it may be; the one from which
-the most is to be expected is tried next. In the end the best is kept. The grid contains the
-settings that one starts with, so the search never ends with something worse than those for want of
-having looked.
+Idea: try settings while training goes on, each for some steps, and score them by bytes a second. A
+step is over when a name comes again; parts of steps say nothing, as nothing is sent in some. From
+the settings tried so far, a Gaussian process predicts every other one. The setting with the largest
+expected improvement is tried next, and in the end the best is kept. The grid contains the settings
+that one starts with, so the search never ends with something worse than those for want of having
+looked.
 
 Source: Jones, Schonlau & Welch, "Efficient Global Optimization of Expensive Black-Box Functions",
 1998 (expected improvement); Rasmussen & Williams, "Gaussian Processes for Machine Learning", 2006,
@@ -32,19 +32,19 @@ __all__ = ["Autotuner", "Settings", "TuneOptions", "grid_around"]
 MIB = 1 << 20
 THRESHOLDS = (0, 1 * MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
 CYCLE_TIMES_S = (0.0, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025)
-LENGTH = 0.3  # of the kernel, as a share of the range
+LENGTH = 0.3  # length scale of the kernel, as a share of the range
 XI = 0.01  # improvement that is not worth a trial
-MAX_NAMES = 10_000  # of a step; names that are counted never come again
+MAX_NAMES = 10_000  # in a step; names with a running number never come again
 
 Array = npt.NDArray[np.float64]
 
 
 class Settings(NamedTuple):
-    """What is searched.
+    """One point of the search.
 
     Attributes:
         threshold_bytes: Limit of a batch.
-        cycle_time_s: For how long requests are collected.
+        cycle_time_s: Time for which requests are collected.
     """
 
     threshold_bytes: int
@@ -53,18 +53,18 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """What is searched, and how long the search goes on.
+    """Parameters of the search.
 
     Attributes:
-        threshold: Whether the limit of a batch is.
-        cycle_time: Whether the time for which requests are collected is.
-        warmup_samples: Samples that are thrown away at the beginning.
-        steps_per_sample: Steps of training in a sample.
-        max_samples: Settings that are tried.
-        noise: Of a score, as a share of the scores' deviation.
+        threshold: Whether the limit of a batch is searched.
+        cycle_time: Whether the time for which requests are collected is searched.
+        warmup_samples: Number of samples that are thrown away at the beginning.
+        steps_per_sample: Number of training steps in a sample.
+        max_samples: Number of settings that are tried.
+        noise: Noise of a score, as a share of the scores' deviation.
 
     Raises:
-        ConfigError: A number that makes no sense.
+        ConfigError: A number is out of range.
     """
 
     threshold: bool = True
@@ -76,17 +76,18 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         if self.warmup_samples < 0 or self.steps_per_sample < 1 or self.max_samples < 1:
-            msg = f"expected a search of at least one sample of one step, found {self}"
+            msg = f"search must have at least one sample of one step, got {self}"
             raise ConfigError(msg)
         if not 0 < self.noise < math.inf:
-            msg = f"expected noise above 0, found {self.noise}"
+            msg = f"noise must be above 0, got {self.noise}"
             raise ConfigError(msg)
 
 
 def grid_around(start: Settings, options: TuneOptions | None = None) -> list[Settings]:
-    """All settings that can be tried; `start` is one of them.
+    """Return all settings that can be tried; `start` is one of them.
 
-    >>> Settings(128 << 20, 0.001) in grid_around(Settings(5, 0.1)), Settings(5, 0.1) in grid_around(Settings(5, 0.1))
+    >>> start = Settings(5, 0.1)
+    >>> Settings(128 << 20, 0.001) in grid_around(start), start in grid_around(start)
     (True, True)
     """
     options = options or TuneOptions()
@@ -104,10 +105,10 @@ class Autotuner:
 
     Args:
         start: Settings that are in use.
-        options: How long.
+        options: Parameters of the search.
 
     Attributes:
-        done: Whether it is over.
+        done: Whether the search is over.
         samples: Settings that were tried, with bytes a second.
     """
 
@@ -126,7 +127,7 @@ class Autotuner:
 
     @property
     def best(self) -> Settings:
-        """Of those that were tried, the one with the best mean."""
+        """Settings with the best mean score of those that were tried."""
         scores: dict[Settings, list[float]] = {}
         for settings, score in self.samples:
             scores.setdefault(settings, []).append(score)
@@ -135,15 +136,15 @@ class Autotuner:
         return max(scores, key=lambda settings: sum(scores[settings]) / len(scores[settings]))
 
     def note(self, names: Collection[str], nbytes: int, now_s: float) -> Settings | None:
-        """An exchange has led to work.
+        """Record an exchange that has led to work.
 
         Args:
-            names: Of what was carried out.
-            nbytes: Of it.
-            now_s: The time.
+            names: Names of the operations that were carried out.
+            nbytes: Their bytes.
+            now_s: Current time.
 
         Returns:
-            Settings to go on with, if they change.
+            Settings to continue with, if they change.
         """
         if self.done:
             return None
@@ -170,7 +171,7 @@ class Autotuner:
         return None if self._now == before else self._now
 
     def _next(self) -> Settings:
-        """The settings from which the most is to be expected."""
+        """Return the settings with the largest expected improvement."""
         tried = np.array([self._grid.index(settings) for settings, _ in self.samples])
         scores = np.array([score for _, score in self.samples])
         deviation = scores.std() or 1.0
@@ -189,7 +190,7 @@ class Autotuner:
 
 
 def _scaled(grid: list[Settings]) -> Array:
-    """Settings in the unit square, by their place among the others: they are spaced by factors."""
+    """Return settings in the unit square, by their order: they are spaced by factors."""
     thresholds = sorted({settings.threshold_bytes for settings in grid})
     times = sorted({settings.cycle_time_s for settings in grid})
     return np.array(
@@ -204,7 +205,7 @@ def _scaled(grid: list[Settings]) -> Array:
 
 
 def _posterior(tried: Array, values: Array, points: Array, noise: float) -> tuple[Array, Array]:
-    """Mean and deviation of a Gaussian process at `points`, given `values` where it was tried."""
+    """Return mean and deviation of a Gaussian process at `points`, given `values` at `tried`."""
     lower = np.linalg.cholesky(_kernel(tried, tried) + (noise**2 + 1e-9) * np.eye(len(tried)))
     across = _kernel(tried, points)
     half = np.linalg.solve(lower, across)
@@ -215,8 +216,8 @@ def _posterior(tried: Array, values: Array, points: Array, noise: float) -> tupl
 
 def _kernel(a: Array, b: Array) -> Array:
     squared = ((a[:, None, :] - b[None, :, :]) ** 2).sum(-1)
-    found: Array = np.exp(-0.5 * squared / LENGTH**2)
-    return found
+    kernel: Array = np.exp(-0.5 * squared / LENGTH**2)
+    return kernel
 
 
 def _cdf(z: Array) -> Array:

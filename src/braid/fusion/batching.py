@@ -1,10 +1,10 @@
-"""Which tensors travel together: many small messages become few large ones. Pure.
+"""Batches of tensors that travel together: many small messages become few large ones. Pure.
 
 Problem: each message pays a latency, so two hundred small ones take as long as one of hundreds of
 megabytes.
 
-Idea: what is to be reduced in the same way is laid behind each other and reduced at once, up to a
-limit. Tensors of another dtype or operation in between do not end a batch: it *looks ahead*, past
+Idea: tensors that are reduced in the same way are laid behind each other and reduced at once, up to
+a limit. Tensors of another dtype or operation in between do not end a batch: it *looks ahead*, past
 them. Requests of one explicit group stay in one batch, whatever the limit.
 
     ready        f32 a  f32 b  i64 c  f32 d  f16 e  i64 f      limit: three
@@ -24,56 +24,61 @@ __all__ = ["Batch", "batches"]
 
 
 class Batch(NamedTuple):
-    """What is carried out at once.
+    """Operations that are carried out at once.
 
     Attributes:
-        responses: Of one kind, dtype, reduction, scale and device.
+        responses: Responses of one kind, dtype, reduction, scale and device.
     """
 
     responses: tuple[Response, ...]
 
     @property
     def request(self) -> Request:
-        """What they have in common."""
+        """Request of the first response, for what all have in common."""
         return self.responses[0].request
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(response.request.nbytes for response in self.responses)
 
 
 def batches(
     responses: Sequence[Response], threshold_bytes: int, *, split_groups: bool = False
 ) -> list[Batch]:
-    """Divide what is to be done, in the order of the first of each batch.
+    """Divide responses into batches, in the order of the first response of each.
 
     Args:
-        responses: In the order agreed on.
-        threshold_bytes: Limit of a batch; nothing is batched at 0, but explicit groups.
+        responses: Responses in the order agreed on.
+        threshold_bytes: Limit of a batch; at 0 only explicit groups are batched.
         split_groups: Whether explicit groups share batches with others, and with the limit between
             them.
     """
-    found: list[list[Response]] = []
+    divided: list[list[Response]] = []
     filling: dict[object, tuple[list[Response], int]] = {}
     for response in responses:
         request = response.request
         if response.error or request.kind not in BATCHED:
-            found.append([response])
+            divided.append([response])
             continue
         alone = request.group if request.group and not split_groups else ""
         key = _likeness(request), alone
         members, nbytes = filling.get(key, ([], 0))
         if not members or (not alone and nbytes + request.nbytes > threshold_bytes):
             members, nbytes = [], 0
-            found.append(members)
+            divided.append(members)
         members.append(response)
         filling[key] = members, nbytes + request.nbytes
-    return [Batch(tuple(members)) for members in found]
+    return [Batch(tuple(members)) for members in divided]
 
 
 def _likeness(request: Request) -> object:
     return (
-        request.kind, request.dtype, request.op, request.prescale, request.postscale, request.device,
+        request.kind,
+        request.dtype,
+        request.op,
+        request.prescale,
+        request.postscale,
+        request.device,
         request.place >= 0,
-    )  # fmt: skip
+    )

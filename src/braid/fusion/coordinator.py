@@ -1,12 +1,12 @@
-"""Who has submitted what: a name is ready when all ranks have submitted it, and only if they mean the same. Pure.
+"""Table of requests: a name is ready when all ranks have submitted it, with the same meaning. Pure.
 
 Problem: ranks submit tensors from hooks and threads, each in its own order. Had they to start
 collectives in one order, the first two that cross would hang both; and a tensor that has another
 shape elsewhere would be an abort on one rank and silence on another.
 
-Idea: one rank counts who has submitted each *name*. What all have submitted is compared field by
-field, and carried out on all ranks in the order in which it became ready; or refused on all of
-them, with the ranks that differ.
+Idea: one rank records which ranks have submitted each *name*. Requests of a name that all have
+submitted are compared field by field. They are carried out on all ranks in the order in which they
+became ready, or refused on all of them, with the ranks that differ.
 
 Source: Sergeev & Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
 sec. 3.
@@ -34,11 +34,17 @@ REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 
 @dataclass(slots=True)
 class _Group:
-    """What ranks have submitted of an explicit group, and why it is refused, if ranks put different names into it."""
+    """Names that ranks have submitted in an explicit group.
+
+    Attributes:
+        by_rank: Names by position of the rank.
+        sizes: Number of names in the group, as each rank sees it.
+        error: Reason why the group is refused, if ranks put different names into it.
+    """
 
     by_rank: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     sizes: dict[int, int] = field(default_factory=dict)
-    why: str = ""
+    error: str = ""
 
     @property
     def names(self) -> set[str]:
@@ -49,10 +55,10 @@ class _Group:
 
 
 class Coordinator:
-    """The table of one set of ranks.
+    """Table of the requests of one set of ranks.
 
     Args:
-        ranks: Global ranks, for messages; others count by position.
+        ranks: Global ranks, for messages; elsewhere ranks are positions in it.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -63,7 +69,7 @@ class Coordinator:
         self._groups: dict[str, _Group] = defaultdict(_Group)
 
     def add(self, rank: int, requests: Iterable[Request], now_s: float) -> None:
-        """Note what a rank has submitted."""
+        """Record the requests of a rank."""
         for request in requests:
             self._table.setdefault(request.name, {})[rank] = request
             self._since_s.setdefault(request.name, now_s)
@@ -73,7 +79,7 @@ class Coordinator:
                 group.sizes[rank] = request.group_size
 
     def join(self, rank: int) -> None:
-        """Note that a rank submits nothing more until all have joined."""
+        """Record that a rank submits nothing more until all have joined."""
         self._joined[rank] = None
 
     @property
@@ -82,7 +88,7 @@ class Coordinator:
         return list(self._joined)
 
     def all_joined(self) -> int | None:
-        """The rank that joined last, once all have; they are back at work then."""
+        """Return the rank that joined last once all have, and forget who has joined; else None."""
         if len(self._joined) < len(self._ranks):
             return None
         last = list(self._joined)[-1]
@@ -90,63 +96,72 @@ class Coordinator:
         return last
 
     def ready(self) -> list[Response]:
-        """What can be done now, in the order in which it was first submitted."""
+        """Return responses to requests of all ranks, in the order of their first submission."""
         size = len(self._ranks)
         full = {
             name
-            for name, found in self._table.items()
-            if len(found) + sum(rank not in found for rank in self._joined) == size
+            for name, by_rank in self._table.items()
+            if len(by_rank) + sum(rank not in by_rank for rank in self._joined) == size
         }
         groups = {
-            name: {(r.group, r.group_size) for r in found.values()}
-            for name, found in self._table.items()
+            name: {(r.group, r.group_size) for r in by_rank.values()}
+            for name, by_rank in self._table.items()
         }
         for name in [name for name in self._table if name in full and len(groups[name]) > 1]:
             error = agree(name, self._table[name], self._ranks).error
             for group, _ in groups[name]:
                 if group:
                     known = self._groups[group]
-                    known.why = known.why or _because(group, name, error)
+                    known.error = known.error or _group_error(group, name, error)
         kinds = set().union(*groups.values())
         complete = {(group, n) for group, n in kinds if self._is_complete(group, n, full)}
         responses = []
-        for name, found in self._table.items():
-            torn = [g for g, _ in sorted(groups[name]) if g and self._groups[g].why]
-            why = self._groups[torn[0]].why if torn else ""
-            if why and (name in full or self._stays_away(name, groups[name])):
-                first = next(iter(found.values()))
-                error = _difference(found, self._ranks) or why
+        for name, by_rank in self._table.items():
+            torn = [g for g, _ in sorted(groups[name]) if g and self._groups[g].error]
+            error = self._groups[torn[0]].error if torn else ""
+            if error and (name in full or self._is_whole_elsewhere(name, groups[name])):
+                first = next(iter(by_rank.values()))
+                error = _difference(by_rank, self._ranks) or error
                 responses.append(Response(name, first, error=error))
             elif name in full and groups[name] <= complete:
-                responses.append(agree(name, found, self._ranks))
+                responses.append(agree(name, by_rank, self._ranks))
         for response in responses:
             del self._table[response.name], self._since_s[response.name]
         self._forget({group for r in responses for group, _ in groups[r.name] if group})
-        return _whole_or_not(responses)
+        return _refuse_groups(responses)
 
     def _is_complete(self, group: str, size: int, full: set[str]) -> bool:
         names = self._groups[group].names if group else set()
         return len(names) >= size and names <= full
 
-    def _stays_away(self, name: str, groups: set[tuple[str, int]]) -> bool:
-        """Whether all ranks without this name have submitted the whole of a group of it, as they see it."""
-        away = set(range(len(self._ranks))).difference(self._table[name], self._joined)
-        return all(any(self._groups[group].has_all(rank) for group, _ in groups) for rank in away)
+    def _is_whole_elsewhere(self, name: str, groups: set[tuple[str, int]]) -> bool:
+        """Return whether all ranks without this name have submitted the whole of one of its groups.
+
+        Each rank's own view of the group is what counts.
+        """
+        absent = set(range(len(self._ranks))).difference(self._table[name], self._joined)
+        return all(any(self._groups[group].has_all(rank) for group, _ in groups) for rank in absent)
 
     def _forget(self, groups: set[str]) -> None:
-        """Of groups that were carried out or refused; but not while a part of one that is refused is still to come."""
-        here = {r.group for found in self._table.values() for r in found.values()}
+        """Forget groups that were carried out or refused.
+
+        A refused group is kept while a part of it is still to come.
+        """
+        here = {r.group for by_rank in self._table.values() for r in by_rank.values()}
         for group in groups:
             known = self._groups[group]
-            if not known.why or (group not in here and all(map(known.has_all, known.by_rank))):
+            if not known.error or (group not in here and all(map(known.has_all, known.by_rank))):
                 del self._groups[group]
 
     def waiting(self) -> dict[str, tuple[list[int], float]]:
-        """What some ranks have submitted and others have not: who has, by position, and since when."""
-        return {n: (sorted(found), self._since_s[n]) for n, found in self._table.items()}
+        """Return names that some ranks have submitted and others have not.
+
+        Each comes with the positions of the ranks that have, and the time of the first request.
+        """
+        return {n: (sorted(by_rank), self._since_s[n]) for n, by_rank in self._table.items()}
 
     def drop(self) -> list[str]:
-        """Forget all that waits; its names."""
+        """Forget all requests that wait; return their names."""
         names = list(self._table)
         self._table.clear()
         self._since_s.clear()
@@ -160,10 +175,10 @@ class Coordinator:
         )
 
 
-def _whole_or_not(responses: list[Response]) -> list[Response]:
-    """Refuse all of a group of which one is refused."""
+def _refuse_groups(responses: list[Response]) -> list[Response]:
+    """Refuse all responses of a group of which one is refused."""
     refused = {
-        r.request.group: _because(r.request.group, r.name, r.error)
+        r.request.group: _group_error(r.request.group, r.name, r.error)
         for r in reversed(responses)
         if r.error and r.request.group
     }
@@ -177,33 +192,32 @@ def _whole_or_not(responses: list[Response]) -> list[Response]:
     ]
 
 
-def _because(group: str, name: str, error: str) -> str:
-    return f"expected all of group {group!r} to be possible, found that {name!r} is not: {error}"
+def _group_error(group: str, name: str, error: str) -> str:
+    return f"group {group!r} is refused as a whole, since {name!r} is refused: {error}"
 
 
-def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Response:
-    """What to do with requests of one name.
+def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Response:
+    """Return the response to requests of one name.
 
     Args:
-        name: Theirs.
-        found: By position of the rank; those that have joined are missing.
+        name: Name of the requests.
+        by_rank: Requests by position of the rank; those that have joined are missing.
         ranks: Global ranks by position.
 
     >>> mine, other = (Request("x", "all_reduce", "float32", (n,), 4, "sum") for n in (3, 4))
     >>> agree("x", {0: mine, 1: mine}, (0, 1)).error
     ''
     >>> agree("x", {0: mine, 1: other}, (0, 1)).error
-    "expected the same shape of 'x' on all ranks, found (3,) on rank 0; (4,) on rank 1"
+    "ranks disagree on the shape of 'x': (3,) on rank 0; (4,) on rank 1"
     """
-    by_rank = dict(sorted(found.items()))
+    by_rank = dict(sorted(by_rank.items()))
     first = next(iter(by_rank.values()))
-    error = _difference(by_rank, ranks) or _senseless(by_rank, ranks)
+    error = _difference(by_rank, ranks) or _impossible(by_rank, ranks)
     if not error and len(by_rank) < len(ranks) and first.kind not in JOINABLE:
-        away = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
+        absent = [str(rank) for position, rank in enumerate(ranks) if position not in by_rank]
         error = (
-            f"expected all ranks to take part in {first.kind} of {name!r}, found that rank "
-            f"{', '.join(away)} has joined: only all_reduce and barrier "
-            "can go on without"
+            f"{first.kind} of {name!r} needs all ranks, but rank {', '.join(absent)} has joined: "
+            "only all_reduce and barrier can go on without"
         )
     if error:
         return Response(name, first, error=error)
@@ -218,8 +232,8 @@ def agree(name: str, found: Mapping[int, Request], ranks: Sequence[int]) -> Resp
     return Response(name, first, rows)
 
 
-def _difference(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
-    first = next(iter(found.values()))
+def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
+    first = next(iter(by_rank.values()))
     fields: list[tuple[str, Callable[[Request], Any]]] = [
         ("operation", lambda r: r.kind),
         ("text", lambda r: r.text),
@@ -236,35 +250,35 @@ def _difference(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
     if first.kind in {"all_gather", "all_to_all"}:
         fields.append(("number of dims", lambda r: len(r.shape)))
         fields.append(("shape behind dim 0", lambda r: r.shape[1:]))
-    for what, read in fields:
+    for aspect, read in fields:
         values: dict[Any, list[int]] = {}
-        for position, request in found.items():
+        for position, request in by_rank.items():
             values.setdefault(read(request), []).append(ranks[position])
         if len(values) > 1:
             named = "; ".join(f"{value} on {_named(those)}" for value, those in values.items())
-            return f"expected the same {what} of {first.name!r} on all ranks, found {named}"
+            return f"ranks disagree on the {aspect} of {first.name!r}: {named}"
     return ""
 
 
-def _senseless(found: Mapping[int, Request], ranks: Sequence[int]) -> str:
-    """What is the same everywhere, and cannot be done all the same."""
-    first = next(iter(found.values()))
+def _impossible(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
+    """Return why requests that are the same everywhere cannot be carried out; empty if they can."""
+    first = next(iter(by_rank.values()))
     size = len(ranks)
     if first.kind in NEEDS_ROWS and not first.shape:
-        return f"expected {first.name!r} to have a dim 0 for {first.kind}, found a scalar"
+        return f"{first.name!r} is a scalar, but {first.kind} needs a dim 0"
     own = first.kind in REDUCTIONS and first.op in DEFINED_OPS  # others, such as Adasum, refuse
     if own and (refused := refusal(first.op, first.dtype)):
         return f"{first.name!r} cannot be reduced: {refused}"
     if first.kind == "broadcast" and not 0 <= first.root < size:
-        return f"expected the root of {first.name!r} to be one of {size} ranks, found {first.root}"
+        return f"root of {first.name!r} must be one of {size} ranks, got {first.root}"
     if first.kind == "all_to_all":
-        for position, request in found.items():
+        for position, request in by_rank.items():
             splits = request.splits
             if len(splits) != size or sum(splits) != request.shape[0] or min(splits) < 0:
                 return (
-                    f"expected splits of {first.name!r} that give each of {size} ranks its rows "
-                    "and add up to dim 0, found "
-                    f"{list(splits)} for {request.shape[0]} rows on rank {ranks[position]}"
+                    f"splits of {first.name!r} must give each of {size} ranks its rows and add "
+                    f"up to dim 0, got {list(splits)} for {request.shape[0]} rows on rank "
+                    f"{ranks[position]}"
                 )
     return ""
 

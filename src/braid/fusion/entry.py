@@ -1,4 +1,4 @@
-"""A tensor on its way: what was asked, where the result goes, and who waits for it."""
+"""Entries: a tensor on its way, its request, the place of its result, its caller's handle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from braid.fusion.request import Request, Response
-from braid.fusion.streams import follow, mark
+from braid.fusion.streams import mark, wait_for_points
 
 __all__ = ["Entry", "Handle", "Result", "Waiters", "neutral"]
 
@@ -17,13 +17,13 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | int | None
 
 
 class Waiters:
-    """Those of one engine: they share one condition, so that a handle costs next to nothing.
+    """Threads that wait for handles of one engine; a shared condition makes a handle cost little.
 
     Args:
-        hurry: Called before a wait that is not over at once.
+        hurry: Function called before a wait that is not over at once.
 
     Attributes:
-        number: Of those that wait now.
+        number: Number of threads that wait now.
     """
 
     def __init__(self, hurry: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class Waiters:
         self._changed = threading.Condition()
 
     def wait_for(self, handle: Handle) -> None:
-        """Until it is done."""
+        """Block until a handle is done."""
         with self._changed:
             self.number += 1
             try:
@@ -41,17 +41,17 @@ class Waiters:
                 self.number -= 1
 
     def wake(self) -> None:
-        """Some are done."""
+        """Wake all waiters, since some handles are done."""
         with self._changed:
             self._changed.notify_all()
 
 
 class Handle:
-    """What `Fusion` gives for an operation that it carries out later.
+    """Handle that `Fusion` returns for an operation that it carries out later.
 
     Args:
-        name: Of the operation.
-        waiters: Those of the engine.
+        name: Name of the operation.
+        waiters: Waiters of the engine.
     """
 
     __slots__ = ("_done", "_error", "_point", "_result", "_waiters", "name")
@@ -65,16 +65,16 @@ class Handle:
         self._point: torch.cuda.Event | None = None
 
     def done(self) -> bool:
-        """Whether it has been carried out, or has failed."""
+        """Return whether the operation has been carried out, or has failed."""
         if not self._done:
             self._waiters.hurry()
         return self._done
 
     def wait(self) -> Result:
-        """The result, once it is there.
+        """Block until the operation is done; return its result.
 
         Raises:
-            CommError: It was refused on all ranks, or could not be carried out.
+            CommError: The operation was refused on all ranks, or could not be carried out.
         """
         if not self._done:
             self._waiters.hurry()
@@ -82,17 +82,17 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._point is not None:
-            follow([self._point], [_first(self._result)])
+            wait_for_points([self._point], [_first(self._result)])
         return self._result
 
     def finish(self, result: Result) -> None:
-        """By the engine, which wakes the waiters afterwards: it has been carried out."""
+        """Set the result; the engine calls this, and wakes the waiters afterwards."""
         self._result = result
         self._point = mark(_first(result))
         self._done = True
 
     def fail(self, error: BaseException) -> None:
-        """By the engine, likewise: it cannot be carried out."""
+        """Set the error; the engine calls this, and wakes the waiters afterwards."""
         if not self._done:
             self._error = error
             self._done = True
@@ -105,12 +105,12 @@ class Entry(NamedTuple):
     """One operation of this rank.
 
     Attributes:
-        request: What the ranks hear of it.
-        tensor: What goes in; None where nothing does.
-        out: Where the result goes if its shape is known before; may be `tensor`.
-        handle: Who waits.
-        submitted_ns: When.
-        point: Behind what computes `tensor`.
+        request: Request that is sent to the ranks.
+        tensor: Input; None for operations without one.
+        out: Place of the result if its shape is known before; may be `tensor`.
+        handle: Handle of the caller.
+        submitted_ns: Time of submission; 0 for a stand-in.
+        point: Event behind the work that computes `tensor`.
     """
 
     request: Request
@@ -122,7 +122,7 @@ class Entry(NamedTuple):
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether this rank has joined, and these are zeros."""
+        """Whether this rank has joined, and the entry only has a neutral tensor."""
         return not self.submitted_ns
 
     @classmethod
@@ -134,7 +134,7 @@ class Entry(NamedTuple):
         waiters: Waiters,
         now_ns: int,
     ) -> Entry:
-        """What a caller wants done."""
+        """Return the entry of a caller's request."""
         given = tensor if tensor is None or not tensor.is_inference() else _plain(tensor)
         if out is tensor:
             place = given
@@ -144,11 +144,11 @@ class Entry(NamedTuple):
 
     @classmethod
     def stand_in(cls, response: Response, waiters: Waiters, device: int = 0) -> Entry:
-        """What changes nothing, of a rank that has joined.
+        """Return an entry that does not change the result, for a rank that has joined.
 
         Args:
-            response: What is carried out; nothing is needed for what is refused.
-            waiters: Those of the engine.
+            response: Response that is carried out; a refused one needs no tensor.
+            waiters: Waiters of the engine.
             device: Number of this rank's device: the request's is another rank's.
         """
         request = response.request
@@ -158,17 +158,19 @@ class Entry(NamedTuple):
         kind = request.device.partition(":")[0]
         where = torch.device(kind) if kind == "cpu" else torch.device(kind, device)
         dtype = getattr(torch, request.dtype)
-        same = torch.full(request.shape, neutral(request.op, dtype), dtype=dtype, device=where)
-        return cls(request, same, same, handle, 0)
+        neutral_tensor = torch.full(
+            request.shape, neutral(request.op, dtype), dtype=dtype, device=where
+        )
+        return cls(request, neutral_tensor, neutral_tensor, handle, 0)
 
 
 def _first(result: Result) -> torch.Tensor | None:
-    found = result[0] if isinstance(result, tuple) else result
-    return found if isinstance(found, torch.Tensor) else None
+    first = result[0] if isinstance(result, tuple) else result
+    return first if isinstance(first, torch.Tensor) else None
 
 
 def neutral(op: str, dtype: torch.dtype) -> float:
-    """What a reduction with it leaves as it is; Adasum does so with zeros."""
+    """Return the number that leaves a reduction as it is; for Adasum that is zero."""
     if op == "product":
         return 1
     if op not in {"min", "max"}:
@@ -182,7 +184,10 @@ def neutral(op: str, dtype: torch.dtype) -> float:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, for the engine's thread: outside of inference mode, tensors that were made in it refuse to be written to."""
+    """Return the same memory as a tensor that the engine's thread may write to.
+
+    Tensors that were made in inference mode refuse to be written to outside of it.
+    """
     with torch.inference_mode(mode=False):
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = tensor.storage_offset(), tensor.shape, tensor.stride()

@@ -1,4 +1,4 @@
-"""Operations by name, from any thread and in any order; a thread in the background agrees with the other ranks and carries them out.
+"""Operations by name, from any thread and in any order, carried out by a thread in the background.
 
 Problem: collectives must be started in one order on all ranks. Hooks of autograd, several threads
 and data-dependent models do not start them in one order.
@@ -6,7 +6,7 @@ and data-dependent models do not start them in one order.
 Idea: `submit` only puts a request into a table. A thread agrees with its peers on what all have
 submitted (`fusion_state`), and carries it out in that order, many small tensors at once. It sleeps
 while there is nothing to agree on: a rank enters an exchange when it has something new, and now and
-then while something waits. What waits for an exchange sleeps as well.
+then while something waits. Threads that wait for an exchange sleep as well.
 
     caller      submit a   submit b                         wait
     thread      ......>| agree | carry out [a b] | .....     ^ woken
@@ -37,14 +37,13 @@ from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
 from braid.fusion.operations import Operations, default_operations
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
-from braid.fusion.streams import follow
+from braid.fusion.streams import wait_for_points
 from braid.fusion.timeline import Timeline, write_timeline
 
 __all__ = ["Fusion", "FusionOptions"]
 
-MIN_PAUSE_S = (
-    0.001  # between exchanges of a rank that waits for something, and has nothing new; grows
-)
+# between exchanges of a rank that waits for something, and has nothing new; grows
+MIN_PAUSE_S = 0.001
 MAX_PAUSE_S = 0.008
 STOP_TIMELINE = "stop timeline"
 HEARTBEAT_S = 1.0  # between exchanges of a rank that waits for nothing
@@ -52,17 +51,17 @@ HEARTBEAT_S = 1.0  # between exchanges of a rank that waits for nothing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionOptions:
-    """How an engine works; the same on all ranks.
+    """Options of an engine; the same on all ranks.
 
     Attributes:
-        state: How ranks agree.
-        cycle_time_s: For how long requests are collected before an exchange, while nobody waits for
-            one.
-        algorithm: Of all_reduce, see `Group.all_reduce`.
-        autotune: Search the limit of a batch and the cycle time; fixed when None.
+        state: Options of the agreement.
+        cycle_time_s: Time for which requests are collected before an exchange, while no thread
+            waits for one.
+        algorithm: Algorithm of all_reduce, see `Group.all_reduce`.
+        autotune: Search for the limit of a batch and the cycle time; fixed when None.
 
     Raises:
-        ConfigError: A time that is negative.
+        ConfigError: A time is negative.
     """
 
     state: StateOptions = field(default_factory=StateOptions)
@@ -72,7 +71,7 @@ class FusionOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.cycle_time_s < float("inf"):
-            msg = f"expected a cycle time of at least 0 s, found {self.cycle_time_s!r}"
+            msg = f"cycle_time_s must not be negative or infinite, got {self.cycle_time_s!r}"
             raise ConfigError(msg)
 
 
@@ -81,17 +80,18 @@ class Fusion:
 
     Args:
         group: Ranks that agree; nobody else uses it. Make one by `group.split(0)`.
-        options: How.
-        on_stall: Called on each rank with what has waited for long.
-        told: Called with a kind and the way it is carried out, the first time.
+        options: Options of the engine.
+        on_stall: Called on each rank with a stall.
+        on_choice: Called with a kind and the name of the operation that carries it out, the first
+            time.
         on_tuned: Called on the first rank when a search is over.
-        on_wait: Called in threads that are about to wait for an operation; what was kept back until
-            then can be submitted there.
+        on_wait: Called in threads that are about to wait for an operation; requests that were kept
+            back until then can be submitted there.
 
-    Cost: an exchange is one all_reduce of a quarter KiB; with something new two gathers and
-    broadcasts of what is new.
+    Cost: an exchange is one all_reduce of a quarter KiB; with something new also two gathers and
+        broadcasts of the news.
 
-    On failure: what is in flight ends with the error, and so does what is submitted later.
+    On failure: operations in flight end with the error, and so do later ones.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Fusion:
         options: FusionOptions | None = None,
         *,
         on_stall: Callable[[Stall], None] | None = None,
-        told: Callable[[str, str], None] | None = None,
+        on_choice: Callable[[str, str], None] | None = None,
         on_tuned: Callable[[Autotuner], None] | None = None,
         on_wait: Callable[[], None] | None = None,
     ) -> None:
@@ -112,15 +112,19 @@ class Fusion:
         self._clock = group.context.clock
         self.activities = Activities(group.context.events, self._clock)
         self.operations: Operations = default_operations(
-            group, self.buffer, self.activities, algorithm=self.options.algorithm, told=told
+            group,
+            self.buffer,
+            self.activities,
+            algorithm=self.options.algorithm,
+            on_choice=on_choice,
         )
         self._on_stall = on_stall or (lambda _stall: None)
         self._state = FusionState(group.rank, group.ranks, self.options.state)
         self._entries: dict[str, Entry] = {}
-        self._agreed: list[Entry] = []  # being carried out
+        self._in_flight: list[Entry] = []  # being carried out
         self._lock = threading.Condition()
         self._waiters = Waiters(self._hurry)
-        self._sleeps = False
+        self._is_asleep = False
         self._num_places = 0
         self._joining: Handle | None = None
         self._joined_on = 0  # number of a device
@@ -133,9 +137,9 @@ class Fusion:
         self._stop_path: Path | None = None
         self._ended = ""
         self._error: BaseException | None = None
-        word = self._state.open(0.0)
-        self._words = torch.zeros(len(word) // 8, dtype=torch.int64)
-        self._exchange = group.persistent("all_reduce", self._words, op="band")
+        bitmask = self._state.open(0.0)
+        self._bitmask = torch.zeros(len(bitmask) // 8, dtype=torch.int64)
+        self._exchange = group.persistent("all_reduce", self._bitmask, op="band")
         self.num_cycles = 0
         self._thread = threading.Thread(
             target=self._run, name=f"braid-fusion-{group.context.rank}", daemon=True
@@ -150,9 +154,9 @@ class Fusion:
         """Let an operation be carried out when all ranks have submitted it.
 
         Args:
-            request: What.
-            tensor: What goes in; not to be changed until it is done.
-            out: Where the result goes, for kinds whose result has the shape of `tensor`.
+            request: Request.
+            tensor: Input; not to be changed until the operation is done.
+            out: Place of the result, for kinds whose result has the shape of `tensor`.
 
         Raises:
             ConfigError: Its name is in flight on this rank, or this rank has joined.
@@ -163,7 +167,7 @@ class Fusion:
     def submit_all(
         self, wanted: Iterable[tuple[Request, torch.Tensor | None, torch.Tensor | None]]
     ) -> list[Handle]:
-        """Several at once; see `submit`. All or none of them are taken."""
+        """Submit several operations at once; see `submit`. All or none of them are accepted."""
         now_ns = self._clock.now_ns()
         made = [
             Entry.of(request, tensor, out, self._waiters, now_ns) for request, tensor, out in wanted
@@ -175,26 +179,30 @@ class Fusion:
             for entry in made:
                 self._state.submit(entry.request, now_ns * 1e-9)
                 self._entries[entry.request.name] = entry
-            if self._sleeps:
+            if self._is_asleep:
                 self._lock.notify()
         return [entry.handle for entry in made]
 
     def reserve(self, numel: int) -> int:
-        """First of the places (`Request.place`) of a flat tensor with so many elements. No other one has these, or the next ones."""
+        """Return the first place (`Request.place`) for a flat tensor of `numel` elements.
+
+        No other flat tensor has these places, or the ones next to them.
+        """
         with self._lock:
             first = self._num_places
             self._num_places += numel + ALIGNMENT
         return first
 
     def join(self, device: int | None = None) -> Handle:
-        """Stand in for what others submit, until all have joined; its result is the rank that joined last.
+        """Stand in for operations of other ranks until all have joined; return a handle.
 
-        What stands in changes nothing: zeros in sums and averages, ones in products, the least in
-        maxima, the greatest in minima. Averages count all ranks.
+        Its result is the rank that joined last. A stand-in changes nothing: zeros in sums and
+        averages, ones in products, the least in maxima, the greatest in minima. Averages are over
+        all ranks.
 
         Args:
-            device: Number of the device for what stands in for tensors on devices; this thread's
-                current one when None.
+            device: Number of the device for stand-ins of tensors on devices; this thread's current
+                one when None.
 
         Raises:
             ConfigError: This rank has joined, and waits for others that have not.
@@ -208,8 +216,8 @@ class Fusion:
             self._check_running()
             if self._joining is not None:
                 msg = (
-                    "expected one join at a time, found another one on rank "
-                    f"{self.group.context.rank}: wait for the first"
+                    f"rank {self.group.context.rank} has called join() and waits for the "
+                    "others: wait for the first join before the next"
                 )
                 raise ConfigError(msg)
             self._joining, self._joined_on = handle, device
@@ -218,7 +226,7 @@ class Fusion:
         return handle
 
     def close(self, reason: str = "") -> None:
-        """End it on all ranks; what is in flight fails. Waits for the thread."""
+        """End the engine on all ranks and wait for its thread; operations in flight fail."""
         with self._lock:
             if not self._ended:
                 self._state.stop(reason or f"rank {self.group.context.rank} has shut down")
@@ -239,16 +247,16 @@ class Fusion:
 
     @property
     def running(self) -> bool:
-        """Whether it still takes operations."""
+        """Whether the engine accepts operations."""
         return not self._ended
 
     def _check_running(self) -> None:
         if self._ended:
-            msg = f"expected an engine that runs, found that it has ended: {self._ended}"
+            msg = f"fusion engine has ended: {self._ended}"
             raise _failure(msg, self._error) from self._error
 
     def _hurry(self) -> None:
-        """Somebody waits: collect no longer."""
+        """End the collecting of requests, since a thread waits."""
         self._on_wait()
         with self._lock:
             self._urgent = True
@@ -260,44 +268,44 @@ class Fusion:
         reason, error = "", None
         try:
             while not reason:
-                self._rest()
+                self._sleep()
                 reason = self._cycle()
             if self._path is not None:
                 self._write_timeline(self._path)  # all ranks have come to this end
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, those who wait must hear it
+        except BaseException as exc:  # noqa: BLE001 - every thread that waits must get it
             reason, error = str(exc) or type(exc).__name__, exc
         self._end(reason, error)
 
-    def _rest(self) -> None:
-        """Until there is a reason for an exchange."""
+    def _sleep(self) -> None:
+        """Block until there is a reason for an exchange."""
         state, pause_s = self._state, self._pause_s
         with self._lock:
             if not (state.num_pending or self._joining):
                 pause_s = HEARTBEAT_S
             if not state.has_new:
-                self._sleeps = True
+                self._is_asleep = True
                 self._lock.wait_for(lambda: state.has_new, pause_s)
-                self._sleeps = False
+                self._is_asleep = False
             if state.has_new and not (self._urgent or self._waiters.number):
                 self._lock.wait_for(lambda: self._urgent, self._cycle_time_s)
             self._urgent = False
             self._pause_s = MIN_PAUSE_S if state.has_new else min(2 * pause_s, MAX_PAUSE_S)
 
     def _cycle(self) -> str:
-        """One exchange, and what follows from it; why everything ends, if it does."""
+        """Do one exchange, and what follows from it; return why everything ends, if it does."""
         state = self._state
         start_ns = self._clock.now_ns()
         with self._lock:
-            word = state.open(self._now_s())
-        self._words.copy_(torch.frombuffer(bytearray(word), dtype=torch.int64))
+            bitmask = state.open(self._now_s())
+        self._bitmask.copy_(torch.frombuffer(bytearray(bitmask), dtype=torch.int64))
         self._exchange.start().wait()
         with self._lock:
-            lists = state.combined(self._words.numpy().tobytes())
+            lists = state.combined(self._bitmask.numpy().tobytes())
         answer = self._ask() if lists else None
         with self._lock:
             outcome = state.conclude(answer)
-            agreed = [(batch, self._taken(batch)) for batch in outcome.batches]
-            self._agreed = [entry for _, entries in agreed for entry in entries]
+            agreed = [(batch, self._own_entries(batch)) for batch in outcome.batches]
+            self._in_flight = [entry for _, entries in agreed for entry in entries]
         self.num_cycles += 1
         agreed_ns = self._clock.now_ns()
         if self._timeline is not None:
@@ -305,7 +313,7 @@ class Fusion:
         for batch, entries in agreed:
             self._pause_s = MIN_PAUSE_S
             self._carry_out(batch, entries, agreed_ns)
-        self._agreed = []
+        self._in_flight = []
         for stall in outcome.stalls:
             self._on_stall(stall)
         self._tune(outcome)
@@ -316,16 +324,16 @@ class Fusion:
         return outcome.stop
 
     def _ask(self) -> bytes:
-        """Send what is new to the first rank; its answer."""
+        """Send the news to the first rank; return its answer."""
         with self._lock:
             own = self._state.own_list(self._now_s())
         lists = self.group.objects.gather(own)
         answer = None if lists is None else self._state.answer(lists, self._now_s())
-        found: bytes = self.group.objects.broadcast(answer)
-        return found
+        decided: bytes = self.group.objects.broadcast(answer)
+        return decided
 
-    def _taken(self, batch: Batch) -> list[Entry]:
-        """This rank's half of a batch; what changes nothing where it has joined."""
+    def _own_entries(self, batch: Batch) -> list[Entry]:
+        """Return this rank's entries of a batch; stand-ins where it has joined."""
         return [
             self._entries.pop(response.name)
             if response.name in self._entries
@@ -345,15 +353,15 @@ class Fusion:
             self._waiters.wake()
             return
         try:
-            way = self.operations.choose(batch)
-        except CommError as found:  # the same on all ranks
-            self._refuse(entries, str(found))
+            operation = self.operations.choose(batch)
+        except CommError as refused:  # the same on all ranks
+            self._refuse(entries, str(refused))
             return
-        timeline, self.activities.kept = self._timeline, None if self._timeline is None else []
+        timeline, self.activities.records = self._timeline, None if self._timeline is None else []
         points = [entry.point for entry in entries]
-        follow(points, [entry.tensor for entry in entries])
-        follow(points, [entry.out for entry in entries])
-        results = way.carry_out(batch, entries)
+        wait_for_points(points, [entry.tensor for entry in entries])
+        wait_for_points(points, [entry.out for entry in entries])
+        results = operation.carry_out(batch, entries)
         for entry, result in zip(entries, results, strict=True):
             entry.handle.finish(result)
         self._waiters.wake()
@@ -364,7 +372,7 @@ class Fusion:
                     entry.request.kind,
                     submitted_ns=entry.submitted_ns,
                     agreed_ns=agreed_ns,
-                    activities=self.activities.kept or (),
+                    activities=self.activities.records or (),
                     what=f"{entry.request.dtype}{list(entry.request.shape)}",
                 )
 
@@ -374,7 +382,7 @@ class Fusion:
         self._waiters.wake()
 
     def _tuner(self) -> Autotuner | None:
-        """The search, on the rank that answers."""
+        """Return the search, on the rank that answers."""
         options = self.options
         if options.autotune is None or self.group.rank:
             return None
@@ -382,7 +390,7 @@ class Fusion:
         return Autotuner(start, options.autotune)
 
     def _tune(self, outcome: Outcome) -> None:
-        """Follow new settings, and look for better ones."""
+        """Apply new settings, and look for better ones."""
         if outcome.cycle_time_s is not None:
             self._cycle_time_s = outcome.cycle_time_s
         if self.tuner is not None and outcome.batches:
@@ -399,14 +407,16 @@ class Fusion:
     # Timelines.
 
     def start_timeline(self, *, mark_cycles: bool = False) -> None:
-        """Note what becomes of each tensor from now on."""
+        """Record what becomes of each tensor from now on."""
         self._timeline = Timeline(self.group.context.rank, mark_cycles=mark_cycles)
 
     def stop_timeline(self, path: Path | None) -> Handle:
-        """Write the timelines of all ranks, which all call this; the file is on the first rank when the handle is done.
+        """Write the timelines of all ranks, which all call this.
+
+        The file is on the first rank when the handle is done.
 
         Args:
-            path: On the first rank; nothing is written when None.
+            path: Path on the first rank; nothing is written when None.
         """
         self._stop_path = path
         return self.submit(Request(STOP_TIMELINE, STOP_TIMELINE), None)
@@ -416,23 +426,23 @@ class Fusion:
         self._path = path
 
     def _write_timeline(self, path: Path | None) -> None:
-        """A collective of the engine's thread."""
+        """Gather and write the timelines; a collective of the engine's thread."""
         timeline, self._timeline = self._timeline, None
         parts = self.group.objects.gather(b"[]" if timeline is None else timeline.encode())
         if parts is not None and path is not None:
             write_timeline(path, parts)
 
     def _end(self, reason: str, error: BaseException | None) -> None:
-        """Nothing goes on: tell everybody who waits."""
+        """End the engine with an error for every thread that waits."""
         if error is not None:
             with contextlib.suppress(Exception):  # its memory may have been given back
                 self.group.abort(f"rank {self.group.context.rank}: {reason}")
         with self._lock:
             self._ended, self._error = reason, error
-            waiting = [entry.handle for entry in (*self._agreed, *self._entries.values())]
+            waiting = [entry.handle for entry in (*self._in_flight, *self._entries.values())]
             waiting += [self._joining] if self._joining is not None else []
             self._entries.clear()
-            self._agreed, self._joining = [], None
+            self._in_flight, self._joining = [], None
         for handle in waiting:
             failed = _failure(f"{handle.name!r} was not carried out: {reason}", error)
             failed.__cause__ = error
@@ -448,7 +458,7 @@ class Fusion:
 
 
 def _failure(msg: str, error: BaseException | None) -> CommError:
-    """What those hear who need an engine that has ended; who the lost rank is, if it was one."""
+    """Return the error for users of an ended engine; it names a lost rank, if there is one."""
     return (
         PeerLostError(msg, rank=error.rank) if isinstance(error, PeerLostError) else CommError(msg)
     )

@@ -1,4 +1,4 @@
-"""Memory in which tensors of a batch lie behind each other; made once, and again when more is needed."""
+"""Memory in which the tensors of a batch lie behind each other; grows when more is needed."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ class FusionBuffer:
     """One buffer for each device.
 
     Args:
-        group: Whose members read it.
+        group: Group whose members read it.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._memory: dict[str, torch.Tensor] = {}
-        self._known: dict[
-            int, _Place
-        ] = {}  # batches that come back in every step are the same objects
+        # batches that come back in every step are the same objects
+        self._known: dict[int, _Place] = {}
 
     def views(
         self, batch: Batch, tensors: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Room for a batch: all of it as one flat tensor, and a part for each of its tensors.
+        """Return memory for a batch: one flat tensor, and a part of it for each of its tensors.
 
-        Between them are gaps, in which anything may lie.
+        Between the parts are gaps with arbitrary content.
         """
         known = self._known.get(id(batch))
         if known is not None and known.batch is batch:
@@ -50,7 +49,7 @@ class FusionBuffer:
         buffer = FlatBuffer(
             [tensor.shape for tensor in tensors],
             first.dtype,
-            lambda shape, _: self.room(shape[0], first),
+            lambda shape, _: self.scratch(shape[0], first),
             align=max(1, ALIGNMENT // first.element_size()),
         )
         if len(self._known) >= MAX_KNOWN:
@@ -58,8 +57,11 @@ class FusionBuffer:
         self._known[id(batch)] = _Place(batch, buffer)
         return buffer.tensor, buffer.views
 
-    def room(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of the dtype and on the device of `like`; another call may give the same memory."""
+    def scratch(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a flat tensor of the dtype and on the device of `like`.
+
+        Another call may return the same memory.
+        """
         device = str(like.device)
         nbytes = numel * like.element_size()
         memory = self._memory.get(device)

@@ -1,20 +1,22 @@
-"""How ranks agree on what to carry out next, cycle by cycle: one machine, on every rank. Pure: no tensors, threads, clocks or messages.
+"""Agreement on what to carry out next, cycle by cycle: one machine, on every rank. Pure.
 
-A cycle has at most two exchanges, and mostly one:
+It has no tensors, threads, clocks or messages. A cycle has at most two exchanges, and mostly one:
 
-    all ranks   open()        one word: what I am ready for of what we know, and whether I have something new
+    all ranks   open()        one bitmask: known operations that this rank is ready for,
+                              and whether it has something new
                               ---- "and" over all ranks ----
-    all ranks   combined()    what all are ready for; has anybody something new?       no: conclude(None)
-    all ranks   own_list()    my new requests                     ---- to rank 0 ----
-    rank 0      answer()      compares them, by name               ---- to all ----
+    all ranks   combined()    what all are ready for; does any rank have something new?
+                              no: conclude(None)
+    all ranks   own_list()    this rank's new requests            ---- to rank 0 ----
+    rank 0      answer()      compares them, by name              ---- to all ----
     all ranks   conclude()    batches, in the same order on all ranks
 
 In steady state rank 0 does what every rank does. What ranks hold in common (cache, order) changes
 in `combined` and `conclude` only, by what all ranks have received alike; so it stays equal without
 being compared.
 
-The word, from its lowest bit: quiet, working, joined, then for each position of the cache whether I
-am ready for it, then whether it is still valid for me.
+The bitmask, from its lowest bit: quiet, working, joined, then for each position of the cache
+whether this rank is ready for it, then whether it is still valid for this rank.
 
 Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
 """
@@ -32,7 +34,7 @@ from braid.fusion.autotune import Settings
 from braid.fusion.batching import Batch, batches
 from braid.fusion.coordinator import Coordinator
 from braid.fusion.request import JOINABLE, Request, Response
-from braid.fusion.response_cache import Found, ResponseCache
+from braid.fusion.response_cache import Lookup, ResponseCache
 from braid.fusion.stall import Stall, StallInspector
 
 __all__ = ["FusionState", "Outcome", "StateOptions"]
@@ -45,18 +47,18 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateOptions:
-    """What ranks must have alike.
+    """Options that must be the same on all ranks.
 
     Attributes:
         threshold_bytes: Limit of a batch.
         cache_capacity: Number of responses that are remembered.
         split_groups: Whether explicit groups share batches with others.
-        stall_check_s: Seconds until it is told which ranks have not submitted what others have; 0
-            never tells.
+        stall_check_s: Seconds until the ranks are reported that have not submitted what others
+            have; 0 never reports.
         stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
 
     Raises:
-        ConfigError: One of them is negative.
+        ConfigError: A number is negative.
     """
 
     threshold_bytes: int = 128 << 20
@@ -74,12 +76,12 @@ class StateOptions:
         }
         for name, number in numbers.items():
             if not number >= 0:
-                msg = f"expected {name} of at least 0, found {number!r}"
+                msg = f"{name} must not be negative, got {number!r}"
                 raise ConfigError(msg)
 
 
 class _List(msgspec.Struct, array_like=True):
-    """What a rank has new."""
+    """News of a rank."""
 
     requests: list[Request]
     ages_s: list[float]
@@ -88,7 +90,7 @@ class _List(msgspec.Struct, array_like=True):
 
 
 class _Answer(msgspec.Struct, array_like=True):
-    """What rank 0 found."""
+    """Decisions of rank 0."""
 
     responses: list[Response]
     last_joined: int
@@ -106,14 +108,14 @@ _ANSWERS = msgspec.msgpack.Decoder(_Answer)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a cycle has led to, the same on all ranks.
+    """Result of a cycle, the same on all ranks.
 
     Attributes:
-        batches: To be carried out in this order; those with an error are refused.
+        batches: Batches to be carried out in this order; those with an error are refused.
         last_joined: Position of the rank that joined last, when all have; -1 otherwise.
-        stalls: What waits for ranks that have not submitted it.
-        stop: Why everything ends now; empty to go on.
-        cycle_time_s: For how long requests are collected from now on, if that changes.
+        stalls: Names that wait for ranks that have not submitted them.
+        stop: Reason why everything ends now; empty to go on.
+        cycle_time_s: Time for which requests are collected from now on, if that changes.
     """
 
     batches: Sequence[Batch] = ()
@@ -134,7 +136,7 @@ class _Mine:
 
 
 class _Planned(NamedTuple):
-    """What becomes of positions that are ready."""
+    """Batches for a set of positions that are ready."""
 
     positions: tuple[int, ...]
     bits: int
@@ -143,7 +145,7 @@ class _Planned(NamedTuple):
 
 
 class _Cycle(NamedTuple):
-    """What is known between `combined` and `conclude`."""
+    """State between `combined` and `conclude`."""
 
     ready: _Planned
     all_work: bool
@@ -155,7 +157,7 @@ class FusionState:
     Args:
         rank: Position of this rank.
         ranks: Global ranks, for messages.
-        options: The same on all.
+        options: Options, the same on all ranks.
     """
 
     def __init__(
@@ -169,77 +171,80 @@ class FusionState:
         self._hits = 0  # bits of positions that this rank is ready for
         self._changed = 0  # bits of positions that are not valid for this rank any more
         self._joined = False
-        self._tell_joined = False
-        self._said_joined = False  # by the last word
+        self._join_notice_due = False
+        self._join_notice_sent = False  # by the last word
         self._stopping = ""
         self._proposed: Settings | None = None
         self._threshold_bytes = self.options.threshold_bytes
         self._cache = ResponseCache(self.options.cache_capacity)
-        self._announced = 0  # bits of positions that the last word has said to be ready
+        self._announced = 0  # bits of positions that the last bitmask has said to be ready
         self._plans: dict[int, _Planned] = {}
         self._cycle = _Cycle(self._plan(0), all_work=True)
         self._coordinator = Coordinator(ranks) if rank == 0 else None
         self._inspector = StallInspector(
             self.options.stall_check_s, self.options.stall_shutdown_s, ranks
         )
-        self._words = -(-(NUM_FLAGS + 2 * self.options.cache_capacity) // (8 * WORD_BYTES))
+        self._num_words = -(-(NUM_FLAGS + 2 * self.options.cache_capacity) // (8 * WORD_BYTES))
         self._all = (1 << self.options.cache_capacity) - 1
 
     # What happens here.
 
     def submit(self, request: Request, now_s: float) -> None:
-        """This rank wants something done.
+        """Enter a request of this rank.
 
         Raises:
-            ConfigError: It has submitted that name, which is not carried out yet; or it has joined.
+            ConfigError: This rank has submitted that name, which is not carried out yet; or it has
+                joined.
         """
         self.check([request.name])
-        found, position = self._cache.look(request)
+        lookup, position = self._cache.look_up(request)
         mine = self._mine[request.name] = _Mine(request, now_s, position)
-        if found is Found.HIT:
+        if lookup is Lookup.HIT:
             self._hits |= 1 << position
             return
         self._unsent[request.name] = mine
-        if found is Found.CHANGED:
+        if lookup is Lookup.CHANGED:
             self._changed |= 1 << position
         for member in self._cache.members(request.group):  # it has other members now
             self._changed |= 1 << member
 
     def check(self, names: Sequence[str]) -> None:
-        """Whether this rank may submit these; raises as `submit` does."""
+        """Check whether this rank may submit these names; raise as `submit` does."""
         where = f"on rank {self._ranks[self._rank]}"
         seen: set[str] = set()
         for name in names:
             if name in self._mine or name in seen:
                 msg = (
-                    f"expected a new name for each operation in flight, found {name!r} once more "
-                    f"{where}: wait for the first one, or give them "
-                    "different names"
+                    f"{name!r} is in flight {where} already: wait for the first operation, or "
+                    "give them different names"
                 )
                 raise ConfigError(msg)
             seen.add(name)
         if self._joined and names:
-            msg = f"expected nothing from a rank that has joined, found {names[0]!r} {where}"
+            msg = (
+                f"{names[0]!r} was submitted {where}, which has joined and may submit nothing "
+                "until all have"
+            )
             raise ConfigError(msg)
 
     def join(self) -> None:
-        """This rank has nothing more to submit until all have joined."""
-        self._joined = self._tell_joined = True
+        """Record that this rank has nothing more to submit until all have joined."""
+        self._joined = self._join_notice_due = True
 
     def stop(self, reason: str) -> None:
-        """This rank wants all to end."""
+        """Ask all ranks to end."""
         self._stopping = reason
 
     def propose(self, settings: Settings) -> None:
-        """On rank 0: let all go on with other settings from the next cycle on."""
+        """On rank 0: let all continue with other settings from the next cycle on."""
         self._proposed = settings
 
     @property
     def has_new(self) -> bool:
-        """Whether something was submitted that the others have not heard of."""
-        unsaid = self._hits & ~self._announced
-        told = self._tell_joined or self._stopping or self._proposed
-        return bool(self._unsent or told or unsaid)
+        """Whether this rank has something that the others do not know yet."""
+        unannounced = self._hits & ~self._announced
+        other = self._join_notice_due or self._stopping or self._proposed
+        return bool(self._unsent or other or unannounced)
 
     @property
     def num_pending(self) -> int:
@@ -249,30 +254,30 @@ class FusionState:
     # One cycle.
 
     def open(self, now_s: float) -> bytes:
-        """This rank's word; bytes of whole 64-bit numbers."""
-        self._doubt_stalled(now_s)
-        self._said_joined = self._joined
-        if self._tell_joined:  # bits cannot say what a rank has and all others stand in for
+        """Return this rank's bitmask as the bytes of whole 64-bit numbers."""
+        self._renegotiate_stalled(now_s)
+        self._join_notice_sent = self._joined
+        if self._join_notice_due:  # bits cannot say what a rank has and all others stand in for
             self._changed |= self._hits
-        quiet = not (self._unsent or self._tell_joined or self._stopping or self._changed)
+        quiet = not (self._unsent or self._join_notice_due or self._stopping or self._changed)
         if self._coordinator is not None and quiet:
             quiet = self._proposed is None and not self._inspector.is_due(
                 self._coordinator.waiting(), now_s
             )
-        word = QUIET * quiet | (JOINED if self._joined else WORKING)
+        bitmask = QUIET * quiet | (JOINED if self._joined else WORKING)
         hits = self._all if self._joined else self._hits
         valid = self._all & ~self._changed
-        word |= (hits | valid << self.options.cache_capacity) << NUM_FLAGS
+        bitmask |= (hits | valid << self.options.cache_capacity) << NUM_FLAGS
         self._announced = self._hits
-        return word.to_bytes(self._words * WORD_BYTES, "little")
+        return bitmask.to_bytes(self._num_words * WORD_BYTES, "little")
 
-    def combined(self, word: bytes) -> bool:
-        """What all ranks said; whether lists are to be exchanged."""
-        number = int.from_bytes(word, "little")
+    def combined(self, bitmask: bytes) -> bool:
+        """Read the bitmask of all ranks; return whether lists are to be exchanged."""
+        number = int.from_bytes(bitmask, "little")
         fields = number >> NUM_FLAGS
         invalid = ~(fields >> self.options.cache_capacity) & self._all
         if invalid:
-            self._again(self._cache.erase(_positions(invalid)))
+            self._renegotiate(self._cache.erase(_positions(invalid)))
             self._changed &= ~invalid
         nobody = number & JOINED  # all have joined, and each says that it would stand in
         ready = self._plan(0 if nobody else fields & self._cache.bits)
@@ -280,59 +285,59 @@ class FusionState:
         return not number & QUIET
 
     def own_list(self, now_s: float) -> bytes:
-        """What this rank has new, for rank 0."""
+        """Return the news of this rank, for rank 0."""
         new = list(self._unsent.values())
         for mine in new:
             mine.sent = True
         self._unsent.clear()
-        joined = self._tell_joined and self._said_joined  # after what it had submitted before
-        self._tell_joined = self._tell_joined and not joined
+        joined = (
+            self._join_notice_due and self._join_notice_sent
+        )  # after what it had submitted before
+        self._join_notice_due = self._join_notice_due and not joined
         ages = [now_s - mine.since_s for mine in new]
         return msgspec.msgpack.encode(
             _List([mine.request for mine in new], ages, joined, self._stopping)
         )
 
     def answer(self, lists: Sequence[bytes], now_s: float) -> bytes:
-        """On rank 0: compare what all have sent, in the order of ranks."""
+        """On rank 0: compare the lists of all ranks, in their order."""
         table = self._coordinator
         if table is None:
-            msg = f"expected rank 0 to answer, found that position {self._rank} is asked"
+            msg = f"answer() was called on position {self._rank}: only rank 0 answers"
             raise ConfigError(msg)
         stop = ""
         for rank, data in enumerate(lists):
-            found = _LISTS.decode(data)
-            for request, age_s in zip(found.requests, found.ages_s, strict=True):
+            news = _LISTS.decode(data)
+            for request, age_s in zip(news.requests, news.ages_s, strict=True):
                 table.add(rank, [request], now_s - age_s)
-            if found.joined:
+            if news.joined:
                 table.join(rank)
-            stop = stop or found.stopping
+            stop = stop or news.stopping
         responses = table.ready()
         last = table.all_joined()
-        stalls, fatal = self._inspector.look(table.waiting(), table.joined, now_s)
+        stalls, fatal = self._inspector.inspect(table.waiting(), table.joined, now_s)
         settings, self._proposed = self._proposed, None
-        found_now = _Answer(
-            responses, -1 if last is None else last, stalls, stop or fatal, settings
-        )
-        return msgspec.msgpack.encode(found_now)
+        decided = _Answer(responses, -1 if last is None else last, stalls, stop or fatal, settings)
+        return msgspec.msgpack.encode(decided)
 
     def conclude(self, answer: bytes | None = None) -> Outcome:
-        """What is to be done now.
+        """Return what is to be done now.
 
         Args:
-            answer: Of rank 0, if lists were exchanged.
+            answer: Answer of rank 0, if lists were exchanged.
         """
         ready, all_work = self._cycle
-        self._take(ready)
+        self._remove(ready)
         if answer is None and all_work:
             return Outcome(ready.batches)
-        found = [self._cached(position, all_work=all_work) for position in ready.positions]
+        cached = [self._cached(position, all_work=all_work) for position in ready.positions]
         new = _NOTHING if answer is None else _ANSWERS.decode(answer)
         own = [self._mine.pop(response.name, None) for response in new.responses]
         asked = [None if mine is None else mine.request for mine in own]
-        self._again(self._cache.put(new.responses, asked))
+        self._renegotiate(self._cache.put(new.responses, asked))
         if new.last_joined >= 0:
             self._joined = False
-        planned = self._divide([*found, *new.responses])
+        planned = self._divide([*cached, *new.responses])
         cycle_time_s = None
         if new.settings is not None:
             self._threshold_bytes, cycle_time_s = new.settings
@@ -341,13 +346,13 @@ class FusionState:
 
     @property
     def digest(self) -> int:
-        """Of what ranks hold in common, for tests."""
+        """Digest of what ranks hold in common, for tests."""
         return self._cache.digest
 
     # Parts.
 
     def _plan(self, bits: int) -> _Planned:
-        """What becomes of these positions; the same ones come back in every step."""
+        """Return the batches for these positions; the same ones come back in every step."""
         planned = self._plans.get(bits)
         if planned is None:
             if len(self._plans) >= MAX_PLANS:
@@ -367,19 +372,18 @@ class FusionState:
         return batches(responses, self._threshold_bytes, split_groups=options.split_groups)
 
     def _cached(self, position: int, *, all_work: bool) -> Response:
-        """What was agreed on; refused if some rank has joined that cannot take part in it."""
+        """Return a cached response, refused if a rank has joined that cannot take part in it."""
         response = self._cache.response(position)
         if all_work or response.request.kind in JOINABLE:
             return response
         error = (
-            f"expected all ranks to take part in {response.request.kind} of {response.name!r}, "
-            "found that a rank has joined: only all_reduce and "
-            "barrier can go on without"
+            f"{response.request.kind} of {response.name!r} needs all ranks, but a rank has "
+            "joined: only all_reduce and barrier can go on without"
         )
         return Response(response.name, response.request, error=error)
 
     def _whole(self, ready: list[int]) -> list[int]:
-        """Without explicit groups of which some are not ready."""
+        """Return the positions without explicit groups of which some are not ready."""
         groups = {self._cache.response(p).request.group for p in ready} - {""}
         if not groups:
             return ready
@@ -391,16 +395,16 @@ class FusionState:
                 partial |= members
         return [position for position in ready if position not in partial]
 
-    def _take(self, ready: _Planned) -> None:
-        """They are carried out now."""
+    def _remove(self, ready: _Planned) -> None:
+        """Remove positions that are carried out now."""
         for name in ready.names:
             self._mine.pop(name, None)
         self._hits &= ~ready.bits
         self._announced &= ~ready.bits
         self._cache.use(ready.positions)
 
-    def _again(self, names: Sequence[str]) -> None:
-        """These are not in the cache any more: what this rank waits for of them goes to rank 0."""
+    def _renegotiate(self, names: Sequence[str]) -> None:
+        """Send requests to rank 0 that this rank waits for, as their names left the cache."""
         if names:
             self._plans.clear()
         for name in names:
@@ -414,8 +418,11 @@ class FusionState:
                 if not mine.sent:
                     self._unsent[name] = mine
 
-    def _doubt_stalled(self, now_s: float) -> None:
-        """What has waited long in the cache is negotiated anew: only then rank 0 knows who has it."""
+    def _renegotiate_stalled(self, now_s: float) -> None:
+        """Negotiate anew what has waited long in the cache.
+
+        Only then rank 0 knows which ranks have submitted it.
+        """
         limits = {self.options.stall_check_s, self.options.stall_shutdown_s} - {0}
         limit = min(limits, default=0)
         if not limit or not self._hits:
@@ -431,10 +438,10 @@ class FusionState:
 
 
 def _positions(bits: int) -> list[int]:
-    """Of the bits that are set, from the lowest."""
-    found = []
+    """Return the positions of the bits that are set, from the lowest."""
+    positions = []
     while bits:
         low = bits & -bits
-        found.append(low.bit_length() - 1)
+        positions.append(low.bit_length() - 1)
         bits ^= low
-    return found
+    return positions

@@ -1,11 +1,11 @@
-"""How what has been agreed on is carried out: for each kind several ways in order, of which the first that suits is taken.
+"""Operations that carry out batches: several for each kind, of which the first that suits is used.
 
-Problem: one kind of operation has several good ways, by size, device and hosts, and users want to
-know which one they got, and to add their own.
+Problem: one kind of operation has several good implementations, by size, device and hosts, and
+users want to know which one they got, and to add their own.
 
-Idea: a list. Each operation says what it suits; `Operations.choose` takes the first and tells it
-once a kind. What is reduced together goes through one buffer in memory that all ranks of the host
-can read.
+Idea: a list. Each operation says which batches it suits; `Operations.choose` uses the first and
+reports it once a kind. Tensors that are reduced together go through one buffer in memory that all
+ranks of the host can read.
 """
 
 from __future__ import annotations
@@ -31,71 +31,75 @@ class Operation(Protocol):
     """One way of carrying out some batches.
 
     Attributes:
-        name: For people.
-        kind: Of request.
+        name: Name for people.
+        kind: Kind of request.
     """
 
     name: str
     kind: str
 
     def suits(self, batch: Batch) -> bool:
-        """Whether it can carry out this batch; the same on all ranks."""
+        """Return whether it can carry out this batch; the same on all ranks."""
         ...
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """Do it, and return the results in the order of the batch."""
+        """Carry out the batch, and return the results in its order."""
         ...
 
 
 class Operations:
-    """The ways that there are.
+    """List of operations.
 
     Args:
-        ways: In the order of preference.
-        told: Called with a kind and the name of what is used for it, the first time.
+        operations: Operations in the order of preference.
+        on_choice: Called with a kind and the name of the operation that is used for it, the first
+            time.
     """
 
     def __init__(
-        self, ways: Sequence[Operation], told: Callable[[str, str], None] | None = None
+        self, operations: Sequence[Operation], on_choice: Callable[[str, str], None] | None = None
     ) -> None:
-        self._ways = list(ways)
-        self._told = told or (lambda _kind, _name: None)
+        self._operations = list(operations)
+        self._on_choice = on_choice or (lambda _kind, _name: None)
         self._chosen: set[str] = set()
 
-    def prefer(self, way: Operation) -> None:
-        """Ask this one before all others."""
-        self._ways.insert(0, way)
+    def prefer(self, operation: Operation) -> None:
+        """Ask this operation before all others."""
+        self._operations.insert(0, operation)
 
     def choose(self, batch: Batch) -> Operation:
-        """The first that suits.
+        """Return the first operation that suits a batch.
 
         Raises:
-            CommError: There is none.
+            CommError: None suits.
         """
         kind = batch.request.kind
-        for way in self._ways:
-            if way.kind == kind and way.suits(batch):
-                if way.name not in self._chosen:
-                    self._chosen.add(way.name)
-                    self._told(kind, way.name)
-                return way
-        names = ", ".join(way.name for way in self._ways if way.kind == kind) or "nothing"
+        for operation in self._operations:
+            if operation.kind == kind and operation.suits(batch):
+                if operation.name not in self._chosen:
+                    self._chosen.add(operation.name)
+                    self._on_choice(kind, operation.name)
+                return operation
+        names = (
+            ", ".join(operation.name for operation in self._operations if operation.kind == kind)
+            or "nothing"
+        )
         msg = (
-            f"expected a way to carry out {kind} of {batch.request.name!r} with "
-            f"{batch.request.op!r}, found that none suits of {names}"
+            f"no operation can carry out {kind} of {batch.request.name!r} with "
+            f"{batch.request.op!r}; there are {names}"
         )
         raise CommError(msg)
 
     def __repr__(self) -> str:
-        return f"Operations({', '.join(way.name for way in self._ways)})"
+        return f"Operations({', '.join(operation.name for operation in self._operations)})"
 
 
-class _Way:
-    """What all of them have.
+class _Base:
+    """Base of operations.
 
     Args:
-        group: Ranks.
-        activities: Where copies and transfer are noted.
+        group: Ranks that take part.
+        activities: Record of copies and transfers.
     """
 
     def __init__(self, group: Group, activities: Activities) -> None:
@@ -103,14 +107,14 @@ class _Way:
         self._activities = activities
 
 
-class _AllReducing(_Way):
-    """What ways of all_reduce have besides.
+class _AllReduceBase(_Base):
+    """Base of operations for all_reduce.
 
     Args:
-        group: Ranks.
-        activities: Where copies and transfer are noted.
-        buffer: Where tensors are laid behind each other.
-        algorithm: See `Group.all_reduce`.
+        group: Ranks that take part.
+        activities: Record of copies and transfers.
+        buffer: Buffer in which tensors are laid behind each other.
+        algorithm: Algorithm, see `Group.all_reduce`.
     """
 
     def __init__(
@@ -121,14 +125,14 @@ class _AllReducing(_Way):
         self._algorithm = algorithm
 
 
-class BufferedAllReduce(_AllReducing):
-    """Several tensors in one message, through a buffer."""
+class BufferedAllReduce(_AllReduceBase):
+    """all_reduce of several tensors in one message, through a buffer."""
 
     name = "all_reduce through the fusion buffer"
     kind = "all_reduce"
 
     def suits(self, batch: Batch) -> bool:
-        """Several at once."""
+        """Return whether the batch has several tensors."""
         return batch.request.op in REDUCTIONS and len(batch.responses) > 1
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
@@ -147,14 +151,14 @@ class BufferedAllReduce(_AllReducing):
         return list(outs)
 
 
-class PlacedAllReduce(_AllReducing):
-    """Tensors that lie side by side already, in runs as long as possible, without copies."""
+class PlacedAllReduce(_AllReduceBase):
+    """all_reduce without copies of tensors that lie side by side, in runs as long as possible."""
 
     name = "all_reduce in place, side by side"
     kind = "all_reduce"
 
     def suits(self, batch: Batch) -> bool:
-        """What has a place, the same on all ranks."""
+        """Return whether the tensors have places, the same on all ranks."""
         return batch.request.op in REDUCTIONS and batch.request.place >= 0
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
@@ -164,34 +168,34 @@ class PlacedAllReduce(_AllReducing):
             first, last = requests[run[0]], requests[run[-1]]
             numel = last.place + prod(last.shape) - first.place
             members = [entries[position] for position in run]
-            gathered = any(entry.is_stand_in for entry in members)
-            flat = self._gathered(members, numel) if gathered else _row(_given(members[0]), numel)
+            assembled = any(entry.is_stand_in for entry in members)
+            flat = self._assembled(members, numel) if assembled else _row(_given(members[0]), numel)
             with self._activities.span("transfer", numel * first.itemsize):
                 scale(flat, first.prescale)
                 self._group.all_reduce(flat, first.op, algorithm=self._algorithm)
                 scale(flat, first.postscale)
-            if gathered:
+            if assembled:
                 for own, part in _parts(members, flat):
                     own.copy_(part)
         return [_out(entry) for entry in entries]
 
-    def _gathered(self, members: Sequence[Entry], numel: int) -> torch.Tensor:
-        """A run on a rank that has joined: what it had submitted before, amidst what changes nothing."""
+    def _assembled(self, members: Sequence[Entry], numel: int) -> torch.Tensor:
+        """Return a run on a rank that has joined: its earlier tensors amidst neutral numbers."""
         x = _given(members[0])
-        flat = self._buffer.room(numel, x).fill_(neutral(members[0].request.op, x.dtype))
+        flat = self._buffer.scratch(numel, x).fill_(neutral(members[0].request.op, x.dtype))
         for own, part in _parts(members, flat):
             part.copy_(own)
         return flat
 
 
-class AllReduce(_AllReducing):
-    """One tensor, where it lies."""
+class AllReduce(_AllReduceBase):
+    """all_reduce of one tensor, where it lies."""
 
     name = "all_reduce in place"
     kind = "all_reduce"
 
     def suits(self, batch: Batch) -> bool:
-        """Everything but several at once."""
+        """Return whether the batch has a single tensor."""
         return batch.request.op in REDUCTIONS and len(batch.responses) == 1
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
@@ -207,18 +211,18 @@ class AllReduce(_AllReducing):
         return [out]
 
 
-class Broadcast(_Way):
-    """From one rank to all."""
+class Broadcast(_Base):
+    """broadcast from one rank to all."""
 
     name = "broadcast"
     kind = "broadcast"
 
     def suits(self, batch: Batch) -> bool:
-        """All."""
+        """Return whether the request has a root."""
         return batch.request.root >= 0
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """In the place of the result."""
+        """Broadcast in the place of the result."""
         (entry,) = entries
         out = _out(entry)
         if (
@@ -232,18 +236,18 @@ class Broadcast(_Way):
         return [out]
 
 
-class AllGather(_Way):
-    """Rows of all ranks, behind each other; each may have another number of them."""
+class AllGather(_Base):
+    """all_gather of rows; each rank may have another number of them."""
 
     name = "all_gather"
     kind = "all_gather"
 
     def suits(self, batch: Batch) -> bool:
-        """All."""
+        """Return whether the numbers of rows are known."""
         return bool(batch.responses[0].rows)
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """Into a new tensor."""
+        """Gather into a new tensor."""
         (entry,) = entries
         x = _given(entry)
         rows = [count for (count,) in batch.responses[0].rows]
@@ -254,18 +258,18 @@ class AllGather(_Way):
         return [out]
 
 
-class AllToAll(_Way):
-    """Rows for each rank, from each rank."""
+class AllToAll(_Base):
+    """all_to_all of rows for each rank, from each rank."""
 
     name = "all_to_all"
     kind = "all_to_all"
 
     def suits(self, batch: Batch) -> bool:
-        """All."""
+        """Return whether the numbers of rows are known."""
         return bool(batch.responses[0].rows)
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """Into a new tensor; and how many rows came from each rank."""
+        """Return a new tensor, and the number of rows from each rank."""
         (entry,) = entries
         x = _given(entry)
         table = batch.responses[0].rows
@@ -281,18 +285,18 @@ class AllToAll(_Way):
         return [(out, torch.tensor(received, dtype=torch.int32))]
 
 
-class ReduceScatter(_Way):
-    """The rows of the reduction, shared out: the first ranks get one more where they do not divide."""
+class ReduceScatter(_Base):
+    """reduce_scatter of rows; the first ranks get one more where they do not divide."""
 
     name = "reduce_scatter"
     kind = "reduce_scatter"
 
     def suits(self, batch: Batch) -> bool:
-        """All that can be reduced."""
+        """Return whether the reduction is defined."""
         return batch.request.op in REDUCTIONS
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """Into a new tensor."""
+        """Reduce into a new tensor."""
         (entry,) = entries
         x = _given(entry)
         size = self._group.size
@@ -312,17 +316,17 @@ class ReduceScatter(_Way):
 
 
 class Nothing:
-    """What is over when all have agreed: barrier, agree."""
+    """Operation that is over when all have agreed: barrier, agree."""
 
     def __init__(self, kind: str) -> None:
         self.name = self.kind = kind
 
     def suits(self, batch: Batch) -> bool:
-        """All."""
+        """Return whether the batch is of its kind."""
         return batch.request.kind == self.kind
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - all have come
-        """Nothing more."""
+        """Return no results."""
         return [None for _ in batch.responses]
 
 
@@ -335,16 +339,16 @@ def default_operations(
     activities: Activities,
     *,
     algorithm: str | None = None,
-    told: Callable[[str, str], None] | None = None,
+    on_choice: Callable[[str, str], None] | None = None,
 ) -> Operations:
-    """Those of this room.
+    """Return the operations of this room.
 
     Args:
-        group: Ranks.
-        buffer: For what is reduced together.
-        activities: Where copies and transfer are noted.
-        algorithm: Of all_reduce; chosen by size and hosts when None.
-        told: See `Operations`.
+        group: Ranks that take part.
+        buffer: Buffer for tensors that are reduced together.
+        activities: Record of copies and transfers.
+        algorithm: Algorithm of all_reduce; chosen by size and hosts when None.
+        on_choice: As for `Operations`.
     """
     return Operations(
         [
@@ -358,31 +362,37 @@ def default_operations(
             Nothing("barrier"),
             Nothing("agree"),
         ],
-        told,
+        on_choice,
     )
 
 
 def runs(requests: Sequence[Request]) -> list[list[int]]:
-    """Positions of requests whose tensors lie side by side, but for gaps of less than a cache line; by place.
+    """Return positions of requests in runs whose tensors lie side by side, ordered by place.
 
-    >>> requests = [Request("", "all_reduce", shape=(n,), itemsize=4, place=at) for n, at in [(30, 32), (30, 0), (8, 96)]]
-    >>> runs(requests)
+    Gaps of less than a cache line do not end a run.
+
+    >>> layout = [(30, 32), (30, 0), (8, 96)]
+    >>> kind = "all_reduce"
+    >>> runs([Request("", kind, shape=(n,), itemsize=4, place=at) for n, at in layout])
     [[1, 0], [2]]
     """
-    found: list[list[int]] = []
+    divided: list[list[int]] = []
     end = -1
     for position in sorted(range(len(requests)), key=lambda p: requests[p].place):
         request = requests[position]
         gap = (request.place - end) * request.itemsize
         if end < 0 or not 0 <= gap < ALIGNMENT:
-            found.append([])
-        found[-1].append(position)
+            divided.append([])
+        divided[-1].append(position)
         end = request.place + prod(request.shape)
-    return found
+    return divided
 
 
 def scale(x: torch.Tensor, factor: float) -> None:
-    """Multiply in place: integers in 64-bit floats and cut off, 16-bit floats in 32 bits and rounded once."""
+    """Multiply in place.
+
+    Integers are multiplied in 64-bit floats and cut off, 16-bit floats in 32 bits and rounded once.
+    """
     if factor == 1.0:
         return
     if x.dtype.is_floating_point or x.dtype.is_complex:
@@ -392,14 +402,14 @@ def scale(x: torch.Tensor, factor: float) -> None:
 
 
 def _row(x: torch.Tensor, numel: int) -> torch.Tensor:
-    """So many elements as they lie in memory, from the first of `x` on."""
+    """Return `numel` elements as they lie in memory, from the first of `x` on."""
     return x.as_strided((numel,), (1,), x.storage_offset())
 
 
 def _parts(
     members: Sequence[Entry], flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What this rank has submitted itself, as it lies in memory, each with its part of a run."""
+    """Yield tensors that this rank has submitted as they lie in memory, with parts of a run."""
     for entry in members:
         if not entry.is_stand_in:
             start = entry.request.place - members[0].request.place
@@ -409,7 +419,7 @@ def _parts(
 
 def _given(entry: Entry) -> torch.Tensor:
     if entry.tensor is None:
-        msg = f"expected a tensor for {entry.request.kind} of {entry.request.name!r}, found none"
+        msg = f"{entry.request.kind} of {entry.request.name!r} has no tensor"
         raise CommError(msg)
     return entry.tensor
 

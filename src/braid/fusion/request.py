@@ -1,4 +1,4 @@
-"""What a rank wants done with a tensor, and what all ranks have agreed to do. Pure."""
+"""Requests of a rank, and the responses that all ranks have agreed on. Pure."""
 
 from __future__ import annotations
 
@@ -9,34 +9,33 @@ import msgspec
 __all__ = ["BATCHED", "JOINABLE", "Request", "Response"]
 
 BATCHED = frozenset({"all_reduce"})  # kinds that share a message with others of their kind
-JOINABLE = frozenset(
-    {"all_reduce", "barrier"}
-)  # kinds that can go on without a rank that has joined
+# kinds that can go on without a rank that has joined
+JOINABLE = frozenset({"all_reduce", "barrier"})
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
     """One operation on one tensor, as one rank asks for it.
 
     Attributes:
-        name: By which ranks find each other.
+        name: Name by which requests of several ranks belong together.
         kind: all_reduce, all_gather, broadcast, all_to_all, reduce_scatter, barrier, or agree (on
             `text`).
-        dtype: torch's name of it.
-        shape: Of this rank's tensor.
+        dtype: Data type by torch's name.
+        shape: Shape of this rank's tensor.
         itemsize: Bytes of an element.
         op: Reduction.
-        root: Group rank.
+        root: Group rank of the root.
         prescale: Factor before the reduction.
         postscale: Factor after it.
-        splits: Rows for each rank of an all_to_all.
+        splits: Number of rows for each rank of an all_to_all.
         group: Name of requests that are carried out together or not at all.
-        group_size: Their number.
-        text: What ranks must say alike.
-        device: Type of device, and its number, of the tensor.
-        place: Where it lies among others in one flat tensor of this rank, in elements, if it does;
-            else -1. What is carried out together and lies side by side needs no copies. Places of
-            several flat tensors differ: see `Fusion.reserve`.
-        strides: With a place: those of the tensor, if it does not lie row by row.
+        group_size: Number of these requests.
+        text: Text that must be the same on all ranks.
+        device: Type and number of the tensor's device.
+        place: Place of the tensor among others in one flat tensor of this rank, in elements; -1
+            without one. Operations that are carried out together and lie side by side need no
+            copies. Places of several flat tensors differ: see `Fusion.reserve`.
+        strides: Strides of a tensor with a place that does not lie row by row.
     """
 
     name: str
@@ -58,18 +57,18 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's tensor."""
+        """Bytes of this rank's tensor."""
         return prod(self.shape) * self.itemsize
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks do with the tensors of one name, the same on all.
+    """Decision on the tensors of one name, the same on all ranks.
 
     Attributes:
-        name: Of the requests.
-        request: One of them, for what they have in common; of no meaning with an error.
+        name: Name of the requests.
+        request: One of the requests, for what they have in common; of no meaning with an error.
         rows: Extent of dim 0 by rank, of an all_gather; by sender, then receiver, of an all_to_all.
-        error: Why there is nothing to do.
+        error: Reason why the requests are refused.
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""What ranks have agreed on before: the second time, one bit says it. Pure.
+"""Cache of earlier responses: the second time, one bit stands for a request. Pure.
 
 Problem: training submits the same tensors in every step, and negotiating by name costs the
 coordinator work for each rank and tensor.
 
 Idea: responses have *positions*, the same on all ranks, since all put, use and evict in the same
-order. A rank that submits what it submitted last time sets the bit of its position; the bits that
-all ranks have set (one small "and") are ready, and nobody has coordinated anything. A rank whose
-request has changed clears the position's validity, and everybody negotiates that name anew.
+order. A rank that submits what it submitted last time sets the bit of its position. The bits that
+all ranks have set (one small "and") are ready, without a coordinator. A rank whose request has
+changed clears the position's validity, and everybody negotiates that name anew.
 
 Explicit groups come and go as one. The least recently used goes first.
 
@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from braid.fusion.request import Request, Response
 
-__all__ = ["Found", "ResponseCache"]
+__all__ = ["Lookup", "ResponseCache"]
 
 
-class Found(enum.Enum):
-    """What a look into the cache shows."""
+class Lookup(enum.Enum):
+    """Result of a look into the cache."""
 
     HIT = enum.auto()
     MISS = enum.auto()
@@ -43,40 +43,44 @@ class ResponseCache:
 
     Args:
         capacity: Number of positions; 0 caches nothing.
+
+    Attributes:
+        capacity: Number of positions.
+        bits: Bits of the positions that are taken.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.bits = 0  # of the positions that are taken
+        self.bits = 0
         self._entries: dict[int, _Entry] = {}
-        self._used: dict[int, int] = {}  # when, in uses
+        self._used: dict[int, int] = {}  # number of the last use
         self._num_uses = 0
         self._positions: dict[str, int] = {}
         self._members: dict[str, set[int]] = {}
         self._free = list(range(capacity - 1, -1, -1))
 
-    def look(self, request: Request) -> tuple[Found, int]:
-        """Whether this request was agreed on before, and its position; -1 without."""
+    def look_up(self, request: Request) -> tuple[Lookup, int]:
+        """Return whether a request was agreed on before, and its position; -1 without."""
         position = self._positions.get(request.name, -1)
         if position < 0:
-            return Found.MISS, -1
+            return Lookup.MISS, -1
         same = self._entries[position].own == request
-        return (Found.HIT if same else Found.CHANGED), position
+        return (Lookup.HIT if same else Lookup.CHANGED), position
 
     def response(self, position: int) -> Response:
-        """What was agreed on."""
+        """Return the response at a position."""
         return self._entries[position].response
 
     def members(self, group: str) -> set[int]:
-        """Positions of an explicit group."""
+        """Return the positions of an explicit group."""
         return self._members.get(group, set())
 
     def put(self, responses: Sequence[Response], own: Sequence[Request | None]) -> list[str]:
-        """Keep what has been agreed on now; names that had to go for it.
+        """Keep responses that have been agreed on now; return names that were evicted for them.
 
         Args:
-            responses: In the order agreed on; an explicit group as a whole.
-            own: What this rank asked for.
+            responses: Responses in the order agreed on; an explicit group as a whole.
+            own: Requests of this rank.
         """
         gone: list[str] = []
         together: dict[str, list[tuple[Response, Request | None]]] = {}
@@ -102,12 +106,12 @@ class ResponseCache:
         return gone
 
     def use(self, positions: Iterable[int]) -> None:
-        """These have been used now."""
+        """Record that positions have been used now."""
         self._num_uses += 1
         self._used.update(dict.fromkeys(positions, self._num_uses))
 
     def erase(self, positions: Iterable[int]) -> list[str]:
-        """Forget these, and explicit groups that they are in; the names."""
+        """Forget positions, and explicit groups that they are in; return the names."""
         names = []
         for position in positions:
             entry = self._entries.get(position)
@@ -124,7 +128,7 @@ class ResponseCache:
 
     @property
     def digest(self) -> int:
-        """The same on all ranks at the same point, for tests."""
+        """Number that is the same on all ranks at the same point, for tests."""
         known = [(p, self._used[p], self._entries[p].response) for p in sorted(self._entries)]
         return hash((tuple(known), tuple(self._free)))
 

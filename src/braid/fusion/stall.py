@@ -1,4 +1,4 @@
-"""What waits because some ranks have not submitted it: told after a while, and in the end fatal. Pure."""
+"""Stalls: names that some ranks have not submitted, reported and in the end fatal. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Waiting = Mapping[str, tuple[list[int], float]]
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True):
-    """One name that waits.
+    """One name that waits for ranks.
 
     Attributes:
-        name: Of the requests.
-        waited_s: Since the first of them.
+        name: Name of the requests.
+        waited_s: Seconds since the first of them.
         present: Global ranks that have submitted it.
-        missing: Those that have not.
+        missing: Global ranks that have not.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Stall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StallInspector:
-    """Looks at what waits, each `check_s` seconds.
+    """Looks for stalls, each `check_s` seconds.
 
     Args:
-        check_s: Waiting that is told; 0 never tells.
-        shutdown_s: Waiting that is fatal; 0 for none.
+        check_s: Seconds of waiting that are reported; 0 never reports.
+        shutdown_s: Seconds of waiting that are fatal; 0 for none.
         ranks: Global ranks by position.
     """
 
@@ -47,31 +47,33 @@ class StallInspector:
         self._check_s = check_s
         self._shutdown_s = shutdown_s
         self._ranks = tuple(ranks)
-        self._told_s: dict[str, float] = {}
+        self._reported_s: dict[str, float] = {}
 
     def is_due(self, waiting: Waiting, now_s: float) -> bool:
-        """Whether there is something to tell."""
+        """Return whether there is a stall to report."""
         return any(self._is_due(name, since_s, now_s) for name, (_, since_s) in waiting.items())
 
-    def look(
+    def inspect(
         self, waiting: Waiting, joined: Collection[int], now_s: float
     ) -> tuple[list[Stall], str]:
-        """What is to be told now, and why everything ends, if it does.
+        """Return the stalls to report now, and the reason for a shutdown, if there is one.
 
         Args:
-            waiting: By name, who has submitted it and since when.
+            waiting: By name, the ranks that have submitted it and the time of the first.
             joined: Positions of ranks that stand in with zeros.
-            now_s: The time.
+            now_s: Current time.
         """
-        self._told_s = {name: told for name, told in self._told_s.items() if name in waiting}
+        self._reported_s = {
+            name: reported_s for name, reported_s in self._reported_s.items() if name in waiting
+        }
         stalls, fatal = [], ""
         for name, (have, since_s) in waiting.items():
             if not self._is_due(name, since_s, now_s):
                 continue
-            self._told_s[name] = now_s
+            self._reported_s[name] = now_s
             present = tuple(self._ranks[p] for p in have)
-            away = set(range(len(self._ranks))).difference(have, joined)
-            missing = tuple(self._ranks[p] for p in sorted(away))
+            absent = set(range(len(self._ranks))).difference(have, joined)
+            missing = tuple(self._ranks[p] for p in sorted(absent))
             stall = Stall(name, now_s - since_s, present, missing)
             stalls.append(stall)
             if self._shutdown_s and stall.waited_s >= self._shutdown_s:
@@ -81,7 +83,7 @@ class StallInspector:
     def _is_due(self, name: str, since_s: float, now_s: float) -> bool:
         if self._shutdown_s and now_s - since_s >= self._shutdown_s:
             return True
-        last_s = self._told_s.get(name, since_s)
+        last_s = self._reported_s.get(name, since_s)
         return bool(self._check_s) and now_s - last_s >= self._check_s
 
     def __repr__(self) -> str:

@@ -4,8 +4,8 @@ Problem: a tensor that is submitted may still be computed, on the submitter's st
 thread has a current stream of its own.
 
 Idea: an event on the submitter's stream, for which the engine's stream waits before it reads; and
-one on the engine's stream, for which the stream of whoever waits for the result waits. No thread
-waits for a device. On the CPU there is nothing to do.
+one on the engine's stream, for which the stream of a waiting thread waits. No thread waits for a
+device. On the CPU there is nothing to do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["follow", "mark"]
+__all__ = ["mark", "wait_for_points"]
 
 
 def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
-    """A point behind everything that computes `tensor`, on this thread's stream; None on the CPU."""
+    """Return an event behind the work that computes `tensor` on this thread's stream.
+
+    There is none on the CPU.
+    """
     if tensor is None or tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -26,15 +29,15 @@ def mark(tensor: torch.Tensor | None) -> torch.cuda.Event | None:
     return event
 
 
-def follow(
+def wait_for_points(
     events: Iterable[torch.cuda.Event | None], tensors: Iterable[torch.Tensor | None]
 ) -> None:
     """Let this thread's stream wait for points on others before it goes on.
 
     Args:
-        events: The points.
-        tensors: What is used from then on; its memory is not given to others before this stream is
-            through with it.
+        events: Points on other streams.
+        tensors: Tensors that are used from then on; their memory is not reused before this stream
+            is through with it.
     """
     for event, tensor in zip(events, tensors, strict=True):
         if event is not None and tensor is not None:

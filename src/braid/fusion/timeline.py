@@ -1,4 +1,4 @@
-"""Every tensor's way through the engine, on every rank, for Chrome's trace viewer or Perfetto.
+"""Timeline of every tensor in the engine, on every rank, for Chrome's trace viewer or Perfetto.
 
     negotiate   submitted here, until all ranks have submitted it
     queue       until it is its turn
@@ -28,7 +28,7 @@ class Timeline:
 
     Args:
         rank: Global rank.
-        mark_cycles: Note each exchange as well.
+        mark_cycles: Whether to record each exchange as well.
     """
 
     def __init__(self, rank: int, *, mark_cycles: bool = False) -> None:
@@ -38,7 +38,7 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def cycle(self, start_ns: int, end_ns: int) -> None:
-        """Note an exchange."""
+        """Record an exchange."""
         if self._mark_cycles:
             self._add(CYCLES, Activity("exchange", start_ns, end_ns), {})
 
@@ -52,15 +52,15 @@ class Timeline:
         activities: Sequence[Activity],
         what: str,
     ) -> None:
-        """Note all that has happened to one tensor.
+        """Record the activities of one tensor.
 
         Args:
-            name: Its name.
-            kind: Of operation.
-            submitted_ns: When this rank submitted it; 0 if it stood in for it.
-            agreed_ns: When all ranks had.
-            activities: Of its batch.
-            what: Its dtype and shape.
+            name: Name of the operation.
+            kind: Kind of the operation.
+            submitted_ns: Time at which this rank submitted it; 0 if it stood in.
+            agreed_ns: Time at which all ranks had submitted it.
+            activities: Activities of its batch.
+            what: Dtype and shape of the tensor.
         """
         about = {"kind": kind, "tensor": what}
         if submitted_ns:
@@ -85,7 +85,7 @@ class Timeline:
         )
 
     def encode(self) -> bytes:
-        """All of it, for the rank that writes."""
+        """Return all events as JSON, for the rank that writes."""
         heads = [_named("process_name", self.rank, 0, f"rank {self.rank}")]
         heads += [_named("thread_name", self.rank, n, name) for name, n in self._threads.items()]
         return msgspec.json.encode(heads + self._events)

@@ -193,7 +193,7 @@ class Session:
                 on_stall=_stall_teller(part.rank),
                 on_tuned=partial(self._on_tuned, number),
                 on_wait=self._submit_collected,
-                told=self._notes,
+                on_choice=self._notes,
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)

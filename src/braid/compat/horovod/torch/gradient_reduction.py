@@ -26,7 +26,7 @@ from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
 from braid.errors import ConfigError
 from braid.fusion import Fusion, Request
-from braid.fusion.streams import follow, mark
+from braid.fusion.streams import mark, wait_for_points
 from braid.params import GradientHooks, ParamTable
 from braid.params.gradient_hooks import GradientListener
 
@@ -169,7 +169,7 @@ class GradientReduction(GradientListener):
 
         Hooks of one backward may run on several streams.
         """
-        follow(points.values(), [param.grad for param in points])
+        wait_for_points(points.values(), [param.grad for param in points])
         engine = self._set.member.engine
         self._use_engine(engine)
         packed = [self._packed(param) for param in points]
