@@ -21,7 +21,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Generator
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -183,6 +183,8 @@ _SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]]
     ("reduce_scatter", "staged"): lambda n, l, nodes: (_chunks(l), nodes.bytes_out(l / n)),  # noqa: E741
     ("reduce_scatter", "hierarchical"): lambda n, l, nodes: (3, (n - nodes.fewest) * l / n),  # noqa: E741
 }
+_KINDS = tuple(dict.fromkeys(kind for kind, _ in _FORMS))
+_Table: TypeAlias = tuple[list[int], list[str]]
 _FIRST = {"all_reduce": "direct"}  # of small tensors; all others begin with staged
 
 
@@ -211,15 +213,11 @@ class Selection:
         self.may_pull = may_pull and bool(costs.pull)
         self.nodes = nodes
         self._in_order = in_order
-        kinds = dict.fromkeys(kind for kind, _ in _FORMS)
-        self._tables = {kind: self._table(kind) for kind in kinds}
+        self._tables: dict[str, _Table] = {}  # of the operations that have been asked for
 
     def choose(self, kind: str, nbytes: int) -> str:
         """Return the algorithm for an operation on `nbytes` bytes; staged if there is only one."""
-        table = self._tables.get(kind)
-        if table is None:
-            return "staged"
-        bounds, names = table
+        bounds, names = self._tables.get(kind) or self._table(kind)
         return names[bisect.bisect(bounds, nbytes)]
 
     def explain(self) -> str:
@@ -233,7 +231,8 @@ class Selection:
         for name, rates in primitives:
             at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(l)}" for l, rate in rates)  # noqa: E741
             lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
-        for kind, (bounds, names) in self._tables.items():
+        for kind in _KINDS:
+            bounds, names = self._table(kind)
             parts = [names[0]]
             for bound, name in zip(bounds, names[1:], strict=True):
                 times = sorted(
@@ -248,7 +247,7 @@ class Selection:
         """Return the choices as data: operation -> [(from bytes, algorithm)]."""
         return {
             kind: list(zip([0, *bounds], names, strict=True))
-            for kind, (bounds, names) in self._tables.items()
+            for kind, (bounds, names) in ((kind, self._table(kind)) for kind in _KINDS)
         }
 
     def _names(self, kind: str) -> list[str]:
@@ -272,15 +271,17 @@ class Selection:
         costs = self.costs._replace(call_s=0.0)
         return predicted_s(kind, name, nbytes, self.size, costs, self.nodes)
 
-    def _table(self, kind: str) -> tuple[list[int], list[str]]:
+    def _table(self, kind: str) -> _Table:
+        """Return the sizes from which on another algorithm is chosen, and the algorithms."""
         bounds: list[int] = []
         names = [_FIRST.get(kind, "staged")]
-        for nbytes in SIZES:
+        for nbytes in SIZES if kind in _KINDS else ():
             times = {name: self._predicted_s(kind, name, nbytes) for name in self._names(kind)}
             best = min(times, key=times.__getitem__)
             if times[best] < CLEARLY * times[names[-1]]:
                 bounds.append(nbytes)
                 names.append(best)
+        self._tables[kind] = bounds, names
         return bounds, names
 
 
