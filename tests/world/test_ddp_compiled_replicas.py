@@ -24,5 +24,8 @@ def _several_devices(group: Group) -> tuple[str, list[str]]:
 @pytest.mark.procs
 def test_several_devices_refuse_a_compiled_module(procs):
     for told, names in procs(2, _several_devices):
-        assert "bound it to this one Sequential: pass the module itself" in told
+        assert (
+            "bound it to this one Sequential, so copies of it cannot run: pass the module itself"
+            in told
+        )
         assert names == ["0"]
