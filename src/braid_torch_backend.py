@@ -1,8 +1,8 @@
-"""Entry point through which torch learns of the backend named "braid"; it cannot raise.
+"""Entry point that registers the backend named "braid" with torch; it cannot raise.
 
-torch imports this module while it is itself being imported (group `torch.backends`), so it must be tiny and must never
-break a program that does not use braid. It puts one name into torch's table; braid is imported when the first
-process group of that name is made.
+torch imports this module while it is itself being imported (group `torch.backends`). So the module
+is tiny and never breaks a program that does not use braid. It adds one name to torch's table; braid
+is imported when the first process group of that name is made.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["autoload"]
 
 
 def autoload() -> None:
-    """Called by torch once, at the end of `import torch`."""
-    with contextlib.suppress(Exception):  # a torch without distributed, or another one than we know
+    """Register the backend; torch calls this once, at the end of `import torch`."""
+    with contextlib.suppress(Exception):  # a torch without distributed, or an unknown version
         # torch has imported it by now if it has it at all
         backend = sys.modules["torch.distributed.distributed_c10d"].Backend
         backend.register_backend("braid", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,7 +1,7 @@
 """The one default context: `braid.init()`.
 
-Programs that are one job from beginning to end want to say `braid.init()` once and be a rank. This
-is the only place that remembers it; everything below is handed its group.
+Programs that are one job from beginning to end call `braid.init()` once and are a rank. This is the
+only place that remembers it; everything below gets its group as an argument.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _have_own_gpus(group: Group, hosts: tuple[int, ...]) -> bool:
 
 
 def shutdown() -> None:
-    """Leave the job and give everything back; `init` may be called again. Also happens at exit."""
+    """Leave the job and release everything; `init` may be called again. Also happens at exit."""
     group, member = _DEFAULT.group and _DEFAULT.group.current, _DEFAULT.membership
     _DEFAULT.group = _DEFAULT.membership = None
     if group is None or member is None:
@@ -109,30 +109,24 @@ def shutdown() -> None:
 
 
 def world() -> Group:
-    """The group of all ranks, or of those that are left if it was rebuilt.
+    """Return the group of all ranks, or of those that are left if it was rebuilt.
 
     Raises:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.group is None:
-        msg = (
-            "expected braid.init() to have been called, found no default group: call it once at "
-            "the start"
-        )
+        msg = "there is no default group: call braid.init() once at the start"
         raise StaleError(msg)
     return _DEFAULT.group.current
 
 
 def membership() -> Membership:
-    """This process as a rank: its environment, its connection to the launcher.
+    """Return this process as a rank: its environment, its connection to the launcher.
 
     Raises:
         StaleError: `init` has not been called.
     """
     if _DEFAULT.membership is None:
-        msg = (
-            "expected braid.init() to have been called, found no membership: call it once at "
-            "the start"
-        )
+        msg = "this process is no rank yet: call braid.init() once at the start"
         raise StaleError(msg)
     return _DEFAULT.membership

@@ -8,13 +8,13 @@
     │   └── MismatchError                  ranks asked for different things; carries the table
     ├── RendezvousError  (RuntimeError)    ranks could not find or did not trust each other
     ├── StaleError       (RuntimeError)    an object of an earlier epoch, or of a closed group
-    ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or does not fit
-    ├── RecomputeError   (RuntimeError)    a recomputed segment differs from the first time (in `braid.autograd`)
+    ├── CheckpointError  (RuntimeError)    a checkpoint is missing, incomplete, corrupt or misfits
+    ├── RecomputeError   (RuntimeError)    a recomputed segment differs (in `braid.autograd`)
     └── InternalError    (RuntimeError)    a bug in braid: please report it
 
-Messages have four parts: what was expected, what was found, where (rank, group, operation,
-parameter) and what to do. `CommError` is also a RuntimeError because programs written for torch
-catch that.
+Messages have four parts: the problem in the user's words, the values, the place (rank, group,
+operation, parameter) and what to do. `CommError` is also a RuntimeError because programs written
+for torch catch that.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class MismatchError(CommError):
-    """Ranks asked for different operations, shapes, dtypes or roots; the message holds the table."""
+    """Ranks asked for different operations, shapes, dtypes or roots; the text is a table."""
 
 
 class RendezvousError(BraidError, RuntimeError):

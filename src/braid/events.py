@@ -1,11 +1,11 @@
-"""Black box: what each rank did last, readable after it has died.
+"""Black box: the last events of each rank, readable after it has died.
 
-Problem: a rank that was killed cannot say what it was doing, and a rank that hangs will not. Logs
+Problem: a rank that was killed cannot report its last actions, and a rank that hangs does not. Logs
 are lost in buffers; profilers write their file at the end.
 
 Idea: every rank writes fixed records of eight 64-bit words into a ring in shared memory that the
-*launcher* made and handed over by file descriptor. The pages outlive the writer, so the launcher
-reads the last events of a dead rank and, after the run, builds the trace of all ranks from the same
+*launcher* made and passed by file descriptor. The pages outlive the writer, so the launcher reads
+the last events of a dead rank and, after the run, builds the trace of all ranks from the same
 memory. Nothing is formatted and nothing is flushed while the program runs: beginning and ending a
 span costs about one microsecond.
 
@@ -14,9 +14,9 @@ span costs about one microsecond.
     +--------------------+---------------------------------+--------------------------------+
 
 A span is written when it *begins*, with `dur_ns` = `OPEN`; ending it fills in the duration. Open
-records are therefore what a rank is (or was) inside of. Texts (kinds, call sites) are stored once
-in the name table and referred to by a 63-bit digest; `NameTable` is also used by the collectives to
-tell peers what they ask for.
+records are therefore the spans that a rank is (or was) inside of. Texts (kinds, call sites) are
+stored once in the name table and referred to by a 63-bit digest. The collectives use `NameTable`,
+too, to describe their operation to peers.
 """
 
 from __future__ import annotations
@@ -43,18 +43,17 @@ HEADER_BYTES = 4096
 RECORD = struct.Struct("=8Q")
 RECORD_WORDS = 8
 NAME_HEAD = struct.Struct("=QH")
-MAX_KNOWN = 16384  # texts that a writer remembers, whether the table had room for them or not
+MAX_KNOWN = 16384  # texts that a writer remembers, with or without room in the table
 NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundred
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - a string is what frames carry
-# programs that braid brings; frames of all its other files are never the line that the user wants
-# to see
+# Braid's own programs. Frames of all other files of braid are never the user's line.
 _PROGRAMS = tuple(_PACKAGE + room + os.sep for room in ("train", "demo", "bench", "testing"))
-_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"  # backward() and Module.__call__ lie between
-# decorators of these lie between as well: @deprecated on torch's functions, @no_grad and the like
-# on the program's
+# Frames between the user's line and braid's: backward() and Module.__call__ of torch, ...
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
+# ... and decorators: @deprecated on torch's functions, @no_grad and the like on the program's.
 _DECORATORS = tuple(f"{os.sep}{name}.py" for name in ("typing_extensions", "contextlib"))
 
 # header words
@@ -91,11 +90,12 @@ class Event(NamedTuple):
 
 
 class NameTable:
-    """Append-only digest -> text table in a piece of (shared) memory; one writing process, any readers.
+    """Append-only table of texts by digest, in (shared) memory; one process writes, any read.
 
-    Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text.
-    A full table keeps what it has and returns digests that readers print as hexadecimal. Its last
-    eighth is kept for last words: why a rank stopped must be readable after any number of shapes.
+    Layout: a 64-bit count of used bytes, then entries of digest (8), length (2) and UTF-8 text. A
+    full table keeps its entries and returns digests that readers print as hexadecimal. Its last
+    eighth is reserved for last words: why a rank stopped must be readable after any number of
+    shapes.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class NameTable:
         self._adding = lock or contextlib.nullcontext()
 
     def add(self, text: str, *, last_words: bool = False) -> int:
-        """Store `text` unless it is there, and return its digest. With a lock, any thread may."""
+        """Store `text` unless the table has it; returns its digest. With a lock, any thread may."""
         digest = self._known.get(text)
         if digest is None:
             with self._adding:
@@ -134,7 +134,7 @@ class NameTable:
         return digest
 
     def lookup(self, digest: int) -> str:
-        """Text of `digest`; its hexadecimal form when the writer had no room for it."""
+        """Return the text of `digest`; its hexadecimal form when the writer had no room for it."""
         text = self._texts.get(digest)
         if text is None:
             self._read_new()
@@ -158,13 +158,13 @@ class NameTable:
 
 
 class EventRing:
-    """The memory of one rank's events: made by the launcher, written by the rank, read by both.
+    """Memory of one rank's events: made by the launcher, written by the rank, read by both.
 
     Args:
         memory: At least `EventRing.nbytes_for(capacity)` bytes, zeroed when `capacity` is given.
         capacity: Number of records to format a new ring with; None opens an existing one.
-        rank: Rank that will write it (new rings only).
-        names_lock: Taken to add a text; needed when several threads record.
+        rank: Rank that writes the ring (new rings only).
+        names_lock: Lock of the name table; needed when several threads record.
 
     Raises:
         ConfigError: The memory does not hold a ring.
@@ -186,8 +186,8 @@ class EventRing:
             self.header[_MAGIC] = MAGIC
         if len(view) < HEADER_BYTES or self.header[_MAGIC] != MAGIC:
             msg = (
-                f"expected the memory of a braid event ring, found {len(view)} bytes "
-                "without its mark: open a ring that a launcher or Recorder wrote"
+                f"{len(view)} bytes of memory are not a braid event ring, its mark is missing: "
+                "open a ring that a launcher or Recorder wrote"
             )
             raise ConfigError(msg)
         self.capacity = int(self.header[_CAPACITY])
@@ -198,7 +198,7 @@ class EventRing:
 
     @staticmethod
     def nbytes_for(capacity: int = DEFAULT_CAPACITY) -> int:
-        """Bytes of memory that a ring of `capacity` records needs."""
+        """Return the bytes of memory that a ring of `capacity` records needs."""
         return HEADER_BYTES + capacity * RECORD.size + NAMES_BYTES
 
     @property
@@ -228,14 +228,15 @@ class EventRing:
 
     @clock_offset_ns.setter
     def clock_offset_ns(self, value: int) -> None:
+        """Nanoseconds to add to `t_ns` for the launcher's clock; 0 on the launcher's own host."""
         self.header[_CLOCK_OFFSET] = value & ((1 << 64) - 1)
 
     def name(self, digest: int) -> str:
-        """Text of a kind or call site."""
+        """Return the text of a kind or call site."""
         return self.names.lookup(digest)
 
     def tail(self, count: int | None = None) -> list[Event]:
-        """The last `count` records (all that are kept when None), oldest first."""
+        """Return the last `count` records (all that are kept when None), oldest first."""
         written = self.written
         kept = min(written, self.capacity)
         count = kept if count is None else min(count, kept)
@@ -248,7 +249,7 @@ class EventRing:
         return events
 
     def open_spans(self) -> list[Event]:
-        """Spans that have begun and not ended, outermost first: what the rank is inside of."""
+        """Return the spans that have begun and not ended, outermost first."""
         return sorted((e for e in self.tail() if e.open), key=lambda event: event.t_ns)
 
     def release(self) -> None:
@@ -260,7 +261,7 @@ class EventRing:
 
 
 class _Inner(dict[str, bool]):
-    """By file: whether its frames are passed over in the search for the program's line."""
+    """Whether the frames of a file are skipped in the search for the program's line."""
 
     def __missing__(self, path: str) -> bool:
         own = path.startswith(_PACKAGE) and not path.startswith(_PROGRAMS)
@@ -270,7 +271,7 @@ class _Inner(dict[str, bool]):
 
 
 class Span(NamedTuple):
-    """A span in progress; ends when the `with` block is left, or by `end()`.
+    """A span in progress; ends at the end of its `with` block, or by `end()`.
 
     Attributes:
         recorder: Recorder that wrote its beginning.
@@ -288,7 +289,7 @@ class Span(NamedTuple):
         dur_ns = recorder.now_ns() - t_ns
         word = self.number % recorder.capacity * RECORD_WORDS
         words = recorder.words
-        if words[word] == t_ns:  # else the ring has come round; the beginning is gone as well
+        if words[word] == t_ns:  # else a later record has overwritten the beginning
             words[word + 1] = dur_ns
         return dur_ns
 
@@ -324,7 +325,7 @@ class Recorder:
         self._header = ring.header
         self.capacity = ring.capacity
         self._inner = _Inner()
-        # a code object is kept as long as its id is
+        # keeps each code object as long as its id is used
         self._sites: dict[tuple[int, int], tuple[int, CodeType]] = {}
 
     def span(
@@ -337,14 +338,14 @@ class Recorder:
         nbytes: int = 0,
         site: int = 0,
     ) -> Span:
-        """Begin a span named `kind`; end it by leaving a `with` block or by `Span.end()`."""
+        """Begin a span named `kind`; the end of a `with` block or `Span.end()` ends it."""
         if self.listener is not None:
             self.listener(kind, seq)
         t_ns = self.now_ns()
         return Span(self, self._write(t_ns, OPEN, kind, group, channel, seq, nbytes, site), t_ns)
 
     def instant(self, kind: str, *, seq: int = 0, nbytes: int = 0, site: int = 0) -> None:
-        """Record that something happened now."""
+        """Record an event without duration."""
         if self.listener is not None:
             self.listener(kind, seq)
         self._write(self.now_ns(), 0, kind, 0, 0, seq, nbytes, site)
@@ -365,24 +366,24 @@ class Recorder:
         self._write(t_ns, dur_ns, kind, group, channel, seq, nbytes, site)
 
     def tail(self, n: int) -> list[Event]:
-        """The last `n` events, oldest first."""
+        """Return the last `n` events, oldest first."""
         return self.ring.tail(n)
 
     def intern(self, text: str) -> int:
-        """Digest of `text`, stored in the ring's name table."""
+        """Store `text` in the ring's name table; returns its digest."""
         digest = self._kinds.get(text)
         if digest is None:
             digest = self._kinds[text] = self.ring.names.add(text)
         return digest
 
     def site(self) -> int:
-        """Digest of the line of the program that is responsible for this call, as `file.py:41 in function`."""
+        """Return the digest of the program's line that led here: `file.py:41 in function`."""
         frame = sys._getframe(1)  # noqa: SLF001 - the only way to see the caller
         inner = self._inner
         while inner[frame.f_code.co_filename] and (before := frame.f_back) is not None:
             frame = before
         code = frame.f_code
-        key = (id(code), frame.f_lasti)  # its own hash goes through all that it consists of
+        key = (id(code), frame.f_lasti)  # the hash of a code object reads all of it
         known = self._sites.get(key)
         if known is None:
             here = os.getcwd() + os.sep  # noqa: PTH109 - a string is what frames carry

@@ -47,7 +47,7 @@ def test_the_slowest_resource_or_the_longest_wait_sets_the_pace(phases, depth, s
 
 
 def test_no_chunks_are_refused():
-    with pytest.raises(ConfigError, match="found 0 and 1"):
+    with pytest.raises(ConfigError, match="got 0 chunks and depth 1"):
         pipelined_s([], 0, 1)
 
 

@@ -69,7 +69,7 @@ def test_every_bad_file_is_listed_with_its_reason(tmp_path, files):
             "empty": "is empty",
             "binary": "is binary: byte 4 is 0",
             "latin": "is not UTF-8: byte 3 is 0xe9",
-            "short": "is too short: 5 bytes, expected at least 64",
+            "short": "is too short: 5 bytes, at least 64 are needed",
             "folder": "is a directory; name the files in it",
             "missing": "does not exist",
         }.items()
@@ -102,5 +102,5 @@ def test_targets_are_the_inputs_one_token_later():
 
 @pytest.mark.parametrize("context", [0, 8, 100])
 def test_a_context_longer_than_the_text_is_refused(context):
-    with pytest.raises(ConfigError, match=f"1 to 7 tokens, .* the text has, found {context}"):
+    with pytest.raises(ConfigError, match=f"1 to 7 tokens, as the text has, got {context}"):
         Windows(torch.arange(8, dtype=torch.uint8), context, name="text")

@@ -239,7 +239,7 @@ def test_what_is_torn_is_named_and_the_rest_is_shown(tmp_path):
     assert run.notices == (
         "rank1.ring is left out: expected 528,384 bytes for 4,096 records, got 5,000: the file is incomplete",
         "rank2.ring is left out: 5 bytes are less than the header of an event ring",
-        "rank3.ring is left out: expected the memory of a braid event ring, found 9000 bytes without its mark: open a ring that a launcher or Recorder wrote",
+        "rank3.ring is left out: 9000 bytes of memory are not a braid event ring, its mark is missing: open a ring that a launcher or Recorder wrote",
     )
     assert [ring.rank for ring in run.rings] == [0]
     assert [row["step"] for row in run.metrics] == [0, 1, 2, 3, 4, 5]

@@ -78,21 +78,21 @@ def test_a_flat_cluster_is_one_switch_with_a_full_duplex_link_for_each_rank() ->
 @pytest.mark.parametrize(
     ("size", "latency_s", "bytes_per_s", "message"),
     [
-        (0, 0.0, 1.0, "level 'host' of the cluster: size is 0, expected a whole number from 1"),
+        (0, 0.0, 1.0, "level 'host' of the cluster: size must be a whole number from 1, got 0"),
         (
             1,
             -1.0,
             1.0,
-            "level 'host' of the cluster: latency_s is -1.0, expected seconds, not negative",
+            "level 'host' of the cluster: latency_s must be at least 0, got -1.0",
         ),
-        (1, 0.0, 0.0, "level 'host' of the cluster: bytes_per_s is 0.0, expected more than 0"),
+        (1, 0.0, 0.0, "level 'host' of the cluster: bytes_per_s must be above 0, got 0.0"),
         (
             -2,
             float("inf"),
             float("nan"),
             (
-                "level 'host' of the cluster: size is -2, expected a whole number from 1; "
-                "latency_s is inf, expected seconds, not negative; bytes_per_s is nan, expected more than 0"
+                "level 'host' of the cluster: size must be a whole number from 1, got -2; "
+                "latency_s must be at least 0, got inf; bytes_per_s must be above 0, got nan"
             ),
         ),
     ],
@@ -106,13 +106,13 @@ def test_levels_that_there_cannot_be_are_refused_with_all_that_is_wrong(
 
 
 @pytest.mark.parametrize(
-    ("names", "found"), [([], "none"), (["host", "rack", "host"], "host, rack, host")]
+    ("names", "listed"), [([], "none"), (["host", "rack", "host"], "host, rack, host")]
 )
-def test_a_cluster_needs_levels_with_names_of_their_own(names: list[str], found: str) -> None:
+def test_a_cluster_needs_levels_with_names_of_their_own(names: list[str], listed: str) -> None:
     with pytest.raises(ConfigError) as raised:
         Cluster([level(name, 2, 0.0, 1.0) for name in names])
     assert str(raised.value) == (
-        f"expected at least one level, each with a name of its own, found {found}"
+        f"a cluster needs at least one level, each with another name, got {listed}"
     )
 
 

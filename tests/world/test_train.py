@@ -285,7 +285,7 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
 def test_a_rank_that_is_told_nonsense_says_so_in_the_error_block(config, capfd):
     assert main(command(config, "--context", "2000", "--steps", "2", n=1)) == 1
     err = capfd.readouterr().err
-    assert "ConfigError: expected a context of 1 to" in err
+    assert "ConfigError: context must be 1 to" in err
     assert "Traceback" not in err
 
 

@@ -1,4 +1,4 @@
-"""What collectives cost; see README.md."""
+"""Costs of collectives: seconds, bytes and messages; see README.md."""
 
 from braid.cost.carrying import Phase, hierarchical_s, pipelined_s, program_s
 from braid.cost.compare import Comparison, compare

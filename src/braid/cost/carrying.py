@@ -1,4 +1,4 @@
-"""What an algorithm costs when it is carried out on tensors, in pieces or pipelined.
+"""Cost of an algorithm on tensors, which the engine handles in pieces or in a pipeline.
 
 Two ways in which the engine departs from rounds of messages:
 
@@ -6,13 +6,13 @@ Two ways in which the engine departs from rounds of messages:
     a pipeline      cuts it into chunks, several on their way: the slowest resource sets the pace
 
         fill                       |  one chunk per period                        |
-        near | far        | out    |
-               near | far          | out
-                      near         |     far     | out
+        memory | card | memory     |
+               memory | card       | memory
+                      memory       |     card     | memory
 
 Per chunk a stage needs its latency, in which nothing is busy, and work, in which its resource is.
 With D chunks under way besides the one that is begun, the period is the longest of: the work of any
-one resource, and all of a chunk's way over D + 1.
+one resource, and the whole way of a chunk over D + 1.
 
 Source: for the pipeline, the bound of software pipelining: M. Lam, PLDI (1988), sec. 2 (resources
 and recurrences).
@@ -35,12 +35,12 @@ __all__ = ["Phase", "hierarchical_s", "pipelined_s", "program_s"]
 
 
 class Phase(NamedTuple):
-    """What one chunk needs on its way, one phase after the other.
+    """One phase of a chunk on its way.
 
     Attributes:
-        resource: What is busy, such as the card or the processor.
-        work_s: For how long.
-        latency_s: Before that, while nothing is.
+        resource: Name of the busy resource, such as the card or the processor.
+        work_s: Seconds for which the resource is busy.
+        latency_s: Seconds before that, while nothing is busy.
     """
 
     resource: str
@@ -59,16 +59,15 @@ def program_s(
 ) -> float:
     """Return the seconds of a program that goes through the tensor in pieces.
 
-    A rank sends without asking whether anybody waits for it, so what it sends in one round and in
-    the next may share its link: a tree whose root sends to two takes as long as its link needs for
-    both.
+    A rank sends without asking whether its peer waits, so its messages of one round and of the next
+    may share its link. A tree whose root sends to two peers needs the link's time for both.
 
     Args:
-        written: The program.
+        written: Program.
         nbytes: l, bytes of the largest full buffer of a rank.
         cluster: Network.
-        sync_s: Seconds of one such step.
-        piece_bytes: Of the largest piece.
+        sync_s: Seconds of one step of all ranks.
+        piece_bytes: Size of the largest piece.
         sum_s_per_byte: c, seconds per byte that is added up.
     """
     whole, rest = divmod(nbytes, piece_bytes)
@@ -83,17 +82,17 @@ def program_s(
 
 
 def pipelined_s(phases: Sequence[Phase], num_chunks: int, depth: int) -> float:
-    """Seconds until the last chunk has gone through all phases.
+    """Return the seconds until the last chunk has gone through all phases.
 
     Args:
-        phases: Of one chunk, in order.
+        phases: Phases of one chunk, in order.
         num_chunks: Number of equal chunks.
-        depth: Chunks under way besides the one that is begun.
+        depth: Number of chunks under way besides the one that is begun.
     """
     if num_chunks < 1 or depth < 0:
         msg = (
-            f"expected at least one chunk and a depth that is not negative, found {num_chunks} "
-            f"and {depth}"
+            f"a pipeline needs at least one chunk and a depth from 0, got {num_chunks} chunks "
+            f"and depth {depth}"
         )
         raise ConfigError(msg)
     busy: dict[str, float] = defaultdict(float)
@@ -114,35 +113,35 @@ def hierarchical_s(
     copy_s_per_byte: float,
     sum_s_per_byte: float,
 ) -> float:
-    """Seconds of the all-reduce over hosts in lanes (`comm.hierarchical`).
+    """Return the seconds of the all-reduce over hosts in slices (`comm.hierarchical`).
 
     Args:
         nbytes: l, bytes of the tensor.
-        cluster: The last level is the network between hosts; one below it, if there is one, is a
-            host's memory.
+        cluster: Network. The last level is the network between hosts; one below it, if there is
+            one, is a host's memory.
         sync_s: Seconds of a step of all ranks.
-        chunk_bytes: Of one chunk.
-        depth: Chunks on the wire besides the one that is summed.
-        copy_s_per_byte: Of a copy in memory.
-        sum_s_per_byte: Of an addition.
+        chunk_bytes: Size of one chunk.
+        depth: Number of chunks on the wire besides the one that is summed.
+        copy_s_per_byte: Seconds per byte of a copy in memory.
+        sum_s_per_byte: Seconds per byte of an addition.
     """
     network = cluster.levels[-1]
-    mates = cluster.num_ranks // network.size
+    local = cluster.num_ranks // network.size
     hosts = network.size
     chunk = min(nbytes, chunk_bytes)
-    lane = chunk / mates
+    piece = chunk / local
     exchanges = 1 if hosts == 2 else 2
-    sent = lane if hosts == 2 else lane * (hosts - 1) / hosts  # by a lane, in one exchange
-    near_s = cluster.levels[0].latency_s if mates > 1 else 0.0
-    copied = chunk + chunk * (mates - 1) / mates if mates > 1 else 0.0
-    added = lane * (mates - 1) + lane * (hosts - 1) / (1 if hosts == 2 else hosts)
-    phases = [Phase("memory", copied * copy_s_per_byte + added * sum_s_per_byte, 2 * near_s)]
-    # who exchanges waits for all twins, not for one: that is a step, not a message
-    phases += [Phase("card", _shared_s(network, sent, mates), sync_s)] * exchanges
+    sent = piece if hosts == 2 else piece * (hosts - 1) / hosts  # by one rank, in one exchange
+    local_s = cluster.levels[0].latency_s if local > 1 else 0.0
+    copied = chunk + chunk * (local - 1) / local if local > 1 else 0.0
+    added = piece * (local - 1) + piece * (hosts - 1) / (1 if hosts == 2 else hosts)
+    phases = [Phase("memory", copied * copy_s_per_byte + added * sum_s_per_byte, 2 * local_s)]
+    # a rank waits for all its cross-node peers, not for one: that is a step, not a message
+    phases += [Phase("card", _shared_s(network, sent, local), sync_s)] * exchanges
     return sync_s + pipelined_s(phases, max(1, -(-nbytes // max(1, chunk))), depth)
 
 
 def _shared_s(level: Level, nbytes: float, at_once: int) -> float:
-    """Seconds of work of a message that shares its link with others like it."""
-    most = float(level.most(np.array([nbytes]))[0])
-    return nbytes * max(1 / most, at_once / level.bytes_per_s)
+    """Return the seconds of work of a message that shares its link with others like it."""
+    rate = float(level.max_rates(np.array([nbytes]))[0])
+    return nbytes * max(1 / rate, at_once / level.bytes_per_s)

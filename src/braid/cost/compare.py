@@ -1,4 +1,4 @@
-"""Which algorithm is fastest, for which size: every one that there is, on one cluster."""
+"""Comparison of all algorithms for an operation on one cluster, by size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from braid.topology import Cluster
 
 __all__ = ["Comparison", "compare"]
 
-SAME = 1e-9  # what sums of floats in another order may differ by
+SAME = 1e-9  # relative difference of sums of floats in another order
 LARGEST_NAIVE = 4096  # ranks: its rounds grow with the ranks, each with one message
 
 
@@ -21,8 +21,8 @@ class Comparison(NamedTuple):
 
     Attributes:
         sizes: Bytes of the largest full buffer of a rank.
-        estimates: One per size, by name of the algorithm.
-        left_out: Algorithms that do not suit this number of ranks, and why.
+        estimates: One estimate per size, by name of the algorithm.
+        left_out: Reasons why algorithms do not suit this number of ranks, by name.
     """
 
     sizes: tuple[int, ...]
@@ -30,7 +30,7 @@ class Comparison(NamedTuple):
     left_out: dict[str, str]
 
     def best(self, index: int) -> str:
-        """Fastest algorithm for size number `index`."""
+        """Return the fastest algorithm for size number `index`."""
         return min(self.estimates, key=lambda name: self.estimates[name][index].seconds)
 
     def is_best(self, name: str, index: int) -> bool:
@@ -48,13 +48,13 @@ def compare(
     cluster: Cluster,
     sum_s_per_byte: float = 0.0,
 ) -> Comparison:
-    """Every algorithm for `operation`.
+    """Estimate every algorithm for `operation`.
 
     Args:
-        operation: Such as all_reduce.
+        operation: Name of the operation, such as all_reduce.
         num_ranks: World size, at most that of the cluster.
         sizes: Bytes of the largest full buffer of a rank.
-        cluster: Network; hierarchical takes the units of its first level as rows.
+        cluster: Network; hierarchical uses the units of its first level as rows.
         sum_s_per_byte: Seconds per byte that is added up.
 
     Raises:
@@ -63,15 +63,14 @@ def compare(
     names = [name for name, known in ALGORITHMS if known == operation]
     if not names:
         known = sorted({op for _, op in ALGORITHMS})
-        msg = f"expected an operation out of {', '.join(known)}, found {operation}"
+        msg = f"there is no operation {operation!r}: choose one of {', '.join(known)}"
         raise ConfigError(msg)
     cluster.check_size(num_ranks)
     estimates, left_out = {}, {}
     for name in names:
         if name in {"naive", "pairwise"} and num_ranks > LARGEST_NAIVE:
             left_out[name] = (
-                "has a round of its own for every rank, too many to compute above "
-                f"{LARGEST_NAIVE} ranks"
+                f"has one round per rank, too many to compute above {LARGEST_NAIVE} ranks"
             )
             continue
         if name == "hierarchical" and cluster.levels[0].size >= num_ranks:

@@ -1,12 +1,12 @@
-"""Closed forms: what each algorithm costs on a network where every rank has one full-duplex link.
+"""Closed forms: costs of each algorithm on a network where every rank has one full-duplex link.
 
     T = messages * a  +  nbytes * b  +  flops * c
 
 a: seconds per message, b: seconds per byte, c: seconds per byte added up; p: ranks; l: bytes of the
-largest full buffer of a rank (the gathered one for gather, scatter and all-gather; what a rank
-sends in all for all-to-all); lg = ceil(log2 p). Counted along the longest chain of messages that
-wait for each other. The simulator, which knows none of these, gives the same numbers (tests), so
-either can be read as proof of the other.
+largest full buffer of a rank (the gathered one for gather, scatter and all-gather; all that a rank
+sends for all-to-all); lg = ceil(log2 p). Counted along the longest chain of messages that wait for
+each other. The simulator, which knows none of these, gives the same numbers (tests), so each proves
+the other.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19 (2005); the terms for other than powers of
 two are those of the programs here.
@@ -24,10 +24,10 @@ __all__ = ["FORMS", "Cost", "form"]
 
 
 class Cost(NamedTuple):
-    """What is done one after the other.
+    """Cost of steps that are done one after the other.
 
     Attributes:
-        messages: Number.
+        messages: Number of messages.
         nbytes: Bytes sent; not whole where l is no multiple of p.
         flops: Bytes added up.
     """
@@ -37,11 +37,11 @@ class Cost(NamedTuple):
     flops: float = 0.0
 
     def seconds(self, a: float, b: float, c: float = 0.0) -> float:
-        """Time, with a seconds per message, b per byte sent and c per byte added up."""
+        """Return the time, with a seconds per message, b per byte sent and c per byte added up."""
         return self.messages * a + self.nbytes * b + self.flops * c
 
     def __add__(self, other: object) -> Cost:
-        """One after the other."""
+        """Return the cost of both, one after the other."""
         if not isinstance(other, Cost):
             return NotImplemented
         return Cost(
@@ -61,12 +61,12 @@ def _core(p: int) -> int:
 
 
 def _folded(p: int, l: float, core: Cost) -> Cost:
-    """Ranks above the largest power of two hand over before and get the result after."""
+    """Add the cost of ranks above the largest power of two, which send before and receive after."""
     return core if p == _core(p) else core + Cost(2, 2 * l, l)
 
 
 def _chain(p: int, l: float, adds: bool) -> Cost:
-    """p-1 messages of a p-th each."""
+    """Return the cost of p-1 messages of a p-th each."""
     share = (p - 1) * l / p
     return Cost(p - 1, share, share * adds)
 
@@ -83,7 +83,7 @@ def _halving_doubling(p: int, l: float) -> Cost:
 
 
 def _hypercube(p: int, l: float) -> Cost:
-    """The way of rank 0, whose half holds most of the blocks of ranks that are no corner."""
+    """Return the cost of rank 0, whose half holds most blocks of ranks that are no corner."""
     core = _core(p)
     others, rounds = p - core, _lg(core)
     blocks = sum((1 << i) + min(1 << i, others) for i in range(rounds))
@@ -102,7 +102,7 @@ def _torus(p: int, l: float) -> Cost:
 
 
 def grid(p: int, l: float, row: int) -> Cost:
-    """All-reduce along rows of `row` ranks and columns, all links equal."""
+    """Return the cost of an all-reduce along rows of `row` ranks and columns, all links equal."""
     column = p // row
     along_row = _chain(row, l, True) + _chain(row, l, False)
     along_column = _chain(column, l / row, True) + _chain(column, l / row, False)
@@ -137,14 +137,14 @@ FORMS: Mapping[tuple[str, str], Form] = {
 
 
 def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> Cost:
-    """Cost of `algorithm` for `operation` on p ranks with l bytes.
+    """Return the cost of `algorithm` for `operation` on p ranks with l bytes.
 
     Args:
-        algorithm: Such as ring.
-        operation: Such as all_reduce.
-        p: Ranks.
+        algorithm: Name of the algorithm, such as ring.
+        operation: Name of the operation, such as all_reduce.
+        p: Number of ranks.
         l: Bytes of the largest full buffer of a rank.
-        row: Ranks of a host, for hierarchical.
+        row: Number of ranks of a host, for hierarchical.
 
     Raises:
         ConfigError: There is no such algorithm, or no such number of ranks or bytes.
@@ -152,18 +152,17 @@ def form(algorithm: str, operation: str, p: int, l: float, *, row: int = 1) -> C
     check_ranks(p)
     if l < 0 or row < 1 or p % row:
         msg = (
-            f"expected bytes, not negative, and rows that divide {p} ranks, found {l} bytes and "
-            f"rows of {row}"
+            f"l must be at least 0 bytes and row must divide {p} ranks, got l = {l} and row = {row}"
         )
         raise ConfigError(msg)
     if (algorithm, operation) == ("hierarchical", "all_reduce"):
         return grid(p, l, row)
-    found = FORMS.get((algorithm, operation))
-    if found is None:
+    closed_form = FORMS.get((algorithm, operation))
+    if closed_form is None:
         known = sorted(name for name, op in FORMS if op == operation)
         msg = (
-            f"expected an algorithm for {operation} out of {', '.join(known) or 'none'}, found "
-            f"{algorithm}"
+            f"{algorithm} has no closed form for {operation}: choose one of "
+            f"{', '.join(known) or 'none'}"
         )
         raise ConfigError(msg)
-    return found(p, l)
+    return closed_form(p, l)

@@ -1,14 +1,14 @@
-"""The time of an algorithm on a hundred thousand ranks: by rounds, all ranks of a round at once.
+"""Time of an algorithm on a hundred thousand ranks: by rounds, all ranks of a round at once.
 
 Written out, a ring on 100,000 ranks has 2 * 10^10 messages. But ranks of a class do the same at the
-same time, so arrays will do: for each kind of round count how many messages are on every link, take
-for each message latency + bytes * (messages on its narrowest link), and let
+same time, so arrays suffice: for each kind of round count the messages on every link, compute for
+each message latency + bytes * (messages on its narrowest link), and let
 
     t[source], t[target]  =  max(t[source], t[target]) + seconds of the message
 
 A round that is repeated is computed until every rank is delayed by the same time per repetition,
 and then multiplied. Where ranks of a round start together, which is what sharing of links supposes
-here, this gives the numbers of the simulator (tests, up to 256 ranks); messages of different rounds
+here, this gives the numbers of the simulator (tests, up to 256 ranks). Messages of different rounds
 do not share links here, though they may overlap.
 """
 
@@ -26,14 +26,14 @@ from braid.topology import Cluster
 __all__ = ["Estimate", "simulate_rounds"]
 
 Seconds = npt.NDArray[np.float64]
-EXACT_REPEATS = 512  # of one round; more go on as the slowest rank does
+EXACT_REPEATS = 512  # repetitions of one round; the rest cost what the slowest rank needs
 
 
 class Estimate(NamedTuple):
-    """What an algorithm costs on a cluster.
+    """Cost of an algorithm on a cluster.
 
     Attributes:
-        seconds: Until the last rank is ready.
+        seconds: Seconds until the last rank is ready.
         level_bytes: Bytes over all links to each level of the cluster, by name: every message
             counts on its way up and on its way down.
     """
@@ -45,10 +45,10 @@ class Estimate(NamedTuple):
 def simulate_rounds(
     rounds: Rounds, nbytes: float, cluster: Cluster, sum_s_per_byte: float = 0.0
 ) -> Estimate:
-    """Seconds and bytes of `rounds` on `cluster`.
+    """Return seconds and bytes of `rounds` on `cluster`.
 
     Args:
-        rounds: An algorithm for at most as many ranks as the cluster has.
+        rounds: Algorithm for at most as many ranks as the cluster has.
         nbytes: l, bytes of the largest full buffer of a rank.
         cluster: Network.
         sum_s_per_byte: c, seconds per byte that is added up.
@@ -58,7 +58,7 @@ def simulate_rounds(
     """
     cluster.check_size(rounds.num_ranks)
     if nbytes < 0:
-        msg = f"expected bytes, not negative, found {nbytes}"
+        msg = f"nbytes must be at least 0, got {nbytes}"
         raise ConfigError(msg)
     block_bytes = rounds.block_bytes(nbytes)
     ready = np.zeros(rounds.num_ranks)
@@ -71,7 +71,7 @@ def simulate_rounds(
         used = links >= 0
         load = np.bincount(links[used], minlength=len(cluster.bytes_per_s))
         shared = np.where(used, load[links] / cluster.bytes_per_s[links], 0.0).max(axis=1)
-        seconds = latency + size * np.maximum(shared, 1 / cluster.most(links, size))
+        seconds = latency + size * np.maximum(shared, 1 / cluster.max_rates(links, size))
         _repeat(ready, step, seconds, size * sum_s_per_byte * step.adds)
         per_level = used.reshape(len(used), -1, 2).sum(axis=2)
         totals += (per_level * size[:, None]).sum(axis=0) * step.repeat
@@ -80,7 +80,7 @@ def simulate_rounds(
 
 
 def _repeat(ready: Seconds, step: Round, seconds: Seconds, added_s: Seconds) -> None:
-    """Let `ready` be the times after all repetitions."""
+    """Advance `ready` to the times after all repetitions."""
     before = ready.copy()
     for number in range(step.repeat):
         if number == EXACT_REPEATS:

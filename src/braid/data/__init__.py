@@ -1,4 +1,4 @@
-"""data: text as bytes, from the user's files or from Python itself; see README.md."""
+"""Text as bytes, from the user's files or from Python itself; see README.md."""
 
 from __future__ import annotations
 

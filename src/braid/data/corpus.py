@@ -1,14 +1,13 @@
-"""Text to learn from: the user's own files, or what every Python brings along.
+"""Text to train on: the user's own files, or the sources that come with every Python.
 
 Problem: a demonstration that downloads a data set fails behind a firewall, and one with random
 numbers shows nothing. Idea: wherever Python runs there are 10 MB of good source code (the standard
 library) and 700 kB of good prose about it (`pydoc_data.topics`). Tokens are bytes: 256 of them, no
 vocabulary file, nothing to train, nothing that can differ.
 
-What is held out for evaluation is decided by the hash of a file's contents, so it is the same on
-every machine, does not change when files are added, and copies of a file are never on both sides.
-Few files (below `MIN_FILES_TO_SPLIT`) are cut
-instead: the last tenth of each is held out.
+The hash of a file's contents decides whether it is held out for evaluation. So the choice is the
+same on every machine, does not change when files are added, and copies of a file are never on both
+sides. Few files (below `MIN_FILES_TO_SPLIT`) are cut instead: the last tenth of each is held out.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class Corpus:
     """Text to train on and text to evaluate with.
 
     Attributes:
-        name: What it is, in words.
+        name: Name of the text, for people.
         train: Bytes to train on; uint8, one dim.
         held_out: Bytes that are never trained on; uint8, one dim.
-        num_files: Number of files it was made from.
+        num_files: Number of files.
         digest: SHA-256 over both parts, so that a run can refuse to continue on other data.
     """
 
@@ -62,7 +61,7 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The sources of the standard library (without its tests) and the prose of `help()`.
+    """Read the sources of the standard library (without its tests) and the prose of `help()`.
 
     Raises:
         ConfigError: This Python was installed without its sources.
@@ -80,45 +79,43 @@ def standard_library() -> Corpus:
     documents += [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     if len(documents) < MIN_FILES_TO_SPLIT:
         msg = (
-            f"expected the sources of Python's standard library in {root}, found "
-            f"{len(documents) - 1} "
-            "files: pass files of your own with --data"
+            f"the sources of Python's standard library are not in {root}, only "
+            f"{len(documents) - 1} files: pass files of your own with --data"
         )
         raise ConfigError(msg)
     return _corpus("Python's standard library", documents)
 
 
 def from_files(paths: Iterable[str | Path]) -> Corpus:
-    """Text files of the user's own, in UTF-8.
+    """Read text files of the user, in UTF-8.
 
     Args:
         paths: Files; their order does not matter.
 
     Raises:
-        ConfigError: Lists every file that cannot be used, with the reason.
+        ConfigError: Some files cannot be used; lists all of them, with the reason.
     """
-    found = {str(path): _text_or_reason(Path(path)) for path in paths}
-    problems = [f"{name}: {reason}" for name, reason in found.items() if isinstance(reason, str)]
-    if problems or not found:
+    texts = {str(path): _text_or_reason(Path(path)) for path in paths}
+    problems = [f"{name}: {reason}" for name, reason in texts.items() if isinstance(reason, str)]
+    if problems or not texts:
         listed = "\n  ".join(problems) or "no files at all"
-        msg = f"expected readable text files (UTF-8) to train on, found\n  {listed}"
+        msg = f"cannot train on these files, they must be readable text (UTF-8):\n  {listed}"
         raise ConfigError(msg)
-    documents = [_document(name, text) for name, text in found.items() if isinstance(text, bytes)]
+    documents = [_document(name, text) for name, text in texts.items() if isinstance(text, bytes)]
     name = Path(documents[0].name).name if len(documents) == 1 else f"{len(documents)} files"
     corpus = _corpus(name, documents)
     if corpus.held_out.numel() < MIN_HELD_OUT_BYTES:
         total = corpus.train.numel() + corpus.held_out.numel()
         msg = (
-            f"expected enough text to hold {MIN_HELD_OUT_BYTES} bytes out for evaluation, found "
-            f"{total} bytes "
-            f"in all: give at least {10 * MIN_HELD_OUT_BYTES} bytes"
+            f"{total} bytes of text are too few to hold {MIN_HELD_OUT_BYTES} out for "
+            f"evaluation: give at least {10 * MIN_HELD_OUT_BYTES} bytes"
         )
         raise ConfigError(msg)
     return corpus
 
 
 def _text_or_reason(path: Path) -> bytes | str:
-    """The contents of a text file, or why it is none."""
+    """Return the contents of a text file, or why it cannot be used."""
     try:
         text = path.read_bytes()
     except IsADirectoryError:
@@ -136,7 +133,7 @@ def _text_or_reason(path: Path) -> bytes | str:
     except UnicodeDecodeError as exc:
         return f"is not UTF-8: byte {exc.start} is 0x{text[exc.start]:02x}"
     if len(text) < MIN_FILE_BYTES:
-        return f"is too short: {len(text)} bytes, expected at least {MIN_FILE_BYTES}"
+        return f"is too short: {len(text)} bytes, at least {MIN_FILE_BYTES} are needed"
     return text
 
 

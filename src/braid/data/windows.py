@@ -21,8 +21,8 @@ class Windows:
 
     Args:
         tokens: uint8, one dim; not copied.
-        context: Tokens of an input.
-        name: What the tokens are, for messages.
+        context: Number of tokens of an input.
+        name: Name of the text, for messages.
 
     Raises:
         ConfigError: There is not one whole window.
@@ -31,9 +31,8 @@ class Windows:
     def __init__(self, tokens: torch.Tensor, context: int, *, name: str = "data") -> None:
         if not 1 <= context < tokens.numel():
             msg = (
-                f"expected a context of 1 to {max(1, tokens.numel() - 1)} tokens, which is what "
-                f"the {name} has, "
-                f"found {context}: choose a shorter --context or more --data"
+                f"context must be 1 to {max(1, tokens.numel() - 1)} tokens, as the {name} has, "
+                f"got {context}: choose a shorter --context or more --data"
             )
             raise ConfigError(msg)
         self._context = context
@@ -45,7 +44,7 @@ class Windows:
         return self._num
 
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of these samples.
+        """Return inputs and targets of these samples.
 
         Shape:
             Both int64 of (len(indices), context).

@@ -1,4 +1,4 @@
-"""sampling: which samples belong to which step and rank, computed and never stored; see README.md."""
+"""Which samples belong to which step and rank, computed and never stored; see README.md."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""The order of samples: a function of (seed, epoch, step) that does not know how many ranks there are.
+"""The order of samples: a function of (seed, epoch, step), whatever the number of ranks.
 
 Problem: samplers that deal samples to ranks (rank, rank + n, rank + 2n, ...) change the global
-batch when n changes, so a run that is resumed on fewer machines sees other data; and they remember
-where they were only by replaying the epoch.
+batch when n changes, so a run that is resumed on fewer machines sees other data. They also find
+their position only by replaying the epoch.
 
 Idea: the global batch of a step is fixed first, from a permutation that is evaluated where needed;
-only then does each rank take its contiguous share. The state of a run is two numbers, and
-continuing costs nothing.
+only then does each rank use its contiguous share. The state of a run is two numbers, and continuing
+costs nothing.
 
-        epoch 0: permutation keyed by (seed, 0) ->  | batch of step 0 | batch of step 1 | ...  (a
-                                                     last short batch is dropped) rank 0 .. rank n-1
+    epoch 0: permutation keyed by (seed, 0) ->  | batch of step 0 | batch of step 1 | ... (dropped)
+                                                 rank 0 .. rank n-1
 
-Contiguous shares make "one process that runs the n shards in rank order" the same computation as n
-ranks.
+A short batch at the end is dropped. Contiguous shares make "one process that runs the n shards in
+rank order" the same computation as n ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class SamplerState(NamedTuple):
-    """Where a run is: the next batch is that of `step` (counted from 0 in the epoch) of `epoch`."""
+    """Position of a run: the next batch is that of `step`, counted from 0, of `epoch`."""
 
     epoch: int = 0
     step: int = 0
@@ -39,12 +39,12 @@ class SamplerState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """Which samples make up the global batch of each step.
+    """The samples of the global batch of each step.
 
     Attributes:
         num_samples: Number of samples of the data set.
-        batch_size: Samples of a global batch.
-        seed: Chooses the order.
+        batch_size: Number of samples of a global batch.
+        seed: Number that chooses the order.
     """
 
     num_samples: int
@@ -54,32 +54,31 @@ class SampleOrder:
     def __post_init__(self) -> None:
         if not 1 <= self.batch_size <= self.num_samples:
             msg = (
-                f"expected a batch of 1 to {self.num_samples} samples (all there are), found "
-                f"{self.batch_size}: "
-                "choose a smaller batch or more data"
+                f"batch_size must be 1 to {self.num_samples} (all samples), got "
+                f"{self.batch_size}: choose a smaller batch or more data"
             )
             raise ConfigError(msg)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in one pass over the data."""
+        """Number of whole global batches in one pass over the data."""
         return self.num_samples // self.batch_size
 
     def batch(self, at: SamplerState) -> list[int]:
-        """Indices of the global batch, in order.
+        """Return the indices of the global batch, in order.
 
         Raises:
             ConfigError: The epoch has no such step.
         """
         if at.epoch < 0 or not 0 <= at.step < self.steps_per_epoch:
-            msg = f"expected a step in 0..{self.steps_per_epoch - 1} of an epoch >= 0, found {at}"
+            msg = f"the order has steps 0..{self.steps_per_epoch - 1} of epochs from 0, got {at}"
             raise ConfigError(msg)
         permutation = _permutation(self.num_samples, self.seed, at.epoch)
         start = at.step * self.batch_size
         return [permutation[i] for i in range(start, start + self.batch_size)]
 
     def after(self, at: SamplerState) -> SamplerState:
-        """The state of the following step."""
+        """Return the state of the following step."""
         if at.step + 1 < self.steps_per_epoch:
             return SamplerState(at.epoch, at.step + 1)
         return SamplerState(at.epoch + 1, 0)
@@ -89,7 +88,7 @@ class OrderedSampler:
     """Walks through a `SampleOrder`; its state goes into the checkpoint.
 
     Args:
-        order: The order.
+        order: Order of samples.
         rank: This rank.
         num_replicas: Number of ranks that share each batch.
 
@@ -105,7 +104,7 @@ class OrderedSampler:
         share_of(range(order.batch_size), rank, num_replicas)
 
     def next_batch(self) -> list[int]:
-        """Indices of this rank's share of the next global batch; moves on."""
+        """Return the indices of this rank's share of the next global batch, and advance."""
         batch = self.order.batch(self.state)
         self.state = self.order.after(self.state)
         return share_of(batch, self._rank, self._num_replicas)
@@ -115,7 +114,7 @@ class OrderedSampler:
         self.state = SamplerState(epoch, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """The state and what it refers to, as JSON knows it."""
+        """Return the state and the order that it belongs to, as values of JSON."""
         order = self.order
         return {
             **self.state._asdict(),
@@ -125,10 +124,10 @@ class OrderedSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where `state` was taken, on any number of ranks.
+        """Continue from a saved state, on any number of ranks.
 
         Raises:
-            CheckpointError: It is of another order of samples; lists every difference.
+            CheckpointError: The state is of another order of samples; lists every difference.
         """
         mine = self.state_dict()
         differing = [
@@ -138,27 +137,28 @@ class OrderedSampler:
         ]
         if differing:
             msg = (
-                "expected to continue with the same order of samples, found in the checkpoint "
-                f"{', '.join(differing)}: use the same data, context, batch and seed"
+                f"the checkpoint has another order of samples: {', '.join(differing)}; use the "
+                "same data, context, batch and seed"
             )
             raise CheckpointError(msg)
         at = SamplerState(state.get("epoch", -1), state.get("step", -1))
         if at.epoch < 0 or not 0 <= at.step < self.order.steps_per_epoch:
             msg = (
-                "expected a step of an epoch in the checkpoint's sampler state, found "
-                f"{dict(state)}"
+                f"the checkpoint's sampler state {dict(state)} has no epoch and step of this "
+                f"order (steps 0..{self.order.steps_per_epoch - 1}): it is damaged, or not a "
+                "sampler's"
             )
             raise CheckpointError(msg)
         self.state = at
 
     def __iter__(self) -> Iterator[int]:
-        """Indices of this rank for the rest of the epoch, as torch's samplers give them."""
+        """Yield the indices of this rank for the rest of the epoch, as torch's samplers do."""
         epoch = self.state.epoch
         while self.state.epoch == epoch:
             yield from self.next_batch()
 
     def __len__(self) -> int:
-        """Number of samples of this rank in an epoch."""
+        """Return the number of samples of this rank in an epoch."""
         return self.order.steps_per_epoch * self.order.batch_size // self._num_replicas
 
     def __repr__(self) -> str:
@@ -169,20 +169,19 @@ class OrderedSampler:
 
 
 def share_of(batch: Sequence[T], rank: int, num_replicas: int) -> list[T]:
-    """The contiguous part of a global batch that belongs to `rank`.
+    """Return the contiguous part of a global batch that belongs to `rank`.
 
     Raises:
         ConfigError: The batch is not divisible, or there is no such rank.
     """
     if not 0 <= rank < num_replicas:
-        msg = f"expected a rank in 0..{num_replicas - 1}, found {rank}"
+        msg = f"rank must be in 0..{num_replicas - 1}, got {rank}"
         raise ConfigError(msg)
     size, rest = divmod(len(batch), num_replicas)
     if rest or not size:
         low = max(1, size) * num_replicas
         msg = (
-            f"expected a batch that {num_replicas} ranks can share equally, found {len(batch)} "
-            "samples: "
+            f"{num_replicas} ranks cannot share a batch of {len(batch)} samples equally: "
             f"choose a multiple of {num_replicas}, such as {low} or {low + num_replicas}"
         )
         raise ConfigError(msg)

@@ -1,14 +1,14 @@
-"""A shuffle that can be asked for its i-th element: O(1) memory, no array of all samples.
+"""A shuffle that returns its i-th element on request: O(1) memory, no array of all samples.
 
 Problem: a run over 100 million samples shuffles them every epoch. `randperm` needs 800 MB and ten
 seconds on every rank, and continuing at step k means doing it again only to throw the beginning
 away.
 
-Idea: a cipher is a permutation that is evaluated one point at a time. A Feistel network over pairs
-(left, right) with 0 <= left < a and 0 <= right < b, where a b is the smallest such product that
-holds all of [0, n), permutes a b numbers; a result outside of [0, n) is fed in again until it is
-inside (cycle walking), which keeps it a permutation of [0, n). Since a b < n + a with a =
-ceil(sqrt(n)), walking is rare.
+Idea: a cipher is a permutation that is evaluated one point at a time. Let a b be the smallest such
+product that holds all of [0, n). A Feistel network over pairs (left, right) with 0 <= left < a and
+0 <= right < b permutes a b numbers. A result outside of [0, n) is fed in again until it is inside
+(cycle walking), which keeps it a permutation of [0, n). Since a b < n + a with a = ceil(sqrt(n)),
+walking is rare.
 
         x = a * right + left
         round 0:  left  += F(0, right)  mod a
@@ -37,8 +37,8 @@ class Permutation:
 
     Args:
         n: Number of elements, at least 1.
-        key: What chooses it, such as (seed, epoch); every different key gives an unrelated
-            permutation.
+        key: Numbers that choose it, such as (seed, epoch); different keys give unrelated
+            permutations.
 
     Raises:
         ConfigError: `n` is below 1.
@@ -48,7 +48,7 @@ class Permutation:
 
     def __init__(self, n: int, key: tuple[int, ...]) -> None:
         if n < 1:
-            msg = f"expected at least 1 element to permute, found {n}"
+            msg = f"a permutation needs at least 1 element, got n = {n}"
             raise ConfigError(msg)
         self._n = n
         self._a = math.isqrt(n - 1) + 1
@@ -61,13 +61,13 @@ class Permutation:
         return self._n
 
     def __getitem__(self, index: int) -> int:
-        """The element at `index`.
+        """Return the element at `index`.
 
         Raises:
             IndexError: `index` is not in [0, n).
         """
         if not 0 <= index < self._n:
-            msg = f"expected an index in 0..{self._n - 1}, found {index}"
+            msg = f"index must be in 0..{self._n - 1}, got {index}"
             raise IndexError(msg)
         x = self._encipher(index)
         while x >= self._n:

@@ -1,17 +1,18 @@
-"""A cluster as a tree of switches: what is inside a host, a rack, a hall, and how fast the way up is.
+"""A cluster as a tree of switches: contents of a host, a rack, a hall, and the speed of the links.
 
-    level       children per unit        latency of a message that turns around here, and bandwidth of each child's link to here
-    socket      4 ranks                  1 us    20 GB/s          rank 0 1 2 3 | 4 5 6 7 || 8 9 ...
-    host        2 sockets (UPI)          2 us    40 GB/s               socket      |     ||
-    rack        16 hosts                 5 us    25 GB/s                  host ----+     ||
-    spine       8 racks, 4 : 1          10 us   100 GB/s                          rack --++
+    level    children per unit   latency of a message that turns around here, and
+                                 bandwidth of each child's link to here
+    socket   4 ranks              1 us    20 GB/s       rank 0 1 2 3 | 4 5 6 7 || 8 9 ...
+    host     2 sockets (UPI)      2 us    40 GB/s            socket      |     ||
+    rack     16 hosts             5 us    25 GB/s               host ----+     ||
+    spine    8 racks, 4 : 1      10 us   100 GB/s                       rack --++
 
-Ranks are numbered host by host, so place in the tree is arithmetic: unit u of a level holds the
+Ranks are numbered host by host, so the place in the tree is arithmetic: unit u of a level holds the
 ranks u * n to (u + 1) * n - 1. A message goes up to the first level that both ends have in common
-and down again, over one link of each child on the way; with full duplex up and down are links of
-their own. Latency is that of the level at which it turns around; bandwidth is shared, link by link
-(`schedule.simulate`). Oversubscription is how many times the children of a unit could send what its
-way up carries.
+and down again, over one link of each child on the way. With full duplex, up and down are separate
+links. Latency is that of the level at which the message turns around; bandwidth is shared, link by
+link (`schedule.simulate`). Oversubscription is the ratio of what the children of a unit can send to
+what the unit's link upwards carries.
 
 Source: C. Leiserson, Fat-trees, IEEE ToC 34 (1985), for the shape.
 """
@@ -38,18 +39,19 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Level:
-    """Units of one kind, such as hosts, each with a switch that joins its children.
+    """Units of one kind, such as hosts, each with a switch that connects its children.
 
     Attributes:
-        name: Of a unit, such as host.
-        size: Children of a unit: ranks for the first level, else units of the level below.
+        name: Name of a unit, such as host.
+        size: Number of children of a unit: ranks for the first level, else units of the level
+            below.
         latency_s: Seconds until the first byte of a message that turns around here.
-        bytes_per_s: Of the link from each child to here.
-        full_duplex: Whether both ways of a link have this bandwidth each; else they share it.
-        by_size: What one message gets at most, by its size: (bytes, bytes per second), sizes
-            ascending; in between on a straight line over the logarithm of the size. Nothing but the
-            link limits it when empty.
-        burst_bytes: What a link lets through beside its rate after a rest: the bucket of tokens by
+        bytes_per_s: Bandwidth of the link from each child to here.
+        full_duplex: Whether both directions of a link have this bandwidth each; else they share it.
+        by_size: Largest rate of one message, by its size: (bytes, bytes per second), sizes
+            ascending; in between on a straight line over the logarithm of the size. When empty,
+            only the link limits a message.
+        burst_bytes: Bytes that a link carries above its rate after a rest: the token bucket by
             which clouds limit networks.
     """
 
@@ -64,39 +66,39 @@ class Level:
     def __post_init__(self) -> None:
         problems = []
         if type(self.size) is not int or self.size < 1:
-            problems.append(f"size is {self.size}, expected a whole number from 1")
+            problems.append(f"size must be a whole number from 1, got {self.size}")
         if not 0 <= self.latency_s < float("inf"):
-            problems.append(f"latency_s is {self.latency_s}, expected seconds, not negative")
+            problems.append(f"latency_s must be at least 0, got {self.latency_s}")
         if not 0 < self.bytes_per_s < float("inf"):
-            problems.append(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
+            problems.append(f"bytes_per_s must be above 0, got {self.bytes_per_s}")
         if not 0 <= self.burst_bytes < float("inf"):
-            problems.append(f"burst_bytes is {self.burst_bytes}, expected bytes, not negative")
+            problems.append(f"burst_bytes must be at least 0, got {self.burst_bytes}")
         sizes = [nbytes for nbytes, _ in self.by_size]
-        told = [figure for pair in self.by_size for figure in pair]
-        if sizes != sorted(set(sizes)) or not all(0 < figure < float("inf") for figure in told):
+        figures = [figure for pair in self.by_size for figure in pair]
+        if sizes != sorted(set(sizes)) or not all(0 < figure < float("inf") for figure in figures):
             problems.append(
-                f"by_size is {self.by_size}, expected ascending sizes and rates above 0"
+                f"by_size must have ascending sizes and rates above 0, got {self.by_size}"
             )
         if problems:
             msg = f"level {self.name!r} of the cluster: {'; '.join(problems)}"
             raise ConfigError(msg)
 
-    def most(self, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Bytes per second that messages of these sizes get at most."""
+    def max_rates(self, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the largest rates of messages of these sizes, in bytes per second."""
         if not self.by_size:
             return np.full(len(nbytes), np.inf)
         sizes, rates = np.array(self.by_size).T
-        found: npt.NDArray[np.float64] = np.interp(
+        limits: npt.NDArray[np.float64] = np.interp(
             np.log(np.maximum(nbytes, 1.0)), np.log(sizes), rates
         )
-        return found
+        return limits
 
 
 class Cluster:
     """A tree of levels; the network of a simulation.
 
     Args:
-        levels: From the ranks upwards.
+        levels: Levels, from the ranks upwards.
 
     Raises:
         ConfigError: There is no level, or two have one name.
@@ -106,17 +108,16 @@ class Cluster:
         names = [level.name for level in levels]
         if not names or len(set(names)) < len(names):
             msg = (
-                "expected at least one level, each with a name of its own, found "
+                "a cluster needs at least one level, each with another name, got "
                 f"{', '.join(names) or 'none'}"
             )
             raise ConfigError(msg)
         self.levels = tuple(levels)
         sizes = [1, *(level.size for level in levels)]
-        self._widths: list[int] = list(
-            accumulate(sizes, operator.mul)
-        )  # ranks of a child, by level; last: of all
+        # Number of ranks of a child, by level; the last is the number of all ranks.
+        self._widths: list[int] = list(accumulate(sizes, operator.mul))
         if self.num_ranks > MOST_RANKS:
-            msg = f"expected at most {MOST_RANKS:,} ranks, found {self.num_ranks:,}: {self}"
+            msg = f"a cluster may have at most {MOST_RANKS:,} ranks, got {self.num_ranks:,}: {self}"
             raise ConfigError(msg)
         num_children = [self.num_ranks // width for width in self._widths[:-1]]
         firsts = np.cumsum([0, *(2 * n for n in num_children)])
@@ -128,7 +129,7 @@ class Cluster:
         return self._widths[-1]
 
     def __str__(self) -> str:
-        """`8 (host) x 16 (rack)`."""
+        """Return the sizes of the levels, as in `8 (host) x 16 (rack)`."""
         return " x ".join(f"{level.size} ({level.name})" for level in self.levels)
 
     def __eq__(self, other: object) -> bool:
@@ -136,35 +137,38 @@ class Cluster:
         return isinstance(other, Cluster) and self.levels == other.levels
 
     def __hash__(self) -> int:
-        """Of the levels."""
+        """Return the hash of the levels."""
         return hash(self.levels)
 
     @cached_property
     def bytes_per_s(self) -> npt.NDArray[np.float64]:
-        """Of every link; of a child and its level, the way up and the way down stand beside each other."""
+        """Bandwidth of every link, in bytes per second.
+
+        The links of a child to its level stand beside each other: up, then down.
+        """
         counts = np.diff(self._first_links)
         return np.repeat([level.bytes_per_s for level in self.levels], counts)
 
     @cached_property
     def burst_bytes(self) -> npt.NDArray[np.float64]:
-        """What every link lets through beside its rate after a rest, in the order of `bytes_per_s`."""
+        """Burst of every link after a rest, in the order of `bytes_per_s`."""
         counts = np.diff(self._first_links)
         return np.repeat([level.burst_bytes for level in self.levels], counts)
 
     def check_size(self, num_ranks: int) -> None:
-        """Raise ConfigError unless the cluster has so many ranks."""
+        """Raise ConfigError if the cluster has fewer than `num_ranks` ranks."""
         if num_ranks > self.num_ranks:
             msg = (
-                f"expected at most {self.num_ranks} ranks, as the cluster has ({self}), found "
-                f"{num_ranks}"
+                f"the cluster has {self.num_ranks} ranks ({self}), got {num_ranks}: use fewer "
+                "ranks, or a larger cluster"
             )
             raise ConfigError(msg)
 
     def oversubscription(self, name: str) -> float:
-        """How many times the children of a unit of the level below `name` could fill its link; 1 for ranks."""
+        """Return how many times a unit's children could fill its link to level `name`."""
         names = [level.name for level in self.levels]
         if name not in names:
-            msg = f"expected a level out of {', '.join(names)}, found {name}"
+            msg = f"the cluster has no level {name!r}: choose one of {', '.join(names)}"
             raise ConfigError(msg)
         number = names.index(name)
         if not number:
@@ -173,36 +177,35 @@ class Cluster:
         return below.size * below.bytes_per_s / self.levels[number].bytes_per_s
 
     def route(self, source: int, target: int, nbytes: float = 0.0) -> Route:
-        """Way of a message between two ranks."""
+        """Return the route of a message between two ranks."""
         latency, links = self.routes(np.array([source]), np.array([target]))
-        most = self.most(links, np.array([nbytes]))
+        rates = self.max_rates(links, np.array([nbytes]))
         ways = tuple(int(link) for link in links[0] if link >= 0)
-        return Route(float(latency[0]), ways, float(most[0]))
+        return Route(float(latency[0]), ways, float(rates[0]))
 
-    def most(self, links: Numbers, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Bytes per second that messages of these sizes get at most, whatever else is on their links.
+    def max_rates(self, links: Numbers, nbytes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return the largest rates of messages alone on their links, in bytes per second.
 
         Args:
-            links: Of each message, as `routes` returns them.
-            nbytes: Of each message.
+            links: Links of each message, as `routes` returns them.
+            nbytes: Size of each message.
         """
-        found = np.full(len(nbytes), np.inf)
+        limits = np.full(len(nbytes), np.inf)
         for number, level in enumerate(self.levels):
             if level.by_size:
                 passes = links[:, 2 * number] >= 0
-                found[passes] = np.minimum(found[passes], level.most(nbytes[passes]))
-        return found
+                limits[passes] = np.minimum(limits[passes], level.max_rates(nbytes[passes]))
+        return limits
 
     def routes(self, sources: Numbers, targets: Numbers) -> tuple[npt.NDArray[np.float64], Numbers]:
-        """Ways of many messages at once.
+        """Return the routes of many messages at once.
 
         Args:
-            sources: Ranks.
-            targets: Ranks, as many.
+            sources: Sending ranks.
+            targets: Receiving ranks, as many.
 
         Returns:
-            Latency of each in seconds, and the links of each in a row, with -1 where there are no
-            more.
+            Latency of each message in seconds, and the links of each in a row, filled up with -1.
 
         Raises:
             ConfigError: The cluster has no such rank.
@@ -210,7 +213,7 @@ class Cluster:
         if len(sources):
             self.check_size(1 + int(max(sources.max(), targets.max())))
             if min(sources.min(), targets.min()) < 0:
-                msg = f"expected ranks from 0, found {int(min(sources.min(), targets.min()))}"
+                msg = f"ranks count from 0, got {int(min(sources.min(), targets.min()))}"
                 raise ConfigError(msg)
         latency = np.zeros(len(sources))
         links = np.full((len(sources), 2 * len(self.levels)), -1, dtype=np.int64)
@@ -227,12 +230,12 @@ class Cluster:
         return latency, links
 
     def level_of_link(self, link: int) -> Level:
-        """Level that a link leads to."""
+        """Return the level that a link leads to."""
         return self.levels[int(np.searchsorted(self._first_links, link, side="right")) - 1]
 
 
 def flat(num_ranks: int, latency_s: float, bytes_per_s: float) -> Cluster:
-    """Ranks at one switch with a full-duplex link each: what closed forms suppose.
+    """Connect all ranks to one switch, with a full-duplex link each, as closed forms suppose.
 
     Args:
         num_ranks: World size.

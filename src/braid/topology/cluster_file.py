@@ -12,8 +12,8 @@ name = "rack"
 size = 16                 # hosts of a rack
 latency_s = 5e-6
 bytes_per_s = 25e9        # of the link from each host
-    by_size = [[65536, 6e9], [1048576, 25e9]]   # if one small message cannot fill it
-    burst_bytes = 125e3       # if it lets so much through beside its rate after a rest
+by_size = [[65536, 6e9], [1048576, 25e9]]   # if one small message cannot fill it
+burst_bytes = 125e3       # if it carries so much above its rate after a rest
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def from_toml(text: str) -> Cluster:
-    """Cluster that `text` describes.
+    """Read the cluster that `text` describes.
 
     Raises:
-        ConfigError: It is no TOML, or not what is expected, with the place.
+        ConfigError: `text` is no TOML, or has wrong tables; names the place.
     """
     try:
-        found = msgspec.toml.decode(text, type=_File)
+        file = msgspec.toml.decode(text, type=_File)
     except msgspec.DecodeError as exc:
         msg = (
-            "expected the levels of a cluster as TOML ([[level]] name, size, latency_s, "
-            f"bytes_per_s), found: {exc}"
+            f"these are not the levels of a cluster as TOML: {exc}; write [[level]] with name, "
+            "size, latency_s, bytes_per_s"
         )
         raise ConfigError(msg) from exc
-    return Cluster([Level(**msgspec.structs.asdict(level)) for level in found.level])
+    return Cluster([Level(**msgspec.structs.asdict(level)) for level in file.level])
 
 
 def to_toml(cluster: Cluster) -> str:
-    """Text from which `from_toml` makes an equal cluster."""
+    """Write text from which `from_toml` makes an equal cluster."""
     levels = [_Level(**asdict(level)) for level in cluster.levels]
     return "\n".join(f"[[level]]\n{_table(level)}" for level in levels)
 
 
 def _table(level: _Level) -> str:
-    """TOML is read by msgspec everywhere, but written only where a further package is installed."""
+    """Write one table; msgspec reads TOML everywhere, but writes it only with a further package."""
     return (
-        f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\nlatency_s = "
-        f"{level.latency_s!r}\n"
+        f"name = {json.dumps(level.name, ensure_ascii=False)}\nsize = {level.size}\n"
+        f"latency_s = {level.latency_s!r}\n"
         f"bytes_per_s = {level.bytes_per_s!r}\nfull_duplex = {str(level.full_duplex).lower()}\n"
-        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\nburst_bytes "
-        f"= {level.burst_bytes!r}\n"
+        f"by_size = [{', '.join(f'[{n!r}, {rate!r}]' for n, rate in level.by_size)}]\n"
+        f"burst_bytes = {level.burst_bytes!r}\n"
     )

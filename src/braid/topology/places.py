@@ -1,8 +1,7 @@
-"""Where ranks stand, and between whom messages of each level are measured.
+"""Places of ranks, and the pairs of ranks between which each level is measured.
 
 A place is a path from the top: (host, NUMA node). Messages of a level are those between its
-children; one rank of each child stands for it, the first, so that what is measured is one message
-on each link:
+children. The first rank of each child represents it, so that one message on each link is measured:
 
     places         (0,0) (0,0) (0,1) (0,1)  (1,0) (1,0) (1,1) (1,1)
     rank             0     1     2     3      4     5     6     7
@@ -26,11 +25,11 @@ Place = tuple[int, int]
 
 
 class Rings(NamedTuple):
-    """A level, and who sends to whom for it.
+    """A level, and the rings of ranks that measure it.
 
     Attributes:
-        name: Of its unit.
-        size: Children of each unit.
+        name: Name of a unit of the level.
+        size: Number of children of each unit.
         rings: Ranks, each of which sends to the next of its ring.
     """
 
@@ -40,7 +39,9 @@ class Rings(NamedTuple):
 
 
 def rings(places: Sequence[Place]) -> list[Rings]:
-    """Levels of ranks at these places, from the ranks upwards; without those that would have one child.
+    """Return the levels of ranks at these places, from the ranks upwards.
+
+    Levels whose units would have one child are left out.
 
     Args:
         places: (host, NUMA node) of each rank; ranks of a unit follow each other.
@@ -49,26 +50,28 @@ def rings(places: Sequence[Place]) -> list[Rings]:
         ConfigError: Units of one level have different numbers of children, or ranks of a unit do
             not follow each other.
     """
-    split = len(set(places)) > len({host for host, _ in places})  # somebody has several nodes
+    split = len(set(places)) > len({host for host, _ in places})  # some host has several nodes
     if split:
         return levels(places, LEVEL_NAMES)
     return levels([(host,) for host, _ in places], LEVEL_NAMES[1:])
 
 
 def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings]:
-    """Levels of a tree, given the way from its top to each rank; without those that would have one child.
+    """Return the levels of a tree, given the path from its top to each rank.
+
+    Levels whose units would have one child are left out.
 
     Args:
         paths: Number of the unit at every level but the highest, from the top.
-        names: Of the levels, from the ranks upwards; one more than a path is long.
+        names: Names of the levels, from the ranks upwards; one more than a path is long.
 
     Raises:
         ConfigError: See `rings`.
     """
     if len(paths) < 2:
-        msg = f"expected 2 ranks or more, found {len(paths)}: nobody sends a message to itself"
+        msg = f"at least 2 ranks are needed, got {len(paths)}: no rank sends a message to itself"
         raise ConfigError(msg)
-    found = []
+    result = []
     children: list[tuple[tuple[int, ...], int]] = [  # path and first rank
         ((*path, rank), rank) for rank, path in enumerate(paths)
     ]
@@ -79,19 +82,20 @@ def levels(paths: Sequence[tuple[int, ...]], names: Sequence[str]) -> list[Rings
         counts = [len(ranks) for ranks in units.values()]
         if len(set(counts)) > 1:
             msg = (
-                f"expected as many children in every {name} of a cluster, found "
+                f"the units of level {name} have different numbers of children, "
                 f"{', '.join(map(str, counts))}: use as many of each"
             )
             raise ConfigError(msg)
         if _torn(children):
             msg = (
-                f"expected the ranks of one {name} to follow each other, found places {list(paths)}"
+                f"the ranks of one {name} do not follow each other, got places {list(paths)}: "
+                "start the ranks in the order of their hosts"
             )
             raise ConfigError(msg)
         if counts[0] > 1:
-            found.append(Rings(name, counts[0], tuple(map(tuple, units.values()))))
+            result.append(Rings(name, counts[0], tuple(map(tuple, units.values()))))
         children = [(path, ranks[0]) for path, ranks in units.items()]
-    return found
+    return result
 
 
 def _torn(children: Sequence[tuple[tuple[int, ...], int]]) -> bool:
@@ -102,25 +106,28 @@ def _torn(children: Sequence[tuple[tuple[int, ...], int]]) -> bool:
 
 
 def cpus_of(listed: str) -> tuple[int, ...]:
-    """Processors of a list as /sys/devices/system/node/node0/cpulist has it: `0-3,8-11`, or nothing.
+    """Parse the processors of /sys/devices/system/node/node0/cpulist: `0-3,8-11`, or nothing.
 
     Raises:
-        ConfigError: It is no such list.
+        ConfigError: The text is no such list.
     """
-    found: list[int] = []
+    cpus: list[int] = []
     for part in filter(None, listed.strip().split(",")):
         low, dash, high = part.partition("-")
         if not (low.isdecimal() and low.isascii()) or (
             dash and not (high.isdecimal() and high.isascii())
         ):
-            msg = f"expected processors such as 0-3,8-11, found {listed.strip()!r}"
+            msg = f"{listed.strip()!r} is not a list of processors such as 0-3,8-11"
             raise ConfigError(msg)
-        found += range(int(low), int(high or low) + 1)
-    return tuple(found)
+        cpus += range(int(low), int(high or low) + 1)
+    return tuple(cpus)
 
 
 def node_of(local_rank: int, local_size: int, num_nodes: int) -> int:
-    """NUMA node for a rank of a host: as many on each, neighbours together; all on the first if that does not come out even."""
+    """Return the NUMA node for a rank of a host: as many on each, neighbours together.
+
+    All ranks are on the first node if the nodes cannot get as many each.
+    """
     if num_nodes < 1 or local_size % num_nodes:
         return 0
     return local_rank * num_nodes // local_size
