@@ -177,5 +177,5 @@ def test_a_tensor_larger_than_its_files_is_refused():
 
 
 def test_state_that_json_does_not_know_is_refused():
-    with pytest.raises(CheckpointError, match="as JSON knows them"):
+    with pytest.raises(CheckpointError, match="must be values that JSON knows"):
         encode_manifest(manifest(state={"x": object()}))

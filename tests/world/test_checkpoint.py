@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from braid.checkpoint import (
     training_tensors,
     verify,
 )
+from braid.checkpoint.agreement import Report, exchange
 from braid.comm import Group
 from braid.errors import CheckpointError, ConfigError
 from braid.testing.worlds import run_threads
@@ -289,7 +291,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(world, tmp_path, how):
 
 def test_nothing_to_load_is_the_same_error_on_every_rank(world, tmp_path):
     with pytest.raises(
-        CheckpointError, match=r"expected a checkpoint in .* does not exist"
+        CheckpointError, match=r"holds no readable checkpoint: does not exist"
     ) as caught:
         world(2, _load_and_say, str(tmp_path / "nothing"))
     assert len(caught.value.rank_errors) == 2
@@ -302,7 +304,7 @@ def test_every_bad_checkpoint_is_listed_when_none_is_left(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         run_threads(1, _load_and_say, str(tmp_path))
     assert str(caught.value).split("\n") == [
-        f"expected a complete checkpoint in {tmp_path}, found none:",
+        f"{tmp_path} holds no complete checkpoint:",
         f"  {tmp_path}/step-00000002: incomplete: no manifest.json",
         f"  {tmp_path}/step-00000001: sha256 mismatch in rank-00001.safetensors",
     ]
@@ -379,7 +381,7 @@ def test_another_model_is_a_table_of_what_differs(tmp_path):
 
     (text,) = run_threads(1, main)
     assert text.split("\n") == [
-        f"expected a checkpoint of this model in {tmp_path}/step-00000003, found 3 tensors that differ:",
+        f"{tmp_path}/step-00000003 is no checkpoint of this model: 3 tensors differ:",
         "  tensor          checkpoint     here",
         "  model/0.bias    float32[4]     float32[5]",
         "  model/0.weight  float32[4, 3]  float32[5, 3]",
@@ -399,7 +401,7 @@ def test_another_optimizer_is_refused(tmp_path):
             state=training_numbers(net, optimizer),
             group=group,
         )
-        with pytest.raises(CheckpointError, match=r"state of AdamW .* found SGD with \[6\]"):
+        with pytest.raises(CheckpointError, match=r"the state of SGD with \[6\], not of AdamW"):
             restore_training(load(tmp_path, group=group), net, _groups(net))
 
     run_threads(1, main)
@@ -430,3 +432,19 @@ def test_one_strided_element_is_saved_and_compared(tmp_path):
     for name in "ab":
         run_threads(1, main, tmp_path / name)
     assert compare(tmp_path / "a/step-00000001", tmp_path / "b/step-00000001") == (1, (), 0.0)
+
+
+def _exchange_new_types(group: Group, types: list[type[Report]]) -> int:
+    return sum(len(exchange(group, kind())) for kind in types)
+
+
+def test_ranks_as_threads_may_make_the_first_decoder_of_a_report_at_the_same_time():
+    types = []
+    for _ in range(20):
+        numbers = ("numbers", dict[str, tuple[int, ...]], msgspec.field(default_factory=dict))
+        inner = msgspec.defstruct("Inner", [numbers], frozen=True)
+        outer = msgspec.defstruct(
+            "Outer", [("inner", inner | None, None)], bases=(Report,), frozen=True
+        )
+        types.append(outer)
+    assert run_threads(3, _exchange_new_types, types) == [60] * 3

@@ -1,4 +1,4 @@
-"""checkpoint: safetensors and a manifest, complete or not there; see README.md."""
+"""Checkpoints of safetensors files and a manifest: complete, or not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks learn what each of them has to say, and draw the same conclusion.
+"""Reports of all ranks, from which each draws the same conclusion.
 
 Problem: when rank 2's disk is full, rank 2 raises and the others wait in the next collective. Idea:
 every phase of a save or load ends with an exchange of small reports; an error in any of them makes
@@ -20,7 +20,11 @@ __all__ = ["Report", "exchange", "raise_problems"]
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What every report holds: why this rank cannot go on; empty when it can."""
+    """Fields of every report.
+
+    Attributes:
+        problem: Reason why this rank cannot go on; empty when it can.
+    """
 
     problem: str = ""
 
@@ -32,7 +36,7 @@ _decoder_lock = threading.Lock()
 
 
 def exchange(group: Group, report: R) -> list[R]:
-    """The reports of all members, in the order of ranks.
+    """Return the reports of all members, in the order of ranks.
 
     Cost: two all_gathers, of 8 bytes and of the longest report.
     """
@@ -53,8 +57,7 @@ def raise_problems(action: str, problems: list[str], *, size: int, remedy: str) 
     """Raise unless every problem is empty; the same text on all ranks.
 
     Raises:
-        CheckpointError: Names each rank that has a problem; ranks with the same one are listed
-            together.
+        CheckpointError: A rank has a problem; the message lists ranks with the same one together.
     """
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(problems):

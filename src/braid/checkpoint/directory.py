@@ -1,10 +1,11 @@
-"""The directory of a run's checkpoints: names, what is complete, what can go.
+"""Directory of a run's checkpoints: their names, and which are complete or can be removed.
 
     checkpoints/
-        step-00000100/            complete: its manifest was written last, then it was renamed to this
+        step-00000100/            complete: its manifest was written last, then it was renamed
         step-00000200/
         .step-00000300.partial/   being written, or left by a crash; the next save removes it
-        .step-00000200.old/       its successor of the same step is taking its place; counts until that is there
+        .step-00000200.old/       its successor of the same step is taking its place; used until
+                                  that is there
         .step-00000050.gone/      being removed
 
 The last complete one wins. Names are the only index: nothing else has to be kept in step with them.
@@ -28,34 +29,34 @@ class CheckpointDirectory:
     """Checkpoints of one run, on a file system that all its ranks see.
 
     Args:
-        path: The directory; it need not exist.
+        path: Directory; it need not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def final(self, step: int) -> Path:
-        """Where the checkpoint of `step` is once it is complete."""
+        """Return the path of the checkpoint of `step` once it is complete."""
         return self.path / f"step-{step:08d}"
 
     def partial(self, step: int) -> Path:
-        """Where it is written."""
+        """Return the hidden path where the checkpoint of `step` is written."""
         return self._hidden(step, "partial")
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, ascending; complete or not."""
-        found = set()
+        """Return the steps that have a directory, ascending; complete or not."""
+        steps = set()
         for entry in self._entries():
             match = STEP_NAME.fullmatch(entry.name)
             hidden = HIDDEN_NAME.fullmatch(entry.name)
             if hidden and hidden[2] == "old":
                 match = hidden
             if match and entry.is_dir(follow_symlinks=False):
-                found.add(int(match[1]))
-        return sorted(found)
+                steps.add(int(match[1]))
+        return sorted(steps)
 
     def locate(self, step: int) -> Path:
-        """Where the checkpoint of `step` is now."""
+        """Return the path where the checkpoint of `step` is now."""
         final, old = self.final(step), self._hidden(step, "old")
         return old if old.exists() and not final.exists() else final
 
@@ -63,7 +64,7 @@ class CheckpointDirectory:
         """Make the hidden directory of a new checkpoint; remove what crashes have left.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The directory cannot be made.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         for entry in self._entries():
@@ -75,10 +76,10 @@ class CheckpointDirectory:
         return path
 
     def publish(self, step: int) -> Path:
-        """Give the hidden directory its name; from here on the checkpoint exists.
+        """Rename the hidden directory to its final name; from here on the checkpoint exists.
 
         Raises:
-            OSError: It cannot be renamed.
+            OSError: The directory cannot be renamed.
         """
         final, partial = self.final(step), self.partial(step)
         sync_directory(partial)
@@ -106,18 +107,18 @@ class CheckpointDirectory:
                 shutil.rmtree(gone)
 
     def free_bytes(self) -> int:
-        """Bytes that can be written here.
+        """Return the bytes that can be written here.
 
         Raises:
-            OSError: The directory cannot be looked at.
+            OSError: The directory cannot be read.
         """
         return shutil.disk_usage(self.path).free
 
     def __repr__(self) -> str:
         return f"CheckpointDirectory({str(self.path)!r})"
 
-    def _hidden(self, step: int, what: str) -> Path:
-        return self.path / f".step-{step:08d}.{what}"
+    def _hidden(self, step: int, kind: str) -> Path:
+        return self.path / f".step-{step:08d}.{kind}"
 
     def _entries(self) -> list[os.DirEntry[str]]:
         try:
@@ -131,7 +132,7 @@ def sync_directory(path: Path) -> None:
     """Bring the names in a directory to the disk.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: The directory cannot be synchronised.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -1,4 +1,4 @@
-"""Lists checkpoints and compares their bits, without loading them into a model."""
+"""Listing of checkpoints and comparison of their bits, without loading them into a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Listed(NamedTuple):
     """One line of a listing.
 
     Attributes:
-        path: The checkpoint.
-        step: Its step.
+        path: Path of the checkpoint.
+        step: Step of the checkpoint.
         num_tensors: Number of tensors.
         nbytes: Bytes of its files.
-        world_size: Ranks that wrote it.
-        problem: Why it cannot be used; empty when it is complete.
+        world_size: Number of ranks that wrote it.
+        problem: Reason why it cannot be used; empty when it is complete.
     """
 
     path: str
@@ -37,11 +37,11 @@ class Listed(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """How two checkpoints differ.
+    """Differences of two checkpoints.
 
     Attributes:
-        num_tensors: Tensors that were compared.
-        differing: Names of those whose bits are not the same; also those that only one of them has.
+        num_tensors: Number of tensors that were compared.
+        differing: Names of tensors whose bits are not the same, or that only one checkpoint has.
         max_diff: Largest absolute difference of two elements; inf when something is missing or not
             finite.
     """
@@ -57,7 +57,7 @@ class Comparison(NamedTuple):
 
 
 def ls(directory: str | os.PathLike[str]) -> list[Listed]:
-    """The checkpoints of a directory, oldest step first; files are not hashed."""
+    """Return the checkpoints of a directory, oldest step first; files are not hashed."""
     home = CheckpointDirectory(directory)
     lines = []
     for step in home.steps():
@@ -88,9 +88,9 @@ def compare(
     """Compare the tensors of two checkpoints bit by bit, whatever pieces they are stored in.
 
     Args:
-        ours: A checkpoint.
-        theirs: Another.
-        prefix: Only tensors whose names begin with this.
+        ours: Path of a checkpoint.
+        theirs: Path of another one.
+        prefix: Beginning of the names to compare.
 
     Raises:
         CheckpointError: One of them cannot be read.
@@ -114,7 +114,7 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         return Checkpoint(Path(path), read_manifest(path))
     except CheckpointError as exc:
-        msg = f"expected a checkpoint in {path}, found: {exc}"
+        msg = f"{path} holds no readable checkpoint: {exc}"
         raise CheckpointError(msg) from exc
 
 

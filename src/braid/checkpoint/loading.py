@@ -1,7 +1,7 @@
-"""Finds the last complete checkpoint, and reads only what a rank needs.
+"""Loading: find the last complete checkpoint, and read only what a rank needs.
 
 A checkpoint is verified before anything is used: manifest against its own digest, files against the
-manifest's. Tensors are then assembled from whatever pieces overlap with what is wanted, so the
+manifest's. Tensors are then assembled from the pieces that overlap with the wanted box, so the
 number of ranks that wrote it does not matter.
 """
 
@@ -37,19 +37,24 @@ NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
 class Skipped(NamedTuple):
-    """A checkpoint that was passed over."""
+    """A checkpoint that was passed over.
+
+    Attributes:
+        path: Path of the checkpoint.
+        reason: Reason why it cannot be used.
+    """
 
     path: str
     reason: str
 
 
 class Checkpoint:
-    """A checkpoint that has been found good.
+    """A checkpoint that has been verified.
 
     Attributes:
-        path: Its directory.
-        manifest: Its contents.
-        skipped: Later ones that could not be used, and why.
+        path: Directory of the checkpoint.
+        manifest: Contents of the checkpoint.
+        skipped: Later checkpoints that could not be used, with reasons.
         own_of: Rank whose tensors are read where each rank wrote its own; None to read none of
             these.
 
@@ -75,14 +80,14 @@ class Checkpoint:
 
     def names(self) -> dict[str, str]:
         """Return name -> name in the manifest, which differs for a rank's own tensors."""
-        found = ((*owner_of(full), full) for full in self.manifest.tensors)
-        return {name: full for rank, name, full in found if rank in {None, self.own_of}}
+        names = ((*owner_of(full), full) for full in self.manifest.tensors)
+        return {name: full for rank, name, full in names if rank in {None, self.own_of}}
 
     def require_own(self, roots: Sequence[str]) -> None:
         """Check that it is known whose tensors to read, if ranks wrote their own.
 
         Raises:
-            CheckpointError: It was written by another number of ranks.
+            CheckpointError: The checkpoint was written by another number of ranks.
         """
         owned = [owner_of(full) for full in self.manifest.tensors]
         own = {name for rank, name in owned if rank is not None}
@@ -90,15 +95,15 @@ class Checkpoint:
         if wanted and self.own_of is None:
             num_owners = _num_owners(self.manifest)
             msg = (
-                f"expected to load {self.path} on {num_owners} ranks, as each wrote its own of "
-                f"{len(wanted)} tensors ({', '.join(wanted[:3])}, ...), "
-                "found another number: load(..., own_of=0) takes those of rank 0, or of the rank "
+                f"{self.path} was written by {num_owners} ranks, each with its own of "
+                f"{len(wanted)} tensors ({', '.join(wanted[:3])}, ...), and cannot be loaded "
+                "by another number: load(..., own_of=0) takes those of rank 0, or of the rank "
                 "that is named"
             )
             raise CheckpointError(msg)
 
     def read(self, name: str, box: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A tensor, or a part of it.
+        """Return a tensor, or a part of it.
 
         Args:
             name: Name of the tensor, without `own/` and rank where it is the one of `own_of`.
@@ -116,14 +121,11 @@ class Checkpoint:
         if entry is None and self.own_of is not None:
             entry = self.manifest.tensors.get(own_name(self.own_of, name))
         if entry is None:
-            msg = (
-                f"expected tensor {name!r} in {self.path}, found {len(self.manifest.tensors)} "
-                "others"
-            )
+            msg = f"{self.path} has no tensor {name!r}, but {len(self.manifest.tensors)} others"
             raise CheckpointError(msg)
         dtype = NAMES.get(entry.dtype)
         if dtype is None:
-            msg = f"expected a known dtype for {name!r} in {self.path}, found {entry.dtype!r}"
+            msg = f"tensor {name!r} in {self.path} has the unknown dtype {entry.dtype!r}"
             raise CheckpointError(msg)
         wanted = _ranges(entry, box)
         out = torch.empty([high - low for low, high in wanted], dtype=dtype)
@@ -132,14 +134,15 @@ class Checkpoint:
         return out
 
     def require(self, expected: Mapping[str, TensorSpec]) -> None:
-        """Check that the checkpoint holds these tensors, and no others that begin like one of them.
+        """Check that the checkpoint holds these tensors, and no others with the same roots.
 
         Args:
-            expected: Name -> shape and dtype. Names begin with what they belong to (`model/...`,
+            expected: Name -> shape and dtype. The root of a name is its first part (`model/...`,
                 `optimizer/...`).
 
         Raises:
-            CheckpointError: The table of all missing, unexpected and differing ones.
+            CheckpointError: Tensors are missing, unexpected or differ; the message has a table of
+                them.
         """
         roots = {name.partition("/")[0] for name in expected}
         entries = {name: self.manifest.tensors[full] for name, full in self.names().items()}
@@ -164,8 +167,8 @@ class Checkpoint:
         if len(rows) > MAX_ROWS:
             table.append(f"  ... and {len(rows) - MAX_ROWS} more")
         msg = (
-            f"expected a checkpoint of this model in {self.path}, found {len(rows)} tensors that "
-            "differ:\n" + "\n".join(table)
+            f"{self.path} is no checkpoint of this model: {len(rows)} tensors differ:\n"
+            + "\n".join(table)
         )
         raise CheckpointError(msg)
 
@@ -192,7 +195,7 @@ class Checkpoint:
 
 
 class _Choice(Report, frozen=True):
-    """What rank 0 found."""
+    """Checkpoint that rank 0 has chosen."""
 
     path: str = ""
     skipped: tuple[Skipped, ...] = ()
@@ -229,25 +232,24 @@ def load(where: str | os.PathLike[str], *, group: Group, own_of: int | None = No
         own_of = group.rank
     if own_of is not None and num_owners and not 0 <= own_of < num_owners:
         msg = (
-            f"expected own_of from 0 to {num_owners - 1}, the ranks that wrote {path}, found "
-            f"{own_of}"
+            f"own_of must be from 0 to {num_owners - 1}, the ranks that wrote {path}, got {own_of}"
         )
         raise ConfigError(msg)
     return Checkpoint(path, manifest, choice.skipped, own_of=own_of if num_owners else None)
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Check one checkpoint completely.
+    """Check one checkpoint completely; return its manifest.
 
     Raises:
-        CheckpointError: Every problem: files that are missing, truncated or altered.
+        CheckpointError: Files are missing, truncated or altered; the message names every problem.
     """
     path = Path(path)
     manifest = read_manifest(path)
     problems = []
     for name, expected in sorted(manifest.files.items()):
         try:
-            found = hash_file(_file_in(path, name))
+            actual = hash_file(_file_in(path, name))
         except FileNotFoundError:
             problems.append(f"{name} is missing")
         except OSError as exc:
@@ -255,12 +257,12 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
         except CheckpointError as exc:
             problems.append(str(exc))
         else:
-            if found.nbytes != expected.nbytes:
+            if actual.nbytes != expected.nbytes:
                 problems.append(
-                    f"{name} is truncated or extended: {found.nbytes:,} bytes, expected "
+                    f"{name} is truncated or extended: {actual.nbytes:,} bytes, expected "
                     f"{expected.nbytes:,}"
                 )
-            elif found.sha256 != expected.sha256:
+            elif actual.sha256 != expected.sha256:
                 problems.append(f"sha256 mismatch in {name}")
     if problems:
         raise CheckpointError("; ".join(problems))
@@ -268,7 +270,7 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of a checkpoint, checked against its own digest; files are not looked at.
+    """Return the manifest of a checkpoint, checked against its own digest; files are not checked.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -286,7 +288,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _num_owners(manifest: Manifest) -> int:
-    """How many ranks wrote tensors of their own."""
+    """Return the number of ranks that wrote tensors of their own."""
     return len({rank for rank, _ in map(owner_of, manifest.tensors) if rank is not None})
 
 
@@ -296,7 +298,7 @@ def _choose(where: Path) -> _Choice:
         try:
             verify(where)
         except CheckpointError as exc:
-            problem = f"expected a checkpoint in {where}, found: {exc}"
+            problem = f"{where} holds no readable checkpoint: {exc}"
             return _Choice(problem=problem)
         return _Choice(path=str(where))
     skipped: list[Skipped] = []
@@ -309,24 +311,21 @@ def _choose(where: Path) -> _Choice:
         else:
             return _Choice(path=str(path), skipped=tuple(skipped))
     listed = "\n".join(f"  {path}: {reason}" for path, reason in skipped)
-    return _Choice(problem=f"expected a complete checkpoint in {where}, found none:\n{listed}")
+    return _Choice(problem=(f"{where} holds no complete checkpoint:\n{listed}"))
 
 
 def _ranges(entry: TensorEntry, box: tuple[slice, ...] | None) -> list[tuple[int, int]]:
     if box is None:
         return [(0, extent) for extent in entry.shape]
     if len(box) != len(entry.shape) or any(s.step not in {None, 1} for s in box):
-        msg = (
-            f"expected {len(entry.shape)} slices of step 1 for shape {list(entry.shape)}, found "
-            f"{box}"
-        )
+        msg = f"shape {list(entry.shape)} needs {len(entry.shape)} slices of step 1, got {box}"
         raise CheckpointError(msg)
     ranges = [s.indices(extent)[:2] for s, extent in zip(box, entry.shape, strict=True)]
     return [(low, max(low, high)) for low, high in ranges]
 
 
 def _file_in(directory: Path, name: str) -> Path:
-    """Return a file of the checkpoint; never a link to elsewhere, nor a pipe."""
+    """Return a file of the checkpoint; refuse a link to elsewhere, or a pipe."""
     path = directory / name
     if path.is_symlink():
         msg = f"{name} is a symbolic link; a checkpoint's files are in its directory"

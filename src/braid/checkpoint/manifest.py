@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: one JSON file that is written last.
+"""Manifest of a checkpoint: one JSON file that is written last.
 
 Problem: formats whose index is a pickle run whatever code is in it when they are looked at, and
 shards without digests are loaded with their flipped bits. Idea: a manifest without code that names
@@ -7,7 +7,8 @@ carries a digest of its own. Where there is no manifest there is no checkpoint, 
 moment leaves a complete checkpoint or none.
 
     step-00000200/
-        manifest.json           {"sha256": "...", "manifest": {step, tensors, files, state, numerics, braid}}
+        manifest.json           {"sha256": "...",
+                                 "manifest": {step, tensors, files, state, numerics, braid}}
         rank-00000.safetensors  pieces that rank 0 owned
         rank-00001.safetensors  ...
 
@@ -46,7 +47,7 @@ FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20  # some 300,000 tensors
 MAX_DIMS = 16
-MAX_CORNERS = 1 << 20  # of the pieces of a tensor: 260,000 pieces in two dims
+MAX_CORNERS = 1 << 20  # of all pieces of a tensor: 260,000 pieces in two dims
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -57,8 +58,8 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         file: Name of a file of the checkpoint.
         key: Name of the tensor in it.
-        offset: Where the box begins, per dim.
-        shape: Its extent, per dim.
+        offset: First index of the box, per dim.
+        shape: Extent of the box, per dim.
     """
 
     file: str
@@ -71,9 +72,9 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole tensor.
 
     Attributes:
-        shape: Its global shape.
-        dtype: torch's name without the prefix.
-        pieces: Boxes that tile it.
+        shape: Global shape.
+        dtype: Data type by torch's name without the prefix.
+        pieces: Boxes that tile the tensor.
     """
 
     shape: tuple[int, ...]
@@ -82,14 +83,24 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of the checkpoint."""
+    """A file of the checkpoint.
+
+    Attributes:
+        nbytes: Length in bytes.
+        sha256: Digest in hexadecimal digits.
+    """
 
     nbytes: int
     sha256: str
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Who wrote the checkpoint."""
+    """Program that wrote the checkpoint.
+
+    Attributes:
+        version: Version of braid.
+        format: Version of the format.
+    """
 
     version: str = __version__
     format: int = FORMAT
@@ -99,14 +110,14 @@ class Manifest(msgspec.Struct, frozen=True):
     """Contents of a checkpoint.
 
     Attributes:
-        step: Steps that had been completed.
-        tensors: By name.
-        files: By name.
-        state: What is no tensor: position in the data, optimizer's numbers, seeds, digest of the
-            data.
-        numerics: What the bits depend on: threads, order of sums, algorithms, world size, torch's
-            version.
-        braid: Who wrote it.
+        step: Number of completed steps.
+        tensors: Tensors by name.
+        files: Files by name.
+        state: Values that are no tensors: position in the data, optimizer's numbers, seeds, digest
+            of the data.
+        numerics: Settings on which bits depend: threads, order of sums, algorithms, world size,
+            torch's version.
+        braid: Program that wrote it.
     """
 
     step: int
@@ -128,29 +139,29 @@ class _Sealed(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest with its own digest.
+    """Return the manifest as JSON with its own digest.
 
     Raises:
-        CheckpointError: It is inconsistent, or holds values that JSON does not know.
+        CheckpointError: The manifest is inconsistent, or holds values that JSON does not know.
     """
     _refuse(problems_of(manifest))
     try:
         raw = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     except (TypeError, ValueError) as exc:
-        msg = f"expected state and numerics of a checkpoint as JSON knows them, found: {exc}"
+        msg = f"state and numerics of a checkpoint must be values that JSON knows: {exc}"
         raise CheckpointError(msg) from exc
     if len(raw) > MAX_MANIFEST_BYTES - 256:
-        msg = f"expected a manifest below {MAX_MANIFEST_BYTES:,} bytes, found {len(raw):,}"
+        msg = f"manifest must be smaller than {MAX_MANIFEST_BYTES:,} bytes, got {len(raw):,}"
         raise CheckpointError(msg)
     return msgspec.json.encode(_Sealed(hashlib.sha256(raw).hexdigest(), msgspec.Raw(raw)))
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Inverse of `encode_manifest`.
+    """Return the manifest that `encode_manifest` encoded.
 
     Raises:
-        CheckpointError: Not a manifest, altered, of a newer format, or inconsistent: all problems
-            at once.
+        CheckpointError: The data is no manifest, altered, of a newer format, or inconsistent; the
+            message names all problems.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         msg = f"{MANIFEST_NAME} is larger than {MAX_MANIFEST_BYTES:,} bytes"
@@ -186,7 +197,7 @@ _MANIFEST = msgspec.json.Decoder(Manifest)
 
 
 def problems_of(manifest: Manifest) -> list[str]:
-    """Everything in a manifest that contradicts itself or could reach outside of its directory."""
+    """Return everything in a manifest that contradicts itself or could leave its directory."""
     problems = [] if manifest.step >= 0 else [f"step is {manifest.step}"]
     for name, file in manifest.files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
@@ -220,7 +231,7 @@ def _problem_of(entry: TensorEntry, files: dict[str, FileEntry]) -> str:
 
 
 def _overlap(entry: TensorEntry) -> str:
-    """Return what is wrong with boxes of the volume of a tensor that do not tile it.
+    """Return the problem of boxes that have the volume of a tensor but do not tile it.
 
     A box is known by its corners with signs, + - in one dim and + - - + in two (they are what is
     left of its indicator function after one derivative per dim). Corners of neighbours cancel, so

@@ -4,7 +4,9 @@ JSON knows no tensors, tuples or infinities, and would return them as something 
 So each stands behind a tag:
 
     {"start": [x], "step": 3, "betas": (0.9, 0.99)}
-    {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}      and x under NAME/start/0
+
+    {"dict": {"start": [{"tensor": "NAME/start/0"}], "step": 3, "betas": {"tuple": [0.9, 0.99]}}}
+    and x under NAME/start/0
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Return a value as JSON; its tensors are added to `tensors`, under names in `name`.
 
     Raises:
-        ConfigError: There is something in it that cannot be filed.
+        ConfigError: The value holds something that cannot be stored.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -43,26 +45,25 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {k: to_plain(x, f"{name}/{k}", tensors) for k, x in value.items()}}
-    found = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
-    found = "a second tensor of this name" if isinstance(value, torch.Tensor) else found
+    kind = type(value).__name__ + " with keys other than text" * isinstance(value, dict)
+    kind = "a second tensor of this name" if isinstance(value, torch.Tensor) else kind
     msg = (
-        "expected tensors, numbers, text, lists, tuples and dicts with text as keys in what the "
-        f"optimizer remembers, found {found} as {name!r}, "
-        "which a checkpoint cannot hold: let state_dict() return it as one of these, or leave it "
-        "out there"
+        f"optimizer's state has {kind} as {name!r}, which a checkpoint cannot hold: let "
+        "state_dict() return tensors, numbers, text, lists, tuples and dicts with text as "
+        "keys, or leave it out there"
     )
     raise ConfigError(msg)
 
 
 def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """The value that `to_plain` made this of.
+    """Return the value of which `to_plain` made this JSON.
 
     Args:
-        value: Out of JSON.
-        read: Returns the tensor of a name.
+        value: Value out of JSON.
+        read: Function that returns the tensor of a name.
 
     Raises:
-        CheckpointError: It is not that.
+        CheckpointError: `to_plain` does not make such JSON.
     """
     if isinstance(value, list):
         return [from_plain(item, read) for item in value]
@@ -78,7 +79,7 @@ def from_plain(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
         case [("dict", dict(items))]:
             return {key: from_plain(item, read) for key, item in items.items()}
     msg = (
-        "expected a tensor, float, tuple or dict in the optimizer's state, found "
-        f"{str(value)[:80]!r}"
+        f"optimizer's state in the checkpoint has {str(value)[:80]!r}, which is no tensor, "
+        "float, tuple or dict"
     )
     raise CheckpointError(msg)

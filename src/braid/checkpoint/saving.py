@@ -1,6 +1,6 @@
 """Saving: every rank writes its pieces, the manifest comes last, a rename makes it a checkpoint.
 
-    all ranks   can it work?           rank 0 makes the hidden directory and looks at the free space
+    all ranks   prepare                rank 0 makes the hidden directory and reads the free space
     exchange    needs, problems        any problem: all raise the same error, nothing has changed
     all ranks   write, hash, fsync     one file each
     exchange    digests, problems
@@ -66,36 +66,37 @@ def save(
     keep: int = 3,
     on_saved: OnSaved | None = None,
 ) -> Path:
-    """Write a checkpoint; collective.
+    """Write a checkpoint; a collective.
 
     Args:
-        directory: Of the run's checkpoints, on a file system that all ranks see.
-        snapshot: What this rank owns.
-        step: Steps that have been completed.
-        group: The ranks whose snapshots make up the checkpoint.
-        state: What is no tensor, as JSON knows it; that of rank 0 counts.
-        numerics: What the bits depend on; likewise.
-        keep: How many checkpoints to keep, this one included; older ones go after it is complete.
+        directory: Directory of the run's checkpoints, on a file system that all ranks see.
+        snapshot: Tensors that this rank owns.
+        step: Number of completed steps.
+        group: Ranks whose snapshots make up the checkpoint.
+        state: Values that are no tensors, as JSON knows them; rank 0's are stored.
+        numerics: Settings on which bits depend; rank 0's are stored.
+        keep: Number of checkpoints to keep, this one included; older ones are removed after it is
+            complete.
         on_saved: Called on every rank with step, path, and whether the files carry digests.
 
     Returns:
-        The checkpoint, `directory/step-00000200`.
+        Path of the checkpoint, `directory/step-00000200`.
 
     Raises:
-        ConfigError: `keep` or `step` cannot be.
-        CheckpointError: The same on every rank; nothing but the attempt is lost.
-        PeerLostError: A rank died; what was written is hidden, and removed by the next save.
+        ConfigError: `keep` or `step` is out of range.
+        CheckpointError: Saving failed, with the same message on every rank; nothing but the attempt
+            is lost.
+        PeerLostError: A rank died; its files are hidden, and removed by the next save.
 
     Cost: one pass over the owned bytes (hash and write), six small all_gathers.
     """
     if keep < 1 or step < 0:
-        msg = f"expected keep >= 1 and step >= 0, found keep={keep}, step={step}"
+        msg = f"keep must be at least 1 and step at least 0, got keep={keep}, step={step}"
         raise ConfigError(msg)
     home = CheckpointDirectory(directory)
     action = f"cannot save checkpoint {home.final(step)}"
-    pieces = sorted(
-        snapshot.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset)
-    )  # wide dtypes first: every value is aligned
+    # wide dtypes first: every value is aligned
+    pieces = sorted(snapshot.pieces(), key=lambda p: (-p.tensor.element_size(), p.name, p.offset))
     plans = exchange(group, _prepare(home, pieces, step, first=group.rank == 0))
     need = sum(plan.need for plan in plans) + MANIFEST_RESERVE_BYTES
     space = ""
@@ -201,7 +202,7 @@ def _publish(
 
 
 def _named(pieces: list[Slice]) -> dict[str, torch.Tensor]:
-    """Key in the file -> values; a tensor with several boxes here has a key for each."""
+    """Return key in the file -> values; a tensor with several boxes here has a key for each."""
     keys: dict[str, torch.Tensor] = {}
     for piece in pieces:
         key, number = piece.name, 1

@@ -1,16 +1,17 @@
-"""What a rank hands to `save`: the boxes of tensors that it owns.
+"""Snapshots: the boxes of tensors that a rank owns and hands to `save`.
 
-The checkpoint knows no engine. Whoever holds parameters, sharded in any way, says which pieces of
+The checkpoint knows no engine. The owner of parameters, sharded in any way, says which pieces of
 which global tensors are here; together the ranks' pieces tile each tensor exactly once.
-`ReplicatedSnapshot` is that for data parallelism, where every rank has everything: each writes an
-n-th of the bytes.
+`ReplicatedSnapshot` is for data parallelism, where every rank has everything: each writes an n-th
+of the bytes.
 
     bytes of all tensors   |--- a ---|------------- b -------------|-- c --|
-    ranks                  |      0      |      1      |      2      |         boundaries moved to whole rows (dim 0)
+    ranks                  |      0      |      1      |      2      |
+                           boundaries are moved to whole rows (dim 0)
 
-What differs from rank to rank, such as the moments of an optimizer that takes steps alone, cannot
-be divided like that: each rank writes all of its own, and says so by a name: `own/model/w` here is
-`own/00001/model/w` of rank 1 in the checkpoint.
+Tensors that differ from rank to rank, such as the moments of an optimizer that takes steps alone,
+cannot be divided like that. Each rank writes all of its own, and says so by a name: `own/model/w`
+here is `own/00001/model/w` of rank 1 in the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,18 +31,20 @@ OWN_NAME = re.compile(r"own/(\d{5,})/(.+)", re.DOTALL)
 
 
 def own_name(rank: int, name: str) -> str:
-    """What a rank's own tensor is called in a checkpoint."""
+    """Return the name of a rank's own tensor in a checkpoint."""
     return f"{OWN}{rank:05d}/{name}"
 
 
 def owner_of(name: str) -> tuple[int | None, str]:
-    """The rank, and the name without it, of a tensor in a checkpoint; None if it is no rank's own.
+    """Return the rank, and the name without it, of a tensor in a checkpoint.
+
+    The rank is None if the tensor is no rank's own.
 
     >>> owner_of("own/00001/model/w"), owner_of("model/w")
     ((1, 'model/w'), (None, 'model/w'))
     """
-    found = OWN_NAME.fullmatch(name)
-    return (int(found[1]), found[2]) if found else (None, name)
+    match = OWN_NAME.fullmatch(name)
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 class Slice(NamedTuple):
@@ -49,9 +52,9 @@ class Slice(NamedTuple):
 
     Attributes:
         name: Name of the global tensor.
-        global_shape: Its shape.
-        offset: Where the box begins, per dim.
-        tensor: The values; its shape is the extent of the box.
+        global_shape: Shape of the global tensor.
+        offset: First index of the box, per dim.
+        tensor: Values; their shape is the extent of the box.
     """
 
     name: str
@@ -61,10 +64,10 @@ class Slice(NamedTuple):
 
 
 class Snapshot(Protocol):
-    """The state of a rank that a checkpoint keeps."""
+    """State of a rank that a checkpoint keeps."""
 
     def pieces(self) -> Iterable[Slice]:
-        """The slices that this rank owns; all ranks together own every element once."""
+        """Return the slices that this rank owns; all ranks together own every element once."""
         ...
 
 
@@ -72,8 +75,8 @@ class ReplicatedSnapshot:
     """Tensors that every rank has; ownership is divided by bytes.
 
     Args:
-        tensors: By name; the same names, shapes and dtypes on every rank, and the same values,
-            except for names that begin with `own/`.
+        tensors: Tensors by name; the same names, shapes and dtypes on every rank, and the same
+            values, except for names that begin with `own/`.
         rank: This rank.
         size: Number of ranks.
     """
@@ -86,7 +89,7 @@ class ReplicatedSnapshot:
         self._size = size
 
     def pieces(self) -> Iterable[Slice]:
-        """This rank's rows, and its own tensors."""
+        """Yield this rank's rows, and its own tensors."""
         for name in sorted(name for name in self._tensors if name.startswith(OWN)):
             tensor = self._tensors[name].detach()
             full = own_name(self._rank, name.removeprefix(OWN))
@@ -112,7 +115,7 @@ class ReplicatedSnapshot:
                 yield Slice(name, shape, (low, *(0,) * (len(shape) - 1)), tensor[low:high])
 
     def _first_row(self, rank: int, start: int, row_bytes: int, rows: int, total: int) -> int:
-        """The first row that begins at or behind the first byte of `rank`."""
+        """Return the first row that begins at or behind the first byte of `rank`."""
         if rank == self._size:
             return rows  # empty tensors at the very end have an owner, too
         boundary = -(-total * rank // self._size)

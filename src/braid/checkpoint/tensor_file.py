@@ -1,4 +1,4 @@
-"""Writing and reading one safetensors file: hashed while it is written, mapped when it is read.
+"""One safetensors file: hashed while it is written, mapped when it is read.
 
 The format is 8 bytes with the length of a JSON header, the header (name -> dtype, shape, byte
 range), and the values. The library's own writer takes no hash on the way and builds the file in
@@ -44,7 +44,7 @@ CHUNK_BYTES = 8 << 20
 
 
 def tensor_file_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Length of the file that these tensors make."""
+    """Return the length of the file of these tensors."""
     return len(_header(tensors)) + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -52,8 +52,8 @@ def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEn
     """Write a new file and bring it to the disk.
 
     Raises:
-        OSError: It cannot be written; a part may be there.
-        CheckpointError: A dtype that the format does not know.
+        OSError: The file cannot be written; a part may be there.
+        CheckpointError: The format does not know a dtype.
     """
     digest = hashlib.sha256()
     nbytes = 0
@@ -71,10 +71,10 @@ def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileEn
 
 
 def hash_file(path: Path) -> FileEntry:
-    """Length and digest of what is there.
+    """Return the length and digest of a file.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     digest = hashlib.sha256()
     nbytes = 0
@@ -88,31 +88,34 @@ def hash_file(path: Path) -> FileEntry:
 def read_piece(
     path: Path, key: str, shape: tuple[int, ...], dtype: str, box: tuple[slice, ...]
 ) -> torch.Tensor:
-    """A box of the tensor `key`; only its pages are read.
+    """Return a box of the tensor `key`; only its pages are read.
 
     Args:
-        path: The file.
-        key: Name in it.
+        path: Path of the file.
+        key: Name of the tensor in the file.
         shape: Shape that it must have.
-        dtype: torch's name of the dtype that it must have.
-        box: What to read, per dim, relative to the stored tensor.
+        dtype: Data type that it must have, by torch's name.
+        box: A slice per dim, relative to the stored tensor.
 
     Raises:
-        CheckpointError: The file does not hold that.
+        CheckpointError: The file does not hold such a tensor.
     """
     try:
         with safe_open(path, framework="pt") as file:
             stored = file.get_slice(key)
-            found = tuple(stored.get_shape())
-            if found != shape:
-                msg = f"expected {key!r} of shape {list(shape)} in {path.name}, found {list(found)}"
+            stored_shape = tuple(stored.get_shape())
+            if stored_shape != shape:
+                msg = (
+                    f"expected {key!r} of shape {list(shape)} in {path.name}, got "
+                    f"{list(stored_shape)}"
+                )
                 raise CheckpointError(msg)
             tensor: torch.Tensor = stored[box] if box else file.get_tensor(key)
     except (SafetensorError, OSError) as exc:
-        msg = f"expected tensor {key!r} in {path}, found: {exc}"
+        msg = f"tensor {key!r} cannot be read from {path}: {exc}"
         raise CheckpointError(msg) from exc
     if str(tensor.dtype) != f"torch.{dtype}":
-        msg = f"expected {key!r} of {dtype} in {path.name}, found {tensor.dtype}"
+        msg = f"expected {key!r} of {dtype} in {path.name}, got {tensor.dtype}"
         raise CheckpointError(msg)
     return tensor
 
@@ -123,7 +126,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     for key, tensor in tensors.items():
         name = DTYPES.get(tensor.dtype)
         if name is None:
-            msg = f"expected a dtype that safetensors knows, found {tensor.dtype} for {key!r}"
+            msg = f"tensor {key!r} has dtype {tensor.dtype}, which safetensors does not know"
             raise CheckpointError(msg)
         end = start + tensor.numel() * tensor.element_size()
         entries[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}
@@ -135,7 +138,6 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach().cpu().contiguous()
-    flat = tensor.as_strided(
-        (tensor.numel(),), (1,)
-    )  # one element may have any stride and yet be contiguous
+    # one element may have any stride and yet be contiguous
+    flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy().data)

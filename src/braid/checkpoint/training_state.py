@@ -1,18 +1,21 @@
 """Model and optimizer as named tensors and numbers, and back.
 
-Problem: `optimizer.state_dict()` counts parameters, so a model whose parameters are created in
-another order silently gets the wrong moments. Idea: everything is filed under the parameter's name.
+Problem: `optimizer.state_dict()` numbers parameters, so a model whose parameters are created in
+another order silently gets the wrong moments. Idea: everything is stored under the parameter's
+name.
 
-    model/blocks.0.attention.weight                     parameters (tied ones once) and persistent buffers
-    optimizer/blocks.0.attention.weight/exp_avg         tensors of the optimizer's state
-    optimizer_state_dict/diloco/start/0                 other tensors in its state_dict(), and such inside of lists
-    own/...                                             those of the above that other ranks have another value of
-    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}], "numbers": {name: {...}},
-    "rest": {"diloco": {...}}}}
+    model/blocks.0.attention.weight                parameters (tied ones once), persistent buffers
+    optimizer/blocks.0.attention.weight/exp_avg    tensors of the optimizer's state
+    optimizer_state_dict/diloco/start/0            other tensors in its state_dict(), also in lists
+    own/...                                        those of the above with another value elsewhere
+
+    state: {"optimizer": {"groups": [{"names": [...], "lr": 0.001, ...}],
+                          "numbers": {name: {...}},
+                          "rest": {"diloco": {...}}}}
     state: {"generators": {name: base64 of its state}}
 
-An optimizer whose ranks take steps alone has a method `is_own(name, tensor)` that tells of these
-names whether the tensor is this rank's own.
+An optimizer whose ranks take steps alone has a method `is_own(name, tensor)`, which returns for one
+of these names whether the tensor is this rank's own.
 """
 
 from __future__ import annotations
@@ -40,13 +43,13 @@ ROOTS = ("optimizer", REST)
 def training_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and the optimizer's tensors by name; not copied.
+    """Return parameters, buffers and the optimizer's tensors by name; not copied.
 
-    Names of those that are this rank's own begin with `own/`, as `ReplicatedSnapshot` knows them.
+    Names of this rank's own tensors begin with `own/`, as `ReplicatedSnapshot` knows them.
 
     Raises:
         ConfigError: The optimizer holds a parameter that the model does not, or something that
-            cannot be filed.
+            cannot be stored.
     """
     tensors = {f"model/{name}": tensor for name, tensor in _model_tensors(model).items()}
     if optimizer is not None:
@@ -63,7 +66,9 @@ def training_numbers(
     *,
     generators: Generators | None = None,
 ) -> dict[str, Any]:
-    """What of a training is no tensor, for a checkpoint's `state`; the same on all ranks.
+    """Return values of a training that are no tensors, for a checkpoint's `state`.
+
+    They are the same on all ranks.
 
     Raises:
         ConfigError: As for `training_tensors`.
@@ -89,9 +94,9 @@ def restore_training(
     """Put a checkpoint's values into a model, an optimizer and generators.
 
     Raises:
-        CheckpointError: The checkpoint is of another model or optimizer: the table of what differs;
-            or ranks wrote tensors of their own, and other numbers of ranks load. Nothing has been
-            changed.
+        CheckpointError: The checkpoint is of another model or optimizer (the message has a table of
+            the differences), or ranks wrote tensors of their own and other numbers of ranks load.
+            Nothing has been changed.
     """
     params = _model_tensors(model)
     checkpoint.require_own(["model", *ROOTS] if optimizer is not None else ["model"])
@@ -110,10 +115,7 @@ def restore_training(
     kept = checkpoint.manifest.state.get("generators", {})
     for name, generator in (generators or {}).items():
         if name not in kept:
-            msg = (
-                f"expected the state of generator {name!r} in {checkpoint.path}, found "
-                f"{sorted(kept)}"
-            )
+            msg = f"{checkpoint.path} has no state of generator {name!r}, but of {sorted(kept)}"
             raise CheckpointError(msg)
         raw = bytearray(base64.b64decode(kept[name]))
         generator.set_state(torch.frombuffer(raw, dtype=torch.uint8))
@@ -122,18 +124,18 @@ def restore_training(
 def _optimizer_state(
     checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """What `load_state_dict` wants: numbered in the order of the optimizer that is here."""
+    """Return the argument of `load_state_dict`, in the order of the optimizer that is here."""
     kept = checkpoint.manifest.state.get("optimizer", {})
     names = _names_of(model, optimizer)
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     theirs = [group.get("names") for group in kept.get("groups", [])]
     kind = type(optimizer).__name__
     if kept.get("type") != kind or list(map(sorted, mine)) != [sorted(t or []) for t in theirs]:
-        found = f"{kept.get('type', 'no optimizer')} with {[len(t or []) for t in theirs]}"
+        saved = f"{kept.get('type', 'no optimizer')} with {[len(t or []) for t in theirs]}"
         msg = (
-            f"expected the state of {kind} with groups of {[len(group) for group in mine]} "
-            "parameters in "
-            f"{checkpoint.path}, found {found}: use the optimizer and groups that it was made with"
+            f"{checkpoint.path} holds the state of {saved}, not of {kind} with groups of "
+            f"{[len(group) for group in mine]} parameters: use the optimizer and groups that "
+            "it was made with"
         )
         raise CheckpointError(msg)
     order = {name: index for index, name in enumerate(n for group in mine for n in group)}
@@ -166,9 +168,9 @@ def _optimizer_state(
     rest = {key: from_plain(x, read) for key, x in kept.get("rest", {}).items()}
     if in_order and mine != theirs:
         msg = (
-            f"expected the parameters of {kind} in the order of {checkpoint.path}, as "
-            f"{in_order[0]!r} is not filed by parameter, found another "
-            "one: make the model and the optimizer as they were made then"
+            f"parameters of {kind} are in another order than in {checkpoint.path}, where "
+            f"{in_order[0]!r} is not filed by parameter: make the model and the optimizer as "
+            "they were made then"
         )
         raise CheckpointError(msg)
     return {**rest, "state": state, "param_groups": groups}
@@ -177,7 +179,7 @@ def _optimizer_state(
 def _filed(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The optimizer's tensors by name, and what JSON holds of it."""
+    """Return the optimizer's tensors by name, and its other values as JSON."""
     names = _names_of(model, optimizer)
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
@@ -209,7 +211,7 @@ def _filed(
 
 
 def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, tied ones once, and the buffers that `state_dict` would hold."""
+    """Return parameters, tied ones once, and the buffers that `state_dict` would hold."""
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     kept = model.state_dict().keys()
     tensors.update({name: b for name, b in model.named_buffers() if name in kept})
@@ -221,8 +223,7 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
     if strangers:
         msg = (
-            f"expected an optimizer of the model's own parameters, found {len(strangers)} others, "
-            "the first of "
+            f"optimizer has {len(strangers)} parameters that are not the model's, the first of "
             f"shape {list(strangers[0].shape)}: make the optimizer from model.parameters()"
         )
         raise ConfigError(msg)
@@ -230,5 +231,5 @@ def _names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.
 
 
 def _tuples(value: Any) -> Any:
-    """Betas must be a tuple, and are lists in older checkpoints."""
+    """Return betas as a tuple; they are lists in older checkpoints."""
     return tuple(value) if isinstance(value, list) else value
