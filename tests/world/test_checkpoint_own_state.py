@@ -181,7 +181,7 @@ def test_another_number_of_ranks_says_whose_it_takes(world, tmp_path):
         assert "was written by" in text
         assert "was written by 2 ranks, each with its own of" in text
         assert "load(..., own_of=0)" in text
-    assert "own_of from 0 to 1" in run_threads(1, _elsewhere, tmp_path, 2)[0][0]
+    assert "own_of must be from 0 to 1" in run_threads(1, _elsewhere, tmp_path, 2)[0][0]
     ((text, first),) = run_threads(1, _elsewhere, tmp_path, 0)
     ((_, second),) = run_threads(1, _elsewhere, tmp_path, 1)
     assert text == ""
