@@ -56,7 +56,7 @@ def test_a_program_that_does_not_keep_its_promise_fails_the_check(tmp_path, caps
 def test_a_typing_error_is_found_with_its_place(tmp_path, capsys):
     (tmp_path / "program").write_text(BROKEN.replace("recv0.0", "reecv0.0"))
     code, text = ends(capsys, "check", str(tmp_path / "program"))
-    where = "line 5, column 3: expected a kind out of send, recv, reduce, copy, found 'reecv0.0<0'"
+    where = "line 5, column 3: expected a kind out of send, recv, reduce, copy, got 'reecv0.0<0'"
     assert (code, where in text) == (2, True)
 
 
@@ -87,7 +87,7 @@ def test_a_program_whose_message_nobody_receives_is_not_simulated(tmp_path, caps
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("send0.0>1 recv0.0<1", "rank 1, action 0: expected a peer from 0 to 1 other than itself"),
+        ("send0.0>1 recv0.0<1", "rank 1, action 0: the peer must be another rank from 0 to 1"),
         ("recv0.0<0", "contributions: rank 0, at the end"),
     ],
 )
@@ -142,10 +142,10 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
     ("arguments", "words"),
     [
         (("show", "rong"), "found rong"),
-        (("show", "ring", "--operation", "scatter"), "out of naive, tree, found ring"),
-        (("show", "ring", "--ranks", "0"), "expected at least 1 rank, found 0"),
-        (("show", "hierarchical", "--ranks", "6", "--row", "4"), "found rows of 4"),
-        (("show", "tree", "--operation", "reduce", "--root", "9"), "expected a root from 0 to 3"),
+        (("show", "ring", "--operation", "scatter"), "choose one of naive, tree"),
+        (("show", "ring", "--ranks", "0"), "at least 1 rank is needed, got 0"),
+        (("show", "hierarchical", "--ranks", "6", "--row", "4"), "rows of 4"),
+        (("show", "tree", "--operation", "reduce", "--root", "9"), "root must be 0 to 3"),
         (("show", "1f1b", "--microbatches", "0"), "at least 1 stage and 1 micro-batch"),
         (("show", "ring", "--ranks", "1000"), "at most 512 ranks"),
         (("check", "/nowhere/at/all"), "No such file"),
@@ -158,7 +158,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("simulate", "1f1b", "--forward-ms", "nan"), "not negative, for --forward-ms, found nan"),
         (("simulate", "1f1b", "--backward-ms", "-5"), "not negative, for --backward-ms"),
         (("simulate", "1f1b", "--root", "7"), "expected no --operation or --root with 1f1b"),
-        (("simulate", "ring", "--root", "1"), "expected no root for all_reduce, found 1"),
+        (("simulate", "ring", "--root", "1"), "all_reduce has no root, got 1"),
         (("simulate", "ring", "--ranks", "1000000000"), "may have at most 1,000,000 ranks"),
         (("simulate", "x" * 3000), "expected an algorithm out of"),
     ],

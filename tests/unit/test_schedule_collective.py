@@ -229,37 +229,37 @@ def test_ring_sends_what_no_all_reduce_can_do_without_from_every_rank() -> None:
         (
             {"name": "tree", "operation": "all_gather", "num_ranks": 4},
             (
-                "expected an algorithm for all_gather out of bruck, hypercube, naive, pairwise, ring, found tree, "
-                "which carries out all_reduce, broadcast, gather, reduce, scatter"
+                "tree is no algorithm for all_gather (but for all_reduce, broadcast, gather, reduce, scatter): "
+                "choose one of bruck, hypercube, naive, pairwise, ring"
             ),
         ),
         (
             {"name": "magic", "operation": "all_to_all", "num_ranks": 4},
-            "expected an algorithm for all_to_all out of bruck, pairwise, found magic",
+            "magic is no algorithm for all_to_all: choose one of bruck, pairwise",
         ),
         (
             {"name": "bruck", "operation": "dance", "num_ranks": 4},
-            "expected an algorithm for dance out of none, found bruck, which carries out all_gather, all_to_all",
+            "bruck is no algorithm for dance (but for all_gather, all_to_all): there is no such operation",
         ),
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4},
-            "expected the number of ranks of a host for hierarchical, found none",
+            "hierarchical needs the number of ranks of a host: pass row",
         ),
         (
             {"name": "hierarchical", "operation": "all_reduce", "num_ranks": 4, "row": 3},
-            "expected rows of equal length on 4 ranks, found rows of 3: use a divisor of 4",
+            "4 ranks cannot be divided into rows of 3: use a divisor of 4",
         ),
         (
             {"name": "tree", "operation": "broadcast", "num_ranks": 4, "root": 4},
-            "expected a root from 0 to 3, found 4",
+            "root must be 0 to 3, got 4",
         ),
         (
             {"name": "naive", "operation": "gather", "num_ranks": 4, "root": -1},
-            "expected a root from 0 to 3, found -1",
+            "root must be 0 to 3, got -1",
         ),
         (
             {"name": "tree", "operation": "all_reduce", "num_ranks": 0},
-            "expected at least 1 rank, found 0",
+            "at least 1 rank is needed, got 0",
         ),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_program_that_deadlocks_is_refused() -> None:
     with pytest.raises(ConfigError) as raised:
         timeline(*ONE_AFTER_THE_OTHER, "copy0.0/0", network=switch(3))
     assert str(raised.value) == (
-        "expected a program that ends, found that ranks 0, 1 wait for ever: validate it first"
+        "the program does not end: ranks 0, 1 wait for ever; validate it first"
     )
 
 
@@ -238,7 +238,7 @@ def test_a_message_without_another_end_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as raised:
         timeline("send0.0>1", "copy0.0/0", network=switch(2))
     assert str(raised.value) == (
-        "expected a partner for every message, found none for the send of block 0 in round 0 to rank 1 of rank 0: "
+        "the send of block 0 in round 0 to rank 1 of rank 0 has no partner: "
         "validate the program first"
     )
 
@@ -323,5 +323,5 @@ def test_pipelines_of_nothing_are_refused(
     with pytest.raises(ConfigError) as raised:
         make(p, m)
     assert str(raised.value) == (
-        f"expected at least 1 stage and 1 micro-batch, found {max(p, 0)} and {m}"
+        f"a pipeline needs at least 1 stage and 1 micro-batch, got {max(p, 0)} and {m}"
     )

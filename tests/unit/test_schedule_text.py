@@ -23,7 +23,7 @@ rank 1
   send1.0>0 reduce0.0<0
   send0.1>0 recv1.1<0
 """
-PLACE = re.compile(r"line ([1-9]\d*), column ([1-9]\d*): expected .+, found .+", re.DOTALL)
+PLACE = re.compile(r"line ([1-9]\d*), column ([1-9]\d*): expected .+, got .+", re.DOTALL)
 
 
 def refusal(text: str) -> str:
@@ -78,85 +78,84 @@ ACTION = "an action such as send0.0>1 (kind, unit, index, peer)"
 NUMBER = "a number from 0 with at most 9 digits"
 REFUSALS = {
     "": (
-        "line 1, column 1: expected a program, found no text: "
+        "line 1, column 1: expected a program, got no text: "
         "begin with `program VOCABULARY NAME OPERATION units N indices N`"
     ),
     " \n# nothing but words\n": (
-        "line 1, column 1: expected a program, found no text: "
+        "line 1, column 1: expected a program, got no text: "
         "begin with `program VOCABULARY NAME OPERATION units N indices N`"
     ),
-    "rank 0": "line 1, column 1: expected `program`, found 'rank'",
-    "program": "line 1, column 8: expected a vocabulary out of collective, pipeline, found the end of the line",
-    "program opera": "line 1, column 9: expected a vocabulary out of collective, pipeline, found 'opera'",
-    "program collective ring": "line 1, column 24: expected an operation, found the end of the line",
-    "program collective ring all_reduce blocks 2": "line 1, column 36: expected `units`, found 'blocks'",
+    "rank 0": "line 1, column 1: expected `program`, got 'rank'",
+    "program": "line 1, column 8: expected a vocabulary out of collective, pipeline, got the end of the line",
+    "program opera": "line 1, column 9: expected a vocabulary out of collective, pipeline, got 'opera'",
+    "program collective ring": "line 1, column 24: expected an operation, got the end of the line",
+    "program collective ring all_reduce blocks 2": "line 1, column 36: expected `units`, got 'blocks'",
     "program collective ring all_reduce units 0 indices 2": (
-        "line 1, column 42: expected a number from 1 with at most 9 digits, found '0'"
+        "line 1, column 42: expected a number from 1 with at most 9 digits, got '0'"
     ),
     "program collective ring all_reduce units 2 indices": (
-        "line 1, column 51: expected a number of indices, found the end of the line"
+        "line 1, column 51: expected a number of indices, got the end of the line"
     ),
     "program collective ring all_reduce units 2 indices 1234567890": (
-        f"line 1, column 52: expected {NUMBER}, found '1234567890'"
+        f"line 1, column 52: expected {NUMBER}, got '1234567890'"
     ),
     "program collective ring all_reduce units 2 indices -1": (
-        f"line 1, column 52: expected {NUMBER}, found '-1'"
+        f"line 1, column 52: expected {NUMBER}, got '-1'"
     ),
     "program collective ring all_reduce units 2 indices \u0663": (
-        f"line 1, column 52: expected {NUMBER}, found '\u0663'"
+        f"line 1, column 52: expected {NUMBER}, got '\u0663'"
     ),
-    f"{HEAD} root": "line 1, column 58: expected a rank, found the end of the line",
-    f"{HEAD} root x": f"line 1, column 59: expected {NUMBER}, found 'x'",
-    f"{HEAD} twice": "line 1, column 54: expected `root` or the end of the line, found 'twice'",
-    f"{HEAD} root 0 twice": "line 1, column 61: expected `root` or the end of the line, found 'twice'",
-    HEAD: "line 1, column 52: expected `rank 0` on a line below, found '2'",
-    f"{HEAD}\nsend0.0>1": "line 2, column 1: expected `rank 0`, found 'send0.0>1'",
-    f"{HEAD}\nrank 1\nrank 0": "line 2, column 6: expected `rank 0`, alone in its line, found '1'",
-    f"{HEAD}\nrank 0\n\nrank 0": "line 4, column 6: expected `rank 1`, alone in its line, found '0'",
-    f"{HEAD}\nrank": "line 2, column 1: expected `rank 0`, alone in its line, found 'rank'",
+    f"{HEAD} root": "line 1, column 58: expected a rank, got the end of the line",
+    f"{HEAD} root x": f"line 1, column 59: expected {NUMBER}, got 'x'",
+    f"{HEAD} twice": "line 1, column 54: expected `root` or the end of the line, got 'twice'",
+    f"{HEAD} root 0 twice": "line 1, column 61: expected `root` or the end of the line, got 'twice'",
+    HEAD: "line 1, column 52: expected `rank 0` on a line below, got '2'",
+    f"{HEAD}\nsend0.0>1": "line 2, column 1: expected `rank 0`, got 'send0.0>1'",
+    f"{HEAD}\nrank 1\nrank 0": "line 2, column 6: expected `rank 0`, alone in its line, got '1'",
+    f"{HEAD}\nrank 0\n\nrank 0": "line 4, column 6: expected `rank 1`, alone in its line, got '0'",
+    f"{HEAD}\nrank": "line 2, column 1: expected `rank 0`, alone in its line, got 'rank'",
     f"{HEAD}\nrank 0\n  jump0.0>1\nrank 1": (
-        "line 3, column 3: expected a kind out of send, recv, reduce, copy, found 'jump0.0>1'"
+        "line 3, column 3: expected a kind out of send, recv, reduce, copy, got 'jump0.0>1'"
     ),
     f"{HEAD}\nrank 0\n  send0.0 recv0.0<1\nrank 1": (
-        "line 3, column 3: expected send with unit.index>peer, found 'send0.0'"
+        "line 3, column 3: expected send with unit.index>peer, got 'send0.0'"
     ),
     f"{HEAD}\nrank 0\n  send0.0<1\nrank 1": (
-        "line 3, column 3: expected send with unit.index>peer, found 'send0.0<1'"
+        "line 3, column 3: expected send with unit.index>peer, got 'send0.0<1'"
     ),
     f"{HEAD}\nrank 0\n  recv0.0<1/2\nrank 1": (
-        "line 3, column 3: expected recv with unit.index<peer, found 'recv0.0<1/2'"
+        "line 3, column 3: expected recv with unit.index<peer, got 'recv0.0<1/2'"
     ),
-    f"{HEAD}\nrank 0\n  copy0.0": "line 3, column 3: expected copy with unit.index/edge, found 'copy0.0'",
+    f"{HEAD}\nrank 0\n  copy0.0": "line 3, column 3: expected copy with unit.index/edge, got 'copy0.0'",
     f"{HEAD}\nrank 0\n  copy0.0/1~2": (
-        "line 3, column 3: expected copy with unit.index/edge, found 'copy0.0/1~2'"
+        "line 3, column 3: expected copy with unit.index/edge, got 'copy0.0/1~2'"
     ),
     f"{HEAD}\nrank 0\n  send0.0>1 send1.0>2\nrank 1": (
-        "line 3, column 13: expected a peer below 2, the number of ranks here, found 'send1.0>2'"
+        "line 3, column 13: expected a peer below 2, the number of ranks here, got 'send1.0>2'"
     ),
     f"{HEAD}\nrank 0\n  send0.0>1234567890": (
-        f"line 3, column 3: expected {ACTION}, found 'send0.0>1234567890'"
+        f"line 3, column 3: expected {ACTION}, got 'send0.0>1234567890'"
     ),
     f"{HEAD}\nrank 0\n  send1234567890.0>0": (
-        f"line 3, column 3: expected {ACTION}, found 'send1234567890.0>0'"
+        f"line 3, column 3: expected {ACTION}, got 'send1234567890.0>0'"
     ),
-    f"{HEAD}\nrank 0\n  send-1.0>0": f"line 3, column 3: expected {ACTION}, found 'send-1.0>0'",
-    f"{HEAD}\nrank 0\n  send0.0>1,": f"line 3, column 3: expected {ACTION}, found 'send0.0>1,'",
+    f"{HEAD}\nrank 0\n  send-1.0>0": f"line 3, column 3: expected {ACTION}, got 'send-1.0>0'",
+    f"{HEAD}\nrank 0\n  send0.0>1,": f"line 3, column 3: expected {ACTION}, got 'send0.0>1,'",
     "program pipeline gpipe train units 1 indices 1\nrank 0\n  F0.0>1": (
-        "line 3, column 3: expected F with unit.index, found 'F0.0>1'"
+        "line 3, column 3: expected F with unit.index, got 'F0.0>1'"
     ),
 }
 
 
 @pytest.mark.parametrize("text", REFUSALS)
-def test_what_is_no_program_is_refused_with_place_expected_and_found(text: str) -> None:
+def test_what_is_no_program_is_refused_with_place_expected_and_got(text: str) -> None:
     assert refusal(text) == REFUSALS[text]
 
 
 def test_more_ranks_than_anybody_writes_down_are_refused() -> None:
     many = "".join(f"rank {number}\n" for number in range(4097))
     assert (
-        refusal(f"{HEAD}\n{many}")
-        == "line 4098, column 1: expected at most 4096 ranks, found 'rank'"
+        refusal(f"{HEAD}\n{many}") == "line 4098, column 1: expected at most 4096 ranks, got 'rank'"
     )
 
 

@@ -48,9 +48,9 @@ def test_a_peer_that_is_not_there_or_oneself_is_said_with_those_that_are() -> No
     written = collective("all_reduce", 1, *EXCHANGE)
     ranks = ((Action("send", 0, 0, 2), Action("send", 0, 0, -1)), (Action("recv", 0, 0, 1),))
     assert wrong(written._replace(ranks=ranks)) == [
-        "peers: rank 0, action 0: expected a peer from 0 to 1 other than itself, found 2",
-        "peers: rank 0, action 1: expected a peer from 0 to 1 other than itself, found -1",
-        "peers: rank 1, action 0: expected a peer from 0 to 1 other than itself, found 1",
+        "peers: rank 0, action 0: the peer must be another rank from 0 to 1, got 2",
+        "peers: rank 0, action 1: the peer must be another rank from 0 to 1, got -1",
+        "peers: rank 1, action 0: the peer must be another rank from 0 to 1, got 1",
     ]
 
 
@@ -94,7 +94,7 @@ RECEIVE_FIRST = ("reduce0.0<1 send0.1>1", "reduce0.0<0 send0.1>0")
 def test_sending_before_receiving_deadlocks_where_messages_have_no_memory() -> None:
     assert wrong(collective("all_reduce", 1, *ONE_AFTER_THE_OTHER)) == [
         (
-            "deadlock: rank 0, action 0: under rendezvous semantics nobody goes on: "
+            "deadlock: rank 0, action 0: under rendezvous semantics no rank can continue: "
             "rank 0 waits in send of block 0 in round 0 to rank 1 for action 1 there; "
             "rank 1 waits in send of block 0 in round 0 to rank 0 for action 1 there"
         )
@@ -109,7 +109,7 @@ def test_sending_before_receiving_is_valid_where_messages_have_memory() -> None:
 def test_receiving_before_sending_deadlocks_in_any_case(semantics: str) -> None:
     assert wrong(collective("all_reduce", 1, *RECEIVE_FIRST), (semantics,)) == [
         (
-            f"deadlock: rank 0, action 0: under {semantics} semantics nobody goes on: "
+            f"deadlock: rank 0, action 0: under {semantics} semantics no rank can continue: "
             "rank 0 waits in reduce of block 0 in round 0 from rank 1 for action 1 there; "
             "rank 1 waits in reduce of block 0 in round 0 from rank 0 for action 1 there"
         )
@@ -247,9 +247,9 @@ def test_pipelines_are_valid_for_any_stages_and_micro_batches(
 def test_work_twice_on_another_stage_or_beyond_the_micro_batches_is_said() -> None:
     assert wrong(pipeline(1, "F0.0 F0.0 F1.0 F0.5 B0.0")) == [
         "work: rank 0, action 1: F of stage 0 in micro-batch 0 a second time",
-        "units: rank 0, action 2: expected stage 0 and a micro-batch below 1, found F of stage 1 in micro-batch 0",
+        "units: rank 0, action 2: F of stage 1 in micro-batch 0 is not of stage 0 and a micro-batch below 1",
         "work: rank 0, action 2: F of stage 1 in micro-batch 0 a second time",
-        "units: rank 0, action 3: expected stage 0 and a micro-batch below 1, found F of stage 0 in micro-batch 5",
+        "units: rank 0, action 3: F of stage 0 in micro-batch 5 is not of stage 0 and a micro-batch below 1",
     ]
 
 
@@ -287,7 +287,7 @@ def test_a_pipeline_whose_ranks_wait_for_each_other_is_said_as_the_circle() -> N
     )  # messages beside each other are posted together
     assert wrong(pipeline(2, apart, second)) == [
         (
-            "deadlock: rank 0, action 1: under rendezvous semantics nobody goes on: "
+            "deadlock: rank 0, action 1: under rendezvous semantics no rank can continue: "
             "rank 0 waits in recv_b of stage 0 in micro-batch 0 from rank 1 for action 3 there; "
             "rank 1 waits in recv_f of stage 1 in micro-batch 0 from rank 0 for action 3 there"
         )
@@ -314,24 +314,30 @@ MISTAKEN = {
 @pytest.mark.parametrize(
     ("head", "text"),
     [
-        ("x dance units 1 indices 1", "header: expected an operation out of all_reduce, reduce,"),
+        (
+            "x dance units 1 indices 1",
+            "header: there is no operation 'dance': choose one of all_reduce, reduce,",
+        ),
         (
             "x broadcast units 1 indices 1 root 5",
-            "header: expected a root from 0 to 0 for broadcast",
+            "header: broadcast needs a root from 0 to 0, got 5",
         ),
         (
             "x broadcast units 1 indices 1",
-            "header: expected a root from 0 to 0 for broadcast, found n",
+            "header: broadcast needs a root from 0 to 0, got none",
         ),
         (
             "x all_reduce units 1 indices 1 root 0",
-            "header: expected no root for all_reduce, found 0",
+            "header: all_reduce needs no root, got 0",
         ),
         (
             "x gather units 7 indices 1 root 0",
-            "header: expected 1 blocks for gather on 1 ranks, fou",
+            "header: expected 1 blocks for gather on 1 ranks, got",
         ),
-        ("x all_reduce units 999999999 indices 0", "size: expected at most 1048576 ranks x units"),
+        (
+            "x all_reduce units 999999999 indices 0",
+            "size: a program may have at most 1048576 ranks x units",
+        ),
     ],
 )
 def test_headers_that_no_program_can_have_are_said(head: str, text: str) -> None:
@@ -342,7 +348,9 @@ def test_headers_that_no_program_can_have_are_said(head: str, text: str) -> None
 def test_pipelines_of_another_size_than_their_ranks_are_said() -> None:
     text = "program pipeline x dance units 5 indices 0 root 7\nrank 0\nrank 1\n"
     found = wrong(from_text(text, VOCABULARIES))
-    assert found[0].startswith("header: expected train with a unit for each of 2 ranks and no root")
+    assert found[0].startswith(
+        "header: the header must say train, 2 units (one per rank) and no root"
+    )
 
 
 def test_rounds_that_the_header_does_not_count_are_said() -> None:
@@ -355,7 +363,7 @@ def test_rounds_that_the_header_does_not_count_are_said() -> None:
 def test_semantics_that_there_are_not_are_refused() -> None:
     written = collective("all_reduce", 1, *EXCHANGE)
     for semantics in ((), ("bufferd",)):
-        with pytest.raises(ConfigError, match="expected some of rendezvous, buffered"):
+        with pytest.raises(ConfigError, match="must be some of rendezvous, buffered"):
             validate(written, RULES, semantics=semantics)
 
 

@@ -1,4 +1,4 @@
-"""Programs: what every rank does, as data; see README.md."""
+"""Programs: the actions of every rank, as data; see README.md."""
 
 from braid.schedule.matching import match, messages, order
 from braid.schedule.program import Action, Header, Kind, Program, Vocabulary

@@ -1,4 +1,4 @@
-"""The vocabularies that braid has, and their rules: what reads text or validates anything needs both."""
+"""The vocabularies of braid and their rules, for parsers and validators."""
 
 from __future__ import annotations
 

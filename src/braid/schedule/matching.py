@@ -1,13 +1,13 @@
-"""Which send goes with which receive, and in which order things can happen.
+"""Pairs of sends and receives, and the order in which a program can happen.
 
 Sends and receives between two ranks form one first-in, first-out line each way, so matching needs
-no search. What is left over is an error of the program, found here and not by a rank that waits for
-ever.
+no search. An action that is left over is an error of the program, reported here and not by a rank
+that waits for ever.
 
-`order` carries a program out without time: it posts what each rank posts together and ends what can
-end. Under *buffered* semantics a send ends at once; under *rendezvous* only when its receive has
-been posted. A program that is right under rendezvous needs no memory for messages under way. What
-cannot end is a deadlock, reported as the circle of who waits for whom.
+`order` executes a program without time: it posts the batches of all ranks and ends every action
+that can end. Under *buffered* semantics a send ends at once; under *rendezvous* only when its
+receive has been posted. A program that is right under rendezvous needs no memory for messages under
+way. If some actions cannot end, the program deadlocks, and the circle of waiting ranks is reported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["Deadlock", "Matching", "Message", "Moment", "Place", "match", "messa
 
 
 class Place(NamedTuple):
-    """An action of a program.
+    """Position of an action in a program.
 
     Attributes:
-        rank: Whose.
-        position: In its list.
+        rank: Rank of the action.
+        position: Index in the rank's list.
     """
 
     rank: int
@@ -33,11 +33,11 @@ class Place(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """Pairs of messages.
+    """Pairs of sends and receives.
 
     Attributes:
         partner: Receive of every matched send, and send of every matched receive.
-        alone: Sends and receives that have none.
+        alone: Sends and receives without partner.
     """
 
     partner: dict[Place, Place]
@@ -45,13 +45,15 @@ class Matching(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What one rank posts together for another one that awaits it together: it travels as one.
+    """Sends that one rank posts together and whose receives another rank posts together.
+
+    They travel as one message.
 
     Attributes:
-        source: Rank.
-        posted: Number of the batch in which it is sent.
-        target: Rank.
-        awaited: Number of the batch in which it is received.
+        source: Sending rank.
+        posted: Number of the batch in which the message is sent.
+        target: Receiving rank.
+        awaited: Number of the batch in which the message is received.
         sends: Actions of the source.
         receives: Actions of the target, in the same order.
     """
@@ -65,13 +67,13 @@ class Message(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What happens to the actions that a rank posts together: they are posted, and later they end.
+    """The posting or the end of a batch of a rank.
 
     Attributes:
-        rank: Whose.
-        positions: Of the actions.
-        ended: Which of the two; what is sent or copied is read when it is posted, what comes is
-            written when it ends.
+        rank: Rank of the batch.
+        positions: Positions of its actions.
+        ended: Whether the batch ends; else it is posted. Data to send or copy is read when it is
+            posted, received data is written when it ends.
     """
 
     rank: int
@@ -80,11 +82,11 @@ class Moment(NamedTuple):
 
 
 class Deadlock(NamedTuple):
-    """Who waits for whom, for ever.
+    """Actions that wait for each other for ever.
 
     Attributes:
-        circle: Actions that wait, each for a later action of the next one's rank; the last waits
-            for the first. Where somebody waits for a rank that has ended, it is the way there.
+        circle: Waiting actions, each for a later action of the next one's rank; the last waits for
+            the first. If a rank waits for one that has ended, the path to that rank.
     """
 
     circle: list[Place]
@@ -115,37 +117,37 @@ def match(program: Program) -> Matching:
 
 
 def messages(program: Program, matching: Matching) -> list[Message]:
-    """All messages of `program`, by source and in the order in which they are sent.
+    """Return all messages of `program`, by source and in the order in which they are sent.
 
     Args:
-        program: Whose messages all have partners.
-        matching: Of it.
+        program: Program whose messages all have partners.
+        matching: Matching of the program.
     """
     batch_of = [
         [number for number, positions in enumerate(batches(program, rank)) for _ in positions]
         for rank in range(program.num_ranks)
     ]
-    found: dict[tuple[int, int, int, int], tuple[list[Action], list[Action]]] = {}
+    by_ends: dict[tuple[int, int, int, int], tuple[list[Action], list[Action]]] = {}
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             if program.vocabulary.role(action) != SEND:
                 continue
             target, there = matching.partner[Place(rank, position)]
             ends = (rank, batch_of[rank][position], target, batch_of[target][there])
-            sends, receives = found.setdefault(ends, ([], []))
+            sends, receives = by_ends.setdefault(ends, ([], []))
             sends.append(action)
             receives.append(program.ranks[target][there])
-    return [Message(*ends, tuple(s), tuple(r)) for ends, (s, r) in found.items()]
+    return [Message(*ends, tuple(s), tuple(r)) for ends, (s, r) in by_ends.items()]
 
 
 def order(
     program: Program, matching: Matching, *, buffered: bool
 ) -> tuple[list[Moment], Deadlock | None]:
-    """What happens, in an order in which it can, and the deadlock, if not everything can end.
+    """Return the moments of a program in a possible order, and its deadlock, if it has one.
 
     Args:
-        program: Whose messages all have partners.
-        matching: Of it.
+        program: Program whose messages all have partners.
+        matching: Matching of the program.
         buffered: Whether a send ends without its receive.
     """
     return _Run(program, matching, buffered=buffered).run()
@@ -157,11 +159,11 @@ class _Run:
         self._partner = matching.partner
         self._buffered = buffered
         self._batches = [deque(batches(program, rank)) for rank in range(program.num_ranks)]
-        self._posted = [0] * program.num_ranks  # how many actions of a rank have been posted
+        self._posted = [0] * program.num_ranks  # number of posted actions of each rank
         self._moments: list[Moment] = []
 
     def run(self) -> tuple[list[Moment], Deadlock | None]:
-        fresh = deque(range(self._program.num_ranks))  # ranks whose head may be able to end
+        fresh = deque(range(self._program.num_ranks))  # ranks whose first batch may be able to end
         for rank in range(self._program.num_ranks):
             self._post(rank)
         while fresh:
@@ -186,7 +188,7 @@ class _Run:
         return [actions[i].peer for i in self._batches[rank][0] if actions[i].peer >= 0]
 
     def _stuck_at(self, rank: int) -> Place | None:
-        """The first action of the head of `rank` that cannot end."""
+        """Return the first action of the head of `rank` that cannot end."""
         for position in self._batches[rank][0]:
             partner = self._partner.get(Place(rank, position))
             if partner is None or partner.position < self._posted[partner.rank]:
@@ -197,12 +199,12 @@ class _Run:
         return None
 
     def _circle(self, rank: int) -> list[Place]:
-        way: list[Place] = []
+        path: list[Place] = []
         seen: dict[int, int] = {}
         while rank not in seen:
-            seen[rank] = len(way)
+            seen[rank] = len(path)
             stuck = self._stuck_at(rank)
             assert stuck is not None  # it waits
-            way.append(stuck)
+            path.append(stuck)
             rank = self._partner[stuck].rank
-        return way[seen[rank] :]
+        return path[seen[rank] :]

@@ -1,10 +1,11 @@
-"""Pictures of programs and timelines: text for a terminal, SVG for a page, trace events for Perfetto.
+"""Pictures of programs and timelines: text for a terminal, SVG for a page, events for Perfetto.
 
 round          0          1          2          3
-rank 0    0>1 +2<2   2>1 +1<2   1>1  0<2   0>1  2<2       block > to whom, block < from whom, + added
+rank 0    0>1 +2<2   2>1 +1<2   1>1  0<2   0>1  2<2      block > to, block < from, + added
 rank 1    1>2 +0<0   0>2 +2<0   2>2  1<0   1>2  0<0
 
-rank 0   F0 F1 F2       B0   F3    B1     B2   B3          a timeline: each character a share of the whole time
+rank 0   F0 F1 F2       B0   F3    B1     B2   B3        a timeline: each character is a
+                                                         share of the whole time
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from braid.schedule.simulate import Interval, Timeline
 __all__ = ["lanes", "table", "time_text", "to_svg", "to_trace"]
 
 KILO = 1000
-MOST_COLUMNS = 64  # of a table: more rounds than anybody reads
+MOST_COLUMNS = 64  # columns of a table; nobody reads more
+# Paul Tol's bright scheme, which colour-blind people can read, too.
 COLOURS = (
     "#4477aa",
     "#ee6677",
@@ -29,12 +31,12 @@ COLOURS = (
     "#66ccee",
     "#aa3377",
     "#bbbbbb",
-)  # Paul Tol's bright scheme, for all eyes
+)
 LANE, BAR, LEFT, TOP, LEGEND = 26, 18, 70, 24, 90  # pixels
 
 
 def table(program: Program) -> list[list[str]]:
-    """What every rank does, by round or micro-batch.
+    """Return the actions of every rank as a table, by round or micro-batch.
 
     Returns:
         Rows of cells: the head first, then a row per rank.
@@ -63,7 +65,7 @@ def _cell(program: Program, action: Action) -> str:
 
 
 def _merged(cells: Sequence[str]) -> list[str]:
-    """Cells in order; from five on, how many of each kind there are."""
+    """Return cells in order; for five or more, the number of each kind."""
     if len(cells) <= 4:
         return list(cells)
     ways = Counter(
@@ -77,18 +79,19 @@ def _merged(cells: Sequence[str]) -> list[str]:
 
 
 def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
-    """A line of `width` characters per rank: kind and index of what it does, a dash and the index while messages are under way.
+    """Draw a line of `width` characters per rank.
+
+    Work shows its kind and index; a message under way shows a dash and its index.
 
     Args:
-        timeline: Of a simulation.
+        timeline: Timeline of a simulation.
         num_ranks: World size.
         width: Characters for the whole time.
     """
     total = timeline.seconds or 1.0
     rows = [[" "] * width for _ in range(num_ranks)]
-    ordered = sorted(
-        timeline.intervals, key=lambda i: not i.is_message
-    )  # work stands above messages
+    # Work is drawn over messages.
+    ordered = sorted(timeline.intervals, key=lambda i: not i.is_message)
     for interval in ordered:
         if interval.is_message and interval.end_s == interval.start_s:
             continue
@@ -101,16 +104,16 @@ def lanes(timeline: Timeline, num_ranks: int, width: int = 100) -> list[str]:
 
 
 def _label(interval: Interval) -> str:
-    """Kind and index; of a message the index behind a dash, so that it is not taken for that of the work before it."""
+    """Return kind and index; of a message a dash and the index, to distinguish it from work."""
     kind = "-" if interval.is_message else interval.action.kind
     return f"{kind}{interval.action.index}"
 
 
 def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
-    """The timeline as a picture; what it is appears under the pointer.
+    """Draw the timeline as SVG; the pointer shows what each bar is.
 
     Args:
-        timeline: Of a simulation.
+        timeline: Timeline of a simulation.
         num_ranks: World size.
         width: Pixels for the whole time.
     """
@@ -139,7 +142,7 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
         if interval.is_message:  # sends in the upper half of a lane, receives in the lower
             high = BAR / 2
             y += 0 if interval.action.kind.startswith("send") else high
-        what = escape(_words(interval))
+        what = escape(_describe(interval))
         parts.append(
             f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" '
             f'fill="{colour[interval.action.kind]}" '
@@ -153,7 +156,7 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
 
 
 def to_trace(timeline: Timeline) -> list[dict[str, Any]]:
-    """Events of Chrome's trace format, in microseconds; a process per rank."""
+    """Return events of Chrome's trace format, in microseconds; a process per rank."""
     return [
         {
             "name": f"{i.action.kind} {i.action.unit}.{i.action.index}",
@@ -168,7 +171,7 @@ def to_trace(timeline: Timeline) -> list[dict[str, Any]]:
     ]
 
 
-def _words(interval: Interval) -> str:
+def _describe(interval: Interval) -> str:
     action = interval.action
     peer = f", rank {action.peer}" if action.peer >= 0 else ""
     more = f" and {interval.num_actions - 1} more" if interval.num_actions > 1 else ""
@@ -179,7 +182,7 @@ def _words(interval: Interval) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
+    """Format seconds with three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
     for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
         digits = f"{seconds / scale:.3g}"
         if float(digits) < KILO:

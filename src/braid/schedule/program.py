@@ -1,21 +1,21 @@
-"""A program: what every rank does, in order, as data.
+"""A program: the actions of every rank, in order, as data.
 
-Problem: a ring all-reduce and a 1F1B pipeline are usually loops with sends inside. What such a loop
-does can only be found out by running it, and whether it hangs on 7 ranks only by running it on 7.
+Problem: a ring all-reduce and a 1F1B pipeline are usually loops with sends inside. To see what such
+a loop does one has to run it, and to see whether it hangs on 7 ranks one has to run it on 7.
 
 Idea: generators write down the actions of every rank, and everything else reads them: the validator
 (`validate`), the simulator (`simulate`), the plotter (`plot`), the executors of the engines, people
-(`text`). A vocabulary says which kinds of actions there are and what their numbers mean; two use
-this machinery:
+(`text`). A vocabulary defines the kinds of actions and the meaning of their numbers; two use this
+machinery:
 
                  unit                        index          peer    edge          version
     collective   block of the buffer         round          rank    slot copied   -
-    pipeline     stage                       micro-batch    rank    -             version of the weights
+    pipeline     stage                       micro-batch    rank    -             version of weights
 
-Sends and receives between two ranks match in the order in which they stand there (one first-in,
-first-out line per pair). What is `posted together`, such as all messages of one round, is under way
-at the same time: a rank goes on when all of it has ended. It reads what was there before and writes
-at the end, so a block may be sent and replaced in one round.
+Sends and receives between two ranks match in the order of the program (one first-in, first-out line
+per pair). Actions that are `posted together`, such as all messages of one round, are under way at
+the same time: a rank continues when all of them have ended. Data is read when they are posted and
+written when they end, so a block may be sent and replaced in one round.
 
 Source: MSCCL (Cowan et al., ASPLOS 2023) for collectives as programs; torch's pipelining schedules
 for pipelines as lists.
@@ -34,15 +34,15 @@ SEND, RECEIVE, LOCAL = "send", "receive", "local"
 
 
 class Action(NamedTuple):
-    """One thing that one rank does; a number that has no meaning for its kind is -1.
+    """One action of one rank; a number that has no meaning for its kind is -1.
 
     Attributes:
         kind: Name in the vocabulary.
-        unit: What it is done with.
-        index: When, or for which micro-batch.
+        unit: Number of the block or stage.
+        index: Number of the round or micro-batch.
         peer: The other rank of a message.
         edge: Second unit.
-        version: Of the weights.
+        version: Version of the weights.
     """
 
     kind: str
@@ -54,13 +54,13 @@ class Action(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A word of a vocabulary.
+    """A kind of action in a vocabulary.
 
     Attributes:
-        role: send, receive, or local for what needs no peer.
-        meaning: In words.
-        has_edge: Whether `edge` means something.
-        has_version: Whether `version` does.
+        role: send, receive, or local for actions without peer.
+        meaning: Description for people.
+        has_edge: Whether `edge` has a meaning.
+        has_version: Whether `version` has a meaning.
     """
 
     role: str
@@ -73,12 +73,12 @@ class Vocabulary(NamedTuple):
     """The kinds of actions of a family of programs.
 
     Attributes:
-        name: Such as collective.
-        kinds: Words, by name; letters and underscores only.
-        unit_name: What a unit is called in messages, such as block.
-        index_name: What an index is called.
-        posts: What a rank posts together: `round`, actions beside each other that have the same
-            index, or `run`, messages beside each other.
+        name: Name of the family, such as collective.
+        kinds: Kinds by name; letters and underscores only.
+        unit_name: Name of a unit in messages, such as block.
+        index_name: Name of an index in messages, such as round.
+        posts: Actions that a rank posts together: `round`, neighbours with the same index, or
+            `run`, neighbouring messages.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Vocabulary(NamedTuple):
     posts: str
 
     def role(self, action: Action) -> str:
-        """Role of the kind of `action`."""
+        """Return the role of the kind of `action`."""
         return self.kinds[action.kind].role
 
     def describe(self, action: Action) -> str:
-        """In words: `send of block 3 in round 0 to rank 1`."""
+        """Describe an action, as in `send of block 3 in round 0 to rank 1`."""
         words = (
             f"{action.kind} of {self.unit_name} {action.unit} in {self.index_name} {action.index}"
         )
@@ -102,11 +102,11 @@ class Vocabulary(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a program is.
+    """Name, operation and size of a program.
 
     Attributes:
-        name: Of the algorithm, such as ring.
-        operation: What it carries out, such as all_reduce.
+        name: Name of the algorithm, such as ring.
+        operation: Name of the operation, such as all_reduce.
         num_units: Number of units, such as the blocks of the buffer or the stages.
         num_indices: Number of rounds or micro-batches.
         root: Rank, for operations that have one; else -1.
@@ -120,11 +120,11 @@ class Header(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What every rank does.
+    """The actions of all ranks.
 
     Attributes:
-        vocabulary: What the actions mean.
-        header: What it is for.
+        vocabulary: Meaning of the actions.
+        header: Name, operation and size.
         ranks: Actions, by rank.
     """
 
@@ -138,14 +138,14 @@ class Program(NamedTuple):
         return len(self.ranks)
 
     def __str__(self) -> str:
-        """`ring all_reduce on 4 ranks, 24 sends`."""
+        """Summarize the program, as in `ring all_reduce on 4 ranks, 24 sends`."""
         sends = sum(self.vocabulary.role(a) == SEND for actions in self.ranks for a in actions)
         header = self.header
         return f"{header.name} {header.operation} on {self.num_ranks} ranks, {sends} sends"
 
 
 def batches(program: Program, rank: int) -> Iterator[range]:
-    """Positions of the actions of `rank` that are posted together, in order."""
+    """Yield the positions of the actions of `rank` that are posted together, in order."""
     actions, vocabulary = program.ranks[rank], program.vocabulary
     start = 0
     for end in range(1, len(actions) + 1):
@@ -162,7 +162,7 @@ def _together(vocabulary: Vocabulary, one: Action, other: Action) -> bool:
 
 
 def check_ranks(num_ranks: int) -> None:
-    """Raise ConfigError unless it is a number of ranks."""
+    """Raise ConfigError if `num_ranks` is below 1."""
     if num_ranks < 1:
-        msg = f"expected at least 1 rank, found {num_ranks}"
+        msg = f"at least 1 rank is needed, got {num_ranks}"
         raise ConfigError(msg)

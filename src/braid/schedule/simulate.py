@@ -1,19 +1,19 @@
-"""How long a program takes on a network, without running it.
+"""Simulator: the time of a program on a network, without running it.
 
-Every rank goes through its list; what it posts together is under way at the same time. Messages of
-one round from one rank to another travel as one. A message begins when both ends have been posted
-(rendezvous) or when its send has (buffered), waits for the latency of its route, and then moves at
-the rate of its slowest link, which it shares evenly with what is on that link at that time. So
-nothing has to be assumed about who waits for whom, and a link that is oversubscribed slows exactly
-those who use it.
+Every rank goes through its list; actions that it posts together are under way at the same time.
+Messages of one round from one rank to another travel as one. A message begins when both ends have
+been posted (rendezvous) or when its send has (buffered), and waits for the latency of its route.
+Then it moves at the rate of its slowest link, which it shares evenly with the messages on that link
+at that time. So no assumption is needed about who waits for whom, and a link that is oversubscribed
+slows exactly its users.
 
     rank 0   |post| latency |======= bytes at the rate of the slowest link =======| add |post| ...
     rank 1        |post ....|=====================================================| add |post| ...
 
 Rates are those of even sharing link by link (no rank gets what another leaves of its share), which
-is what TCP flows of equal latency come near to. A link may have a bucket of tokens, as clouds limit
-their networks: after a rest it lets so much through beside its rate, and when that is used up it
-has its rate until it rests again.
+is close to TCP flows of equal latency. A link may have a token bucket, as clouds limit their
+networks: after a rest it carries a burst above its rate. When the burst is used up, it has its rate
+until it rests again.
 
 Source: the fluid model of network simulators; H. Casanova et al., SimGrid, JPDC 74 (2014).
 """
@@ -32,19 +32,19 @@ from braid.schedule.program import SEND, Action, Program, batches
 __all__ = ["Costs", "Interval", "Network", "Route", "Timeline", "simulate"]
 
 BOTH = 2  # ends of a message
-OPEN = 1e3  # times its rate at which a link lets through what is in its bucket, if nothing else limits that
-SAME_TIME = 1e-12  # events that differ by less than this share of the time are simultaneous: sums of floats differ by order
+OPEN = 1e3  # factor on the rate of a link while its bucket has tokens
+SAME_TIME = 1e-12  # relative difference of simultaneous events: sums of floats depend on order
 
-LITTLE = 1e-9  # share of a bucket that is nothing
+LITTLE = 1e-9  # share of a bucket that counts as empty
 
 
 class Route(NamedTuple):
-    """The way from one rank to another.
+    """Route from one rank to another.
 
     Attributes:
         latency_s: Seconds before the first byte comes.
-        links: Numbers of the links that it uses.
-        bytes_per_s: What one message of its size gets at most, however idle the links are.
+        links: Numbers of its links.
+        bytes_per_s: Largest rate of one message of its size, however idle the links are.
     """
 
     latency_s: float
@@ -53,29 +53,30 @@ class Route(NamedTuple):
 
 
 class Network(Protocol):
-    """What messages travel over."""
+    """Network that messages travel over."""
 
     @property
     def bytes_per_s(self) -> Iterable[float]:
-        """Of every link."""
+        """Bandwidth of every link."""
         ...
 
     @property
     def burst_bytes(self) -> Iterable[float]:
-        """What every link lets through beside its rate after a rest."""
+        """Bytes that every link carries above its rate after a rest."""
         ...
 
     def route(self, source: int, target: int, nbytes: float) -> Route:
-        """Way of a message of `nbytes` from a rank to another one."""
+        """Return the route of a message of `nbytes` from a rank to another one."""
         ...
 
 
 class Costs(NamedTuple):
-    """What actions cost.
+    """Costs of actions.
 
     Attributes:
         nbytes: Bytes of a message, by its send or receive.
-        seconds: Of this rank's own work: a local action, or what a receive needs when it has come.
+        seconds: Seconds of the rank's own work: for a local action, or for a receive after its data
+            has come.
     """
 
     nbytes: Callable[[int, Action], float]
@@ -83,15 +84,15 @@ class Costs(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """What a rank did for some time.
+    """One work or message of a rank, with its times.
 
     Attributes:
-        rank: Whose.
-        start_s: Seconds since the start: when the message began to travel, or the work to be done.
-        end_s: When it was over.
-        action: The first of those that did it together.
-        num_actions: How many did.
-        is_message: Whether it was under way, rather than at work.
+        rank: Rank.
+        start_s: Seconds from the start of the program to the begin of the work or message.
+        end_s: Seconds from the start of the program to its end.
+        action: First of the actions that were done together.
+        num_actions: Number of these actions.
+        is_message: Whether it is a message, rather than work.
     """
 
     rank: int
@@ -103,11 +104,11 @@ class Interval(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What happened when.
+    """Result of a simulation.
 
     Attributes:
-        intervals: Of all ranks, by start.
-        end_s: When each rank was ready.
+        intervals: Intervals of all ranks, by start.
+        end_s: Time at which each rank was ready.
         link_bytes: Bytes over each link.
     """
 
@@ -117,37 +118,37 @@ class Timeline(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """When the last rank was ready."""
+        """Time at which the last rank was ready."""
         return max(self.end_s, default=0.0)
 
 
 def simulate(
     program: Program, costs: Costs, network: Network, *, buffered: bool = False
 ) -> Timeline:
-    """Carry `program` out in simulated time.
+    """Execute `program` in simulated time.
 
     Args:
-        program: Valid.
+        program: Valid program.
         costs: Bytes and seconds of its actions.
-        network: What messages travel over.
+        network: Network that messages travel over.
         buffered: Whether messages travel before their receives are posted.
 
     Raises:
-        ConfigError: It comes to nothing: a message has no partner, the program deadlocks, or a cost
+        ConfigError: The program does not end: a message has no partner, or it deadlocks. Or a cost
             is negative or not finite.
     """
     return _Simulation(program, costs, network, buffered=buffered).run()
 
 
 class _Message:
-    """What one rank sends to another in one round, and that one receives in one round."""
+    """Sends of one rank in one round that another rank receives in one round."""
 
     __slots__ = (
         "actions",
-        "has_come",
+        "has_arrived",
         "left",
         "links",
-        "most",
+        "max_rate",
         "nbytes",
         "posted",
         "ranks",
@@ -160,10 +161,10 @@ class _Message:
         self.actions = (message.sends, message.receives)
         self.links: tuple[int, ...] = ()
         self.nbytes = nbytes
-        self.left = self.rate = self.most = 0.0
+        self.left = self.rate = self.max_rate = 0.0
         self.posted = 0
         self.start_s = 0.0
-        self.has_come = False
+        self.has_arrived = False
 
 
 class _Simulation:
@@ -175,9 +176,9 @@ class _Simulation:
         self._buckets = _Buckets(self._bandwidth, map(float, network.burst_bytes))
         self._buffered = buffered
         self._lists = [list(batches(program, rank)) for rank in range(program.num_ranks)]
-        self._at = [-1] * program.num_ranks  # which batch a rank is in
-        self._open = [0] * program.num_ranks  # messages and work of it that have not ended
-        self._work_s = [0.0] * program.num_ranks  # to be done when the messages have come
+        self._at = [-1] * program.num_ranks  # number of the current batch of each rank
+        self._open = [0] * program.num_ranks  # its messages and work that have not ended
+        self._work_s = [0.0] * program.num_ranks  # work after its messages have arrived
         self._messages = self._all_messages()
         self._flows: dict[_Message, None] = {}  # under way, in order
         self._on_link: Counter[int] = Counter()
@@ -197,15 +198,10 @@ class _Simulation:
         stuck = [r for r, at in enumerate(self._at) if at < len(self._lists[r])]
         if stuck:
             ranks = ", ".join(map(str, stuck))
-            msg = (
-                f"expected a program that ends, found that ranks {ranks} wait for ever: "
-                "validate it first"
-            )
+            msg = f"the program does not end: ranks {ranks} wait for ever; validate it first"
             raise ConfigError(msg)
         self._intervals.sort(key=lambda i: (i.start_s, i.rank))
         return Timeline(self._intervals, self._end_s, dict(self._link_bytes))
-
-    # Time.
 
     def _at_time(self, when_s: float, call: Callable[[], None]) -> None:
         self._count += 1
@@ -240,9 +236,7 @@ class _Simulation:
                 bandwidth[link] / on_link[link] * (OPEN if is_open(link) else 1.0)
                 for link in flow.links
             )
-            flow.rate = min(flow.most, *shares)
-
-    # Ranks.
+            flow.rate = min(flow.max_rate, *shares)
 
     def _next_batch(self, rank: int) -> None:
         self._at[rank] += 1
@@ -261,7 +255,7 @@ class _Simulation:
         self._close(rank)
 
     def _close(self, rank: int) -> None:
-        """One thing of the batch of `rank` has ended."""
+        """Count the end of one message or work of the batch of `rank`."""
         self._open[rank] -= 1
         if self._open[rank]:
             return
@@ -276,26 +270,21 @@ class _Simulation:
         self._intervals.append(interval)
         self._at_time(interval.end_s, lambda: self._next_batch(rank))
 
-    # Messages.
-
     def _all_messages(self) -> dict[tuple[int, int], list[_Message]]:
-        """By (rank, number of the batch) of either end."""
+        """Return the messages by (rank, number of the batch) of either end."""
         program, matching = self._program, match(self._program)
         if matching.alone:
             rank, position = matching.alone[0]
             what = program.vocabulary.describe(program.ranks[rank][position])
-            msg = (
-                f"expected a partner for every message, found none for the {what} of rank "
-                f"{rank}: validate the program first"
-            )
+            msg = f"the {what} of rank {rank} has no partner: validate the program first"
             raise ConfigError(msg)
         by_batch: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        for found in messages(program, matching):
-            nbytes = sum(self._costs.nbytes(found.source, action) for action in found.sends)
+        for pair in messages(program, matching):
+            nbytes = sum(self._costs.nbytes(pair.source, action) for action in pair.sends)
             _check_cost(nbytes, "bytes")
-            message = _Message(found, nbytes)
-            by_batch[found.source, found.posted].append(message)
-            by_batch[found.target, found.awaited].append(message)
+            message = _Message(pair, nbytes)
+            by_batch[pair.source, pair.posted].append(message)
+            by_batch[pair.target, pair.awaited].append(message)
         return by_batch
 
     def _post(self, message: _Message, *, is_send: bool) -> None:
@@ -303,12 +292,16 @@ class _Simulation:
         begins = is_send if self._buffered else message.posted == BOTH
         if begins:
             self._begin(message)
-        if not (message.has_come or (is_send and self._buffered)):
+        if not (message.has_arrived or (is_send and self._buffered)):
             self._open[message.ranks[0 if is_send else 1]] += 1
 
     def _begin(self, message: _Message) -> None:
         route = self._network.route(*message.ranks, message.nbytes)
-        message.links, message.left, message.most = route.links, message.nbytes, route.bytes_per_s
+        message.links, message.left, message.max_rate = (
+            route.links,
+            message.nbytes,
+            route.bytes_per_s,
+        )
         message.start_s = self._now
         for link in route.links:
             self._link_bytes[link] += message.nbytes
@@ -325,7 +318,7 @@ class _Simulation:
         if message in self._flows:
             del self._flows[message]
             self._on_link.subtract(message.links)
-        message.has_come = True
+        message.has_arrived = True
         for rank, actions in zip(message.ranks, message.actions, strict=True):
             first, count = actions[0], len(actions)
             interval = Interval(rank, message.start_s, self._now, first, count, is_message=True)
@@ -338,10 +331,10 @@ class _Simulation:
 
 
 class _Buckets:
-    """The tokens of the links that have a bucket, in bytes.
+    """Tokens of the links that have a bucket, in bytes.
 
-    A link is open, and much faster than its rate, while it has tokens. One whose bucket ran empty
-    opens again when it has had a rest.
+    A link is open, and much faster than its rate, while it has tokens. A link whose bucket ran
+    empty opens again after a rest.
     """
 
     def __init__(self, rates: Sequence[float], sizes: Iterable[float]) -> None:
@@ -354,7 +347,7 @@ class _Buckets:
         return link in self._tokens and link not in self._dry
 
     def empty_in_s(self, flows: Iterable[_Message]) -> float:
-        """Seconds until the next bucket is empty."""
+        """Return the seconds until the next bucket is empty."""
         drains = ((link, -rate) for link, rate in self._fill_rates(flows).items() if rate < 0)
         return min(
             (self._tokens[link] / rate for link, rate in drains if link not in self._dry),
@@ -362,7 +355,7 @@ class _Buckets:
         )
 
     def pass_s(self, seconds: float, flows: Iterable[_Message]) -> None:
-        """Let time go by in which these are under way."""
+        """Advance the time by `seconds` in which `flows` are under way."""
         if not self._sizes or not seconds:
             return
         filled = self._fill_rates(flows)
@@ -376,7 +369,7 @@ class _Buckets:
                 self._dry.add(link)
 
     def _fill_rates(self, flows: Iterable[_Message]) -> dict[int, float]:
-        """Tokens per second that come in of links in use."""
+        """Return the tokens per second that come into the buckets of links in use."""
         rates: dict[int, float] = {}
         for flow in flows if self._sizes else ():
             for link in flow.links:
@@ -387,5 +380,5 @@ class _Buckets:
 
 def _check_cost(value: float, unit: str) -> None:
     if not 0 <= value < float("inf"):
-        msg = f"expected {unit} of an action that are finite and not negative, found {value}"
+        msg = f"the {unit} of an action must be finite and not negative, got {value}"
         raise ConfigError(msg)

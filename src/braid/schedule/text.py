@@ -1,4 +1,4 @@
-"""Programs as text that people write and compare, and a parser that accepts nothing else.
+"""Programs as text that people write and compare, and a strict parser.
 
     program collective ring all_reduce units 2 indices 2
     rank 0
@@ -9,9 +9,9 @@
       send0.1>0 recv1.1<0
 
 A token is kind, unit, `.`, index, then `>` or `<` and the peer of a send or receive, `/` and the
-edge, `~` and the version where the kind has them. What stands in one line is posted together or one
-after the other, as the vocabulary says; the printer begins a line where the index changes. `#`
-begins a comment. The parser names line and column, what it expected and what it found.
+edge, `~` and the version where the kind has them. The vocabulary defines whether the actions of one
+line are posted together or one after the other; the printer begins a line where the index changes.
+`#` begins a comment. Errors of the parser name line and column, what it expected and what it got.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from braid.schedule.program import LOCAL, SEND, Action, Header, Program, Vocabul
 
 __all__ = ["from_text", "to_text"]
 
-MOST_RANKS = 4096  # what is read may come from anywhere
+MOST_RANKS = 4096  # the text may come from anywhere
 MOST_DIGITS = 9
 
 _TOKEN = re.compile(
@@ -39,7 +39,7 @@ _WORD = re.compile(r"\S+")
 
 
 def to_text(program: Program) -> str:
-    """Text from which `from_text` makes an equal program."""
+    """Write text from which `from_text` makes an equal program."""
     header = program.header
     root = f" root {header.root}" if header.root >= 0 else ""
     first = f"program {program.vocabulary.name} {header.name} {header.operation}"
@@ -66,28 +66,28 @@ class _Word(NamedTuple):
     column: int
 
     def wrong(self, expected: str) -> ConfigError:
-        found = repr(self.text) if self.text else "the end of the line"
+        got = repr(self.text) if self.text else "the end of the line"
         return ConfigError(
-            f"line {self.line}, column {self.column}: expected {expected}, found {found}"
+            f"line {self.line}, column {self.column}: expected {expected}, got {got}"
         )
 
 
 def from_text(text: str, vocabularies: Mapping[str, Vocabulary]) -> Program:
-    """Program that `text` writes down.
+    """Parse a program.
 
     Args:
-        text: As `to_text` writes it, with any white space and comments.
-        vocabularies: Those that it may use, by name.
+        text: Text as `to_text` writes it, with any white space and comments.
+        vocabularies: Vocabularies that it may use, by name.
 
     Raises:
-        ConfigError: Something else stands there, with line and column.
+        ConfigError: The text is no program; names line and column.
     """
     lines = [
         line for number, row in enumerate(text.split("\n"), 1) if (line := _words(row, number))
     ]
     if not lines:
         msg = (
-            "line 1, column 1: expected a program, found no text: begin with `program "
+            "line 1, column 1: expected a program, got no text: begin with `program "
             "VOCABULARY NAME OPERATION units N indices N`"
         )
         raise ConfigError(msg)
@@ -156,24 +156,24 @@ def _rank(line: list[_Word], expected: int) -> list[Action]:
 
 
 def _action(word: _Word, vocabulary: Vocabulary) -> Action:
-    found = _TOKEN.fullmatch(word.text)
-    if found is None:
+    match = _TOKEN.fullmatch(word.text)
+    if match is None:
         raise word.wrong("an action such as send0.0>1 (kind, unit, index, peer)")
-    kind = vocabulary.kinds.get(found["kind"])
+    kind = vocabulary.kinds.get(match["kind"])
     if kind is None:
         raise word.wrong(f"a kind out of {', '.join(vocabulary.kinds)}")
     way = {"send": ">", "receive": "<"}.get(kind.role)
     parts = (
-        (found["way"], way),
-        (found["edge"], kind.has_edge),
-        (found["version"], kind.has_version),
+        (match["way"], way),
+        (match["edge"], kind.has_edge),
+        (match["version"], kind.has_version),
     )
-    if found["way"] != way or any(bool(part) != bool(wanted) for part, wanted in parts):
+    if match["way"] != way or any(bool(part) != bool(wanted) for part, wanted in parts):
         raise word.wrong(
-            f"{found['kind']} with {_form(kind.role, kind.has_edge, kind.has_version)}"
+            f"{match['kind']} with {_form(kind.role, kind.has_edge, kind.has_version)}"
         )
-    numbers = (int(found[name] or -1) for name in ("unit", "index", "peer", "edge", "version"))
-    return Action(found["kind"], *numbers)
+    numbers = (int(match[name] or -1) for name in ("unit", "index", "peer", "edge", "version"))
+    return Action(match["kind"], *numbers)
 
 
 def _form(role: str, has_edge: bool, has_version: bool) -> str:
@@ -183,6 +183,6 @@ def _form(role: str, has_edge: bool, has_version: bool) -> str:
 
 def _check_peers(lines: list[list[_Word]], num_ranks: int) -> None:
     for word in (word for line in lines[1:] for word in line):
-        found = _TOKEN.fullmatch(word.text)
-        if found and found["peer"] and int(found["peer"]) >= num_ranks:
+        match = _TOKEN.fullmatch(word.text)
+        if match and match["peer"] and int(match["peer"]) >= num_ranks:
             raise word.wrong(f"a peer below {num_ranks}, the number of ranks here")

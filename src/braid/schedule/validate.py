@@ -1,16 +1,16 @@
-"""Everything that can be known to be wrong with a program before it runs.
+"""Validator: checks everything that can be known to be wrong with a program before it runs.
 
-The rules build on each other, so a later one is asked only when those before it hold:
+The rules build on each other, so a later rule is checked only when those before it hold:
 
-    size           not more than can be looked at
-    peers          a rank of the program, and not oneself
+    size           not more than can be checked
+    peers          another rank of the program
     units          of the vocabulary's own rules
     matching       every send has a receive, and every receive a send
     deadlock       everything can end, under rendezvous and under buffered semantics
-    contributions  of the vocabulary's own rules: what is promised is there at the end
+    contributions  of the vocabulary's own rules: the promised result is there at the end
 
-What deadlocks under rendezvous only is a program that needs memory for messages under way:
-`semantics` says which is asked for.
+A program that deadlocks under rendezvous only needs memory for messages under way: `semantics`
+chooses what is checked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from braid.schedule.violation import Violation
 
 __all__ = ["Rules", "validate"]
 
-MOST_PLACES = (
-    1 << 20
-)  # a program may come from anywhere; each of its blocks is looked at on every rank
+MOST_PLACES = 1 << 20  # a program may come from anywhere; each block is checked on every rank
 SEMANTICS = ("rendezvous", "buffered")
 
 
 class Rules(NamedTuple):
-    """What a vocabulary asks of its programs beyond what all ask.
+    """Rules of a vocabulary beyond those of all programs.
 
     Attributes:
-        before: Looks at actions alone.
-        after: Looks at a program that can be carried out, in the order in which everything can
-            happen.
+        before: Checks actions alone.
+        after: Checks a program that can be executed, in a possible order of its moments.
     """
 
     before: Callable[[Program], list[Violation]]
@@ -50,30 +47,30 @@ def validate(
     *,
     semantics: tuple[str, ...] = SEMANTICS,
 ) -> list[Violation]:
-    """What is wrong with `program`; empty when nothing is.
+    """Return the violations of `program`; empty when it is valid.
 
     Args:
-        program: Any.
-        rules: By name of the vocabulary.
-        semantics: Under which it must not deadlock.
+        program: Any program.
+        rules: Rules by name of the vocabulary.
+        semantics: Semantics under which the program must not deadlock.
 
     Raises:
         ConfigError: There are no such semantics.
     """
     if not semantics or set(semantics) - set(SEMANTICS):
-        msg = f"expected some of {', '.join(SEMANTICS)} for semantics, found {semantics}"
+        msg = f"semantics must be some of {', '.join(SEMANTICS)}, got {semantics}"
         raise ConfigError(msg)
     header = program.header
     if program.num_ranks * max(header.num_units, header.num_indices) > MOST_PLACES:
         text = (
-            f"expected at most {MOST_PLACES} ranks x units and ranks x indices, found {header} "
-            f"on {program.num_ranks} ranks"
+            f"a program may have at most {MOST_PLACES} ranks x units and ranks x indices, got "
+            f"{header} on {program.num_ranks} ranks"
         )
         return [Violation("size", -1, -1, text)]
     own = rules[program.vocabulary.name]
-    found = _check_peers(program) + own.before(program)
-    if found:
-        return found
+    violations = _check_peers(program) + own.before(program)
+    if violations:
+        return violations
     matching = match(program)
     if matching.alone:
         return [_lonely(program, place) for place in matching.alone]
@@ -86,18 +83,18 @@ def validate(
 
 
 def _check_peers(program: Program) -> list[Violation]:
-    found = []
+    violations = []
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             if program.vocabulary.role(action) == LOCAL:
                 continue
             if not 0 <= action.peer < program.num_ranks or action.peer == rank:
                 text = (
-                    f"expected a peer from 0 to {program.num_ranks - 1} other than itself, "
-                    f"found {action.peer}"
+                    f"the peer must be another rank from 0 to {program.num_ranks - 1}, got "
+                    f"{action.peer}"
                 )
-                found.append(Violation("peers", rank, position, text))
-    return found
+                violations.append(Violation("peers", rank, position, text))
+    return violations
 
 
 def _lonely(program: Program, place: Place) -> Violation:
@@ -118,5 +115,5 @@ def _deadlocked(
             f"{other.position} there"
         )
     first = deadlock.circle[0]
-    text = f"under {semantics} semantics nobody goes on: {'; '.join(steps)}"
+    text = f"under {semantics} semantics no rank can continue: {'; '.join(steps)}"
     return Violation("deadlock", first.rank, first.position, text)

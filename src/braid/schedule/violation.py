@@ -1,4 +1,4 @@
-"""What is wrong with a program, as the validator finds it."""
+"""Violation: a mistake in a program, as the validator reports it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Violation"]
 
 
 class Violation(NamedTuple):
-    """One thing that is wrong.
+    """One mistake in a program.
 
     Attributes:
         rule: Name of the rule: size, header, peers, units, matching, deadlock; contributions; work,
             data.
-        rank: Whose action it is; -1 for the program as a whole.
-        position: Of the action in its rank's list; -1 for the end of the list.
-        text: What is wrong, in words.
+        rank: Rank of the action; -1 for the program as a whole.
+        position: Position of the action in its rank's list; -1 for the end of the list.
+        text: Description of the mistake.
     """
 
     rule: str
@@ -24,7 +24,7 @@ class Violation(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        """`matching: rank 1, action 3: send of block 0 ... has no receive`."""
+        """Format it, as in `matching: rank 1, action 3: send of block 0 ... has no receive`."""
         if self.rank < 0:
             return f"{self.rule}: {self.text}"
         where = f"action {self.position}" if self.position >= 0 else "at the end"

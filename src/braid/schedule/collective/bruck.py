@@ -1,11 +1,11 @@
 """Bruck: lg p rounds on any number of ranks, for small messages.
 
-all_gather: in round k a rank sends all that it has to the rank 2^k before it, so what everybody has
-doubles; the last round sends only what is missing.
+all_gather: in round k a rank sends all its blocks to the rank 2^k before it, so the number of
+blocks doubles; the last round sends only what is missing.
 
-all_to_all: seen from its sender a block has to travel d ranks further on. It goes 2^k ranks in
-round k if bit k of d is set, together with all others of which that holds: lg p messages of about
-l/2 bytes instead of p-1 of l/p.
+all_to_all: seen from its sender a block has to travel d ranks. It goes 2^k ranks in round k if bit
+k of d is set, together with all other blocks of which that holds. So there are lg p messages of
+about l/2 bytes instead of p-1 of l/p.
 
 Source: J. Bruck et al., Efficient algorithms for all-to-all communications in multiport
 message-passing systems, IEEE TPDS 8 (1997).
@@ -24,7 +24,7 @@ __all__ = ["all_gather", "all_to_all"]
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Everybody ends with every rank's block."""
+    """Every rank ends with the blocks of all ranks."""
     check_ranks(num_ranks)
     ranks, steps, held = np.arange(num_ranks), [], 1
     while held < num_ranks:
@@ -41,8 +41,8 @@ def all_gather(num_ranks: int) -> Rounds:
 def all_to_all(num_ranks: int) -> Rounds:
     """Block j of rank i becomes block i of rank j.
 
-    What still has to travel lies in the second buffer, at the place of the way it goes in all, d; a
-    last copy puts it where it belongs, which needs the first buffer as a place to rest.
+    Blocks that still have to travel lie in the second buffer, at the place of their whole distance
+    d. A last copy puts them where they belong, which needs the first buffer as intermediate memory.
     """
     check_ranks(num_ranks)
     ranks = np.arange(num_ranks)

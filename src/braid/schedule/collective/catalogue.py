@@ -1,4 +1,4 @@
-"""Algorithms by name and operation."""
+"""Catalogue of algorithms, by name and operation."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ ALGORITHMS: Mapping[tuple[str, str], Callable[..., Rounds]] = {
 def algorithm(
     name: str, operation: str, num_ranks: int, *, root: int | None = None, row: int | None = None
 ) -> Rounds:
-    """An algorithm for a number of ranks.
+    """Return an algorithm for a number of ranks.
 
     Args:
-        name: Such as ring.
-        operation: Such as all_reduce.
+        name: Name of the algorithm, such as ring.
+        operation: Name of the operation, such as all_reduce.
         num_ranks: World size.
-        root: For operations that have one; 0 when None.
-        row: Ranks of a host, for hierarchical.
+        root: Rank, for operations that have one; 0 when None.
+        row: Number of ranks of a host, for hierarchical.
 
     Raises:
         ConfigError: There is none of this name for the operation, or not for this number of ranks,
@@ -60,25 +60,23 @@ def algorithm(
     if make is None:
         names = sorted(n for n, op in ALGORITHMS if op == operation)
         operations = sorted(op for n, op in ALGORITHMS if n == name)
-        msg = (
-            f"expected an algorithm for {operation} out of {', '.join(names) or 'none'}, found "
-            f"{name}"
-        )
+        msg = f"{name} is no algorithm for {operation}"
         if operations:
-            msg += f", which carries out {', '.join(operations)}"
+            msg += f" (but for {', '.join(operations)})"
+        msg += f": choose one of {', '.join(names)}" if names else ": there is no such operation"
         raise ConfigError(msg)
     check_ranks(num_ranks)
     if root is not None and operation not in ROOTED:
-        msg = f"expected no root for {operation}, found {root}"
+        msg = f"{operation} has no root, got {root}"
         raise ConfigError(msg)
     if name == "hierarchical":
         if row is None:
-            msg = "expected the number of ranks of a host for hierarchical, found none"
+            msg = "hierarchical needs the number of ranks of a host: pass row"
             raise ConfigError(msg)
         return make(num_ranks, row)
     if operation not in ROOTED:
         return make(num_ranks)
     if root is not None and not 0 <= root < num_ranks:
-        msg = f"expected a root from 0 to {num_ranks - 1}, found {root}"
+        msg = f"root must be 0 to {num_ranks - 1}, got {root}"
         raise ConfigError(msg)
     return make(num_ranks, root or 0)

@@ -1,8 +1,8 @@
-"""Whether a program does what its operation promises: every contribution exactly once, in the right place.
+"""Rules of collectives: every contribution arrives exactly once, in the right place.
 
-Carried out with sets instead of numbers: a block holds the ranks whose contributions have been
-added up in it. Adding a contribution twice, adding other blocks' numbers, sending what holds
-nothing and ending with too little are each said with the action that did it.
+The program is executed with sets instead of numbers: a block holds the ranks whose contributions
+have been added up in it. These mistakes are reported with their action: adding a contribution
+twice, adding numbers of another block, sending a block that holds nothing, ending with too little.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_REPORTED = 20
 
 
 def check_slots(program: Program) -> list[Violation]:
-    """A header that no program can have, and blocks and rounds that this one has not."""
+    """Check the header, and that all blocks and rounds exist."""
     header = program.header
     given = (header.operation, program.num_ranks, header.num_units, header.root)
-    found = [Violation("header", -1, -1, text) for text in header_problems(*given)]
+    violations = [Violation("header", -1, -1, text) for text in header_problems(*given)]
     for rank, actions in enumerate(program.ranks):
         for position, action in enumerate(actions):
             units = [
@@ -38,28 +38,28 @@ def check_slots(program: Program) -> list[Violation]:
             wrong = [unit for unit in units if not 0 <= unit < header.num_units]
             if wrong:
                 text = f"block {wrong[0]} of {header.num_units}, which are numbered from 0"
-                found.append(Violation("units", rank, position, text))
+                violations.append(Violation("units", rank, position, text))
             if not 0 <= action.index < header.num_indices:
                 text = f"round {action.index} of {header.num_indices}, which are numbered from 0"
-                found.append(Violation("units", rank, position, text))
-    return found
+                violations.append(Violation("units", rank, position, text))
+    return violations
 
 
 def check_contributions(
     program: Program, matching: Matching, moments: Iterable[Moment]
 ) -> list[Violation]:
-    """What goes wrong when everything happens in this order, and what is missing at the end.
+    """Check every addition in this order, and the result at the end.
 
     Args:
-        program: Whose messages have partners and do not deadlock.
-        matching: Of it.
-        moments: All of it, in an order in which it can happen.
+        program: Program whose messages have partners and do not deadlock.
+        matching: Matching of the program.
+        moments: All moments of the program, in a possible order.
     """
     return _Ledger(program, matching).check(moments)
 
 
 class _Ledger:
-    """What every block holds."""
+    """Contributions that every block holds."""
 
     def __init__(self, program: Program, matching: Matching) -> None:
         self._program = program
@@ -67,9 +67,9 @@ class _Ledger:
         header = program.header
         given = (header.operation, program.num_ranks, header.num_units, header.root)
         self._holds = [dict(blocks) for blocks in held_at_start(*given)]
-        self._wanted = held_at_end(*given)
-        self._read: dict[Place, Held | None] = {}  # what sends and copies took
-        self._found: list[Violation] = []
+        self._required = held_at_end(*given)
+        self._read: dict[Place, Held | None] = {}  # contents that sends and copies have read
+        self._violations: list[Violation] = []
 
     def check(self, moments: Iterable[Moment]) -> list[Violation]:
         for rank, positions, ended in moments:
@@ -77,22 +77,22 @@ class _Ledger:
                 place, action = Place(rank, position), self._program.ranks[rank][position]
                 role = self._program.vocabulary.role(action)
                 if not ended and role != RECEIVE:
-                    self._take(place, action, action.unit if role == SEND else action.edge)
+                    self._on_read(place, action, action.unit if role == SEND else action.edge)
                 elif ended and role != SEND:
                     source = self._partner[place] if role == RECEIVE else place
-                    self._put(place, action, self._read[source])
-        found = self._found or _missing(self._holds, self._wanted)
-        return found[:MOST_REPORTED]
+                    self._on_write(place, action, self._read[source])
+        violations = self._violations or _missing(self._holds, self._required)
+        return violations[:MOST_REPORTED]
 
-    def _take(self, place: Place, action: Action, block: int) -> None:
+    def _on_read(self, place: Place, action: Action, block: int) -> None:
         held = self._read[place] = self._holds[place.rank].get(block)
         if held is None:
             self._wrong(place, action, "it holds nothing yet")
 
-    def _put(self, place: Place, action: Action, came: Held | None) -> None:
+    def _on_write(self, place: Place, action: Action, came: Held | None) -> None:
         blocks = self._holds[place.rank]
         there = blocks.get(action.unit)
-        if came is None:  # said where it was taken
+        if came is None:  # reported where it was read
             return
         if action.kind != "reduce":
             blocks[action.unit] = came
@@ -107,18 +107,18 @@ class _Ledger:
 
     def _wrong(self, place: Place, action: Action, problem: str) -> None:
         text = f"{self._program.vocabulary.describe(action)}: {problem}"
-        self._found.append(Violation("contributions", *place, text))
+        self._violations.append(Violation("contributions", *place, text))
 
 
-def _missing(holds: list[dict[int, Held]], wanted: list[dict[int, Held]]) -> list[Violation]:
-    found: list[Violation] = []
-    for rank, blocks in enumerate(wanted):
+def _missing(holds: list[dict[int, Held]], required: list[dict[int, Held]]) -> list[Violation]:
+    violations: list[Violation] = []
+    for rank, blocks in enumerate(required):
         for unit, held in blocks.items():
             has = holds[rank].get(unit)
             if has == held:
                 continue
-            if len(found) == MOST_REPORTED:
-                return found
+            if len(violations) == MOST_REPORTED:
+                return violations
             if has is None or has.block != held.block:
                 text = f"block {unit} ends without block {held.block} of rank {_ranks(held.ranks)}"
             else:
@@ -126,8 +126,8 @@ def _missing(holds: list[dict[int, Held]], wanted: list[dict[int, Held]]) -> lis
                     f"block {unit} ends without the contribution of rank "
                     f"{_ranks(held.ranks & ~has.ranks)}"
                 )
-            found.append(Violation("contributions", rank, -1, text))
-    return found
+            violations.append(Violation("contributions", rank, -1, text))
+    return violations
 
 
 def _ranks(mask: int) -> str:

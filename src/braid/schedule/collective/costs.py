@@ -1,4 +1,4 @@
-"""What the actions of a collective cost: blocks of equal size, and additions at so much per byte."""
+"""Costs of a collective's actions: blocks of equal size, and additions at a cost per byte."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["collective_costs"]
 
 
 def collective_costs(program: Program, nbytes: float, sum_s_per_byte: float = 0.0) -> Costs:
-    """Costs for `simulate`.
+    """Return the costs of a collective for `simulate`.
 
     Args:
-        program: Of a collective.
+        program: Program of a collective.
         nbytes: l, bytes of the largest full buffer of a rank; of one of the two of all_to_all.
         sum_s_per_byte: c, seconds per byte that is added up.
     """

@@ -1,16 +1,16 @@
 """Recursive doubling and halving: partners at distance 1, 2, 4, ...
 
-    distance 4          2                1               recursive halving: each half of the buffer to the half that is to hold it
-    0 <------> 4    0 <----> 2       0 <--> 1
-    1 <------> 5    1 <----> 3       2 <--> 3            and back in the other order: recursive doubling, which gathers
-    2 <------> 6    4 <----> 6       4 <--> 5
-    3 <------> 7    5 <----> 7       6 <--> 7
+    distance 4          2                1           recursive halving: each half of the buffer
+    0 <------> 4    0 <----> 2       0 <--> 1        goes to the half that is to hold it
+    1 <------> 5    1 <----> 3       2 <--> 3
+    2 <------> 6    4 <----> 6       4 <--> 5        in the other order: recursive doubling,
+    3 <------> 7    5 <----> 7       6 <--> 7        which gathers
 
     recursive doubling    lg p rounds with the whole buffer     for small messages
-    halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on links that do not share
+    halving-doubling      2 lg p rounds, 2 (p-1)/p l bytes      for large ones on separate links
 
-Where p is no power of two, the ranks above the largest one in it hand their whole buffer to a
-partner first, and get the result at the end (`folded`): two more rounds with l bytes each.
+Where p is no power of two, the ranks above the largest one in it first send their whole buffer to a
+partner, and get the result at the end (`folded`): two more rounds with l bytes each.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> for made in doubling, halving_doubling:
@@ -37,7 +37,7 @@ Slots = Callable[[int, int], Sequence[int]]
 
 
 def doubling(num_ranks: int) -> Rounds:
-    """All-reduce in which partners exchange everything they have."""
+    """All-reduce in which partners exchange their whole buffers."""
     core = _core(num_ranks)
 
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
@@ -53,12 +53,15 @@ def halving_doubling(num_ranks: int) -> Rounds:
     distances = _distances(core)
     steps = [_halve(core, distance) for distance in reversed(distances)]
     steps += [_gather(core, distance, core) for distance in distances]
-    found = folded(num_ranks, core, tuple(steps))
-    return Rounds("halving_doubling", "all_reduce", num_ranks, core, found)
+    rounds = folded(num_ranks, core, tuple(steps))
+    return Rounds("halving_doubling", "all_reduce", num_ranks, core, rounds)
 
 
 def hypercube(num_ranks: int) -> Rounds:
-    """All-gather along the edges of a hypercube: lg p rounds; ranks that are no corner hand their block to a partner."""
+    """All-gather along the edges of a hypercube: lg p rounds.
+
+    Ranks that are no corner send their block to a partner first.
+    """
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
     steps = [_gather(core, distance, num_ranks) for distance in _distances(core)]
@@ -76,7 +79,7 @@ def hypercube(num_ranks: int) -> Rounds:
 
 
 def folded(num_ranks: int, num_blocks: int, steps: tuple[Round, ...]) -> tuple[Round, ...]:
-    """`steps` of the ranks of the largest power of two, and the others before and after them."""
+    """Surround `steps` of the largest power of two with messages of the remaining ranks."""
     core = _core(num_ranks)
     others = np.arange(core, num_ranks)
     if not len(others):
@@ -115,7 +118,7 @@ def _halve(core: int, distance: int) -> Round:
 
 
 def _gather(core: int, distance: int, num_blocks: int) -> Round:
-    """Send the blocks that this half holds; blocks from `core` on lie with the ranks `core` before them."""
+    """Send the blocks of this half; those from `core` on lie with the ranks `core` before them."""
 
     def slots(rank: int, _repetition: int) -> Sequence[int]:
         first = rank // distance * distance

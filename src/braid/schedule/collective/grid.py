@@ -1,14 +1,14 @@
 """Rings in two dimensions: first along rows, then along columns, then along rows again.
 
-    rows (fast links, such as those inside a host)      columns (slow ones, between hosts)
+    rows (fast links, such as inside a host)         columns (slow ones, between hosts)
 
-      0 - 1 - 2 - 3      reduce-scatter: each rank         0   1   2   3     all-reduce of that quarter
-      4 - 5 - 6 - 7      holds a quarter of its row's      |   |   |   |
-                         sum                               4   5   6   7     then all-gather along rows
+      0 - 1 - 2 - 3    reduce-scatter: each rank      0   1   2   3    all-reduce of that quarter
+      4 - 5 - 6 - 7    holds a quarter of its         |   |   |   |
+                       row's sum                      4   5   6   7    then all-gather along rows
 
-Between hosts only l / (ranks of a row) bytes of every rank travel, so slow links carry what they
-must and no more. With rows and columns of one mesh of links it is the all-reduce of a 2-D torus, in
-2 (rows + columns - 2) rounds instead of 2 (p-1).
+Between hosts only l / (ranks of a row) bytes of every rank travel, the least that slow links must
+carry. With rows and columns of one mesh of links it is the all-reduce of a 2-D torus, in 2 (rows +
+columns - 2) rounds instead of 2 (p-1).
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3, row=3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
@@ -35,17 +35,16 @@ def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
     """All-reduce over rows of `row` consecutive ranks and the columns across them.
 
     Args:
-        num_ranks: A multiple of `row`.
-        row: Ranks of a host, or extent of one dim of a torus.
-        name: Of the algorithm.
+        num_ranks: World size, a multiple of `row`.
+        row: Number of ranks of a host, or extent of one dim of a torus.
+        name: Name of the algorithm.
 
     Raises:
         ConfigError: `row` does not divide `num_ranks`.
     """
     if row < 1 or num_ranks % row:
         msg = (
-            f"expected rows of equal length on {num_ranks} ranks, found rows of {row}: use a "
-            f"divisor of {num_ranks}"
+            f"{num_ranks} ranks cannot be divided into rows of {row}: use a divisor of {num_ranks}"
         )
         raise ConfigError(msg)
     rows = np.arange(num_ranks).reshape(-1, row)
@@ -67,6 +66,6 @@ def all_reduce(num_ranks: int, row: int, name: str = "hierarchical") -> Rounds:
 
 
 def torus(num_ranks: int) -> Rounds:
-    """On a torus that is as square as its number of ranks permits; a prime number of ranks is a ring."""
+    """All-reduce on the most square torus of `num_ranks`; a prime number of ranks is a ring."""
     row = next(n for n in range(round(num_ranks**0.5) + 1, 0, -1) if num_ranks % n == 0)
     return all_reduce(num_ranks, row, "torus")

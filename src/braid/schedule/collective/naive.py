@@ -1,4 +1,4 @@
-"""The obvious ways, as a measure for the others: one rank talks to everybody, one after the other.
+"""The obvious algorithms, for comparison: one rank sends to all ranks, one after the other.
 
 p-1 messages of the whole buffer leave one rank in a broadcast, and as many reach one in a reduce:
 (p-1)(a + b l) each.
@@ -21,12 +21,12 @@ __all__ = ["all_gather", "all_reduce", "broadcast", "gather", "reduce", "scatter
 
 
 def broadcast(num_ranks: int, root: int = 0) -> Rounds:
-    """The root sends its buffer to everybody."""
+    """The root sends its buffer to all ranks."""
     return Rounds("naive", "broadcast", num_ranks, 1, _out(num_ranks, root), root)
 
 
 def reduce(num_ranks: int, root: int = 0) -> Rounds:
-    """Everybody sends its buffer to the root, which adds them up."""
+    """All ranks send their buffers to the root, which adds them up."""
     return Rounds("naive", "reduce", num_ranks, 1, _in(num_ranks, root, adds=True), root)
 
 
@@ -37,19 +37,19 @@ def all_reduce(num_ranks: int) -> Rounds:
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """Everybody sends its block to the root."""
+    """All ranks send their block to the root."""
     steps = _in(num_ranks, root, by_rank=True)
     return Rounds("naive", "gather", num_ranks, num_ranks, steps, root)
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """The root sends everybody its block."""
+    """The root sends its block to each rank."""
     steps = _out(num_ranks, root, by_rank=True)
     return Rounds("naive", "scatter", num_ranks, num_ranks, steps, root)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Gather on rank 0, which sends everything to everybody."""
+    """Gather on rank 0, which sends everything to all ranks."""
 
     def whole(_rank: int, _repetition: int) -> Sequence[int]:
         return range(num_ranks)

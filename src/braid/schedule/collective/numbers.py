@@ -1,4 +1,4 @@
-"""Programs carried out on a few numbers, to see what they do; the engines do it on tensors.
+"""Programs executed on a few numbers, to see what they do; the engines use tensors.
 
 >>> from braid.schedule.collective.ring import all_gather
 >>> carried_out(all_gather(2), [("a", None), (None, "b")])
@@ -18,11 +18,11 @@ __all__ = ["carried_out"]
 
 
 def carried_out(rounds: Rounds, buffers: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Buffers of all ranks afterwards.
+    """Return the buffers of all ranks after the algorithm.
 
     Args:
-        rounds: An algorithm.
-        buffers: Elements, by rank; the blocks are as equal as they can be. Of all_to_all both
+        rounds: Algorithm.
+        buffers: Elements, by rank; the blocks are as equal as they can be. For all_to_all both
             buffers, one behind the other.
     """
     written = program(rounds)

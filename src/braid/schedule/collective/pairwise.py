@@ -1,8 +1,7 @@
-"""Pairwise: in round i everybody sends to the rank i further on, straight to whom it is for.
+"""Pairwise: in round i each rank sends directly to the rank i places further.
 
-p-1 rounds, and no byte travels twice. For all_to_all of large messages nothing sends less;
-reduce_scatter and all_gather send what a ring sends, over longer ways, but add up without passing
-on.
+p-1 rounds, and no byte travels twice. For all_to_all of large messages nothing sends less.
+reduce_scatter and all_gather send what a ring sends, over longer ways, but no rank forwards data.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in
 MPICH, IJHPCA 19 (2005).
@@ -31,14 +30,14 @@ def all_to_all(num_ranks: int) -> Rounds:
 
 
 def reduce_scatter(num_ranks: int) -> Rounds:
-    """Everybody sends every block to the rank that adds it up."""
+    """Each rank sends every block to the rank that adds it up."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "reduce_scatter") for i in range(1, num_ranks))
     return Rounds("pairwise", "reduce_scatter", num_ranks, num_ranks, steps)
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Everybody sends its block to every other rank."""
+    """Each rank sends its block to every other rank."""
     check_ranks(num_ranks)
     steps = tuple(_round(num_ranks, i, "all_gather") for i in range(1, num_ranks))
     return Rounds("pairwise", "all_gather", num_ranks, num_ranks, steps)

@@ -1,9 +1,9 @@
-"""Ring: everybody sends to the next rank, one block at a time.
+"""Ring: each rank sends to the next rank, one block at a time.
 
-    round            0            1            2         after p - 1 rounds rank r holds the sum of block r + 1
-    rank 0   block 0 >    block 3 >    block 2 >
-    rank 1   block 1 >    block 0 >    block 3 >         then p - 1 rounds that pass the sums on
-    rank 2   block 2 >    block 1 >    block 0 >
+    round            0            1            2         after p - 1 rounds rank r holds
+    rank 0   block 0 >    block 3 >    block 2 >         the sum of block r + 1;
+    rank 1   block 1 >    block 0 >    block 3 >
+    rank 2   block 2 >    block 1 >    block 0 >         p - 1 more rounds pass the sums on
     rank 3   block 3 >    block 2 >    block 1 >
 
 Every link is busy in every round and every rank sends 2 (p-1)/p l bytes, the least that is
@@ -45,7 +45,7 @@ def reduce_scatter(num_ranks: int) -> Rounds:
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Everybody ends with every rank's block: p-1 rounds."""
+    """Every rank ends with the blocks of all ranks: p-1 rounds."""
     steps = rings(np.arange(num_ranks)[None, :], _one_block)
     return Rounds("ring", "all_gather", num_ranks, num_ranks, steps)
 
@@ -55,7 +55,7 @@ def rings(lanes: Ranks, parts: Parts, *, ahead: int = 0, adds: bool = False) -> 
 
     Args:
         lanes: Ranks of each ring in order; shape (rings, ranks of a ring).
-        parts: Blocks of part i of what goes around, by (rank, i).
+        parts: Function that returns the blocks of part i, by (rank, i).
         ahead: The rank at place i begins with part i + `ahead`.
         adds: Whether parts are added up: the rank at place i ends with the sum of part i + 1 +
             `ahead`; else they are gathered.

@@ -1,7 +1,7 @@
-"""Rounds: an algorithm written once, for four ranks to look at and for a hundred thousand to compute with.
+"""Rounds: an algorithm written once, for four ranks to read and for a hundred thousand to compute.
 
 An algorithm is a list of rounds. In a round some ranks send to one other rank each, and a round
-that is repeated with the same pairs (a ring) stands there once:
+that is repeated with the same pairs (a ring) is written once:
 
     Round(sources [0 1 2 3], targets [1 2 3 0], num_blocks 1, repeat 3)
 
@@ -34,13 +34,13 @@ class Round(NamedTuple):
 
     Attributes:
         sources: Ranks that send; each at most once.
-        targets: Whom to; each at most once.
-        num_blocks: Blocks of each message, or of all.
-        slots: Which blocks a rank sends, by (rank, repetition).
-        into: Where the target of a rank puts them, by (sender, repetition); the same blocks when
-            None.
-        adds: Whether what comes is added to what is there.
-        repeat: How many times in a row.
+        targets: Ranks that receive; each at most once.
+        num_blocks: Number of blocks of each message, or of all.
+        slots: Function that returns the blocks that a rank sends, by (rank, repetition).
+        into: Function that returns the blocks of the target, by (sender, repetition); the same
+            blocks when None.
+        adds: Whether received blocks are added to the target's.
+        repeat: Number of repetitions.
     """
 
     sources: Ranks
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
     """Copies inside each rank's buffer.
 
     Attributes:
-        blocks: (to, from) of a rank.
+        blocks: Function that returns the pairs (to, from) of a rank.
     """
 
     blocks: Callable[[int], Sequence[tuple[int, int]]]
@@ -66,10 +66,10 @@ class Rounds(NamedTuple):
     """An algorithm for a number of ranks.
 
     Attributes:
-        name: Of the algorithm.
-        operation: What it carries out.
+        name: Name of the algorithm.
+        operation: Name of the operation.
         num_ranks: World size.
-        num_blocks: Into how many the buffer is divided; for all_to_all both buffers together.
+        num_blocks: Number of blocks of the buffer; for all_to_all of both buffers together.
         steps: Rounds and copies, in order.
         root: Rank, for operations that have one.
     """
@@ -82,30 +82,30 @@ class Rounds(NamedTuple):
     root: int = -1
 
     def block_bytes(self, nbytes: float) -> float:
-        """Bytes of a block.
+        """Return the bytes of a block.
 
         Args:
-            nbytes: Of the largest full buffer of a rank; of one of the two of all_to_all.
+            nbytes: Bytes of the largest full buffer of a rank; of one of the two of all_to_all.
         """
         return nbytes / (self.num_ranks if self.operation == "all_to_all" else self.num_blocks)
 
     @property
     def num_rounds(self) -> int:
-        """Rounds one after the other."""
+        """Number of rounds one after the other."""
         return sum(step.repeat for step in self.steps if isinstance(step, Round))
 
 
 def program(rounds: Rounds) -> Program:
-    """All of it, action by action.
+    """Write an algorithm out, action by action.
 
     Raises:
-        ConfigError: There are more ranks than anybody writes out; `simulate_rounds` in `cost` does
-            without.
+        ConfigError: There are more ranks than can be written out; `simulate_rounds` in `cost` needs
+            no program.
     """
     if rounds.num_ranks > MOST_RANKS:
         msg = (
-            f"expected at most {MOST_RANKS} ranks to be written out action by action, found "
-            f"{rounds.num_ranks}"
+            f"at most {MOST_RANKS} ranks can be written out action by action, got "
+            f"{rounds.num_ranks}: use simulate_rounds"
         )
         raise ConfigError(msg)
     ranks: list[list[Action]] = [[] for _ in range(rounds.num_ranks)]

@@ -1,12 +1,12 @@
-"""Binomial tree: who has it sends it on, so their number doubles in every round.
+"""Binomial tree: ranks that have the data send it on, so their number doubles in every round.
 
     round 0      0 ------------------------> 4
     round 1      0 ----------> 2             4 ----------> 6          ranks relative to the root
     round 2      0 --> 1       2 --> 3       4 --> 5       6 --> 7
 
 Backwards it reduces; with the blocks of a whole subtree in each message it gathers and scatters. lg
-p rounds: the least that is possible for small messages, while for large ones the root's link
-carries lg p l bytes.
+p rounds are the least that is possible for small messages. For large ones the root's link carries
+lg p l bytes.
 
     >>> from braid.schedule.collective.numbers import carried_out
     >>> carried_out(all_reduce(3), [(2, 4, 6), (1, 2, 3), (4, 8, 12)])
@@ -29,13 +29,13 @@ __all__ = ["all_reduce", "broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(num_ranks: int, root: int = 0) -> Rounds:
-    """The root's buffer to everybody."""
+    """Send the root's buffer to all ranks."""
     steps = tuple(_down(num_ranks, root))
     return Rounds("tree", "broadcast", num_ranks, 1, steps, root)
 
 
 def reduce(num_ranks: int, root: int = 0) -> Rounds:
-    """The sum of all buffers to the root."""
+    """Send the sum of all buffers to the root."""
     return Rounds("tree", "reduce", num_ranks, 1, tuple(_up(num_ranks, root)), root)
 
 
@@ -46,13 +46,13 @@ def all_reduce(num_ranks: int) -> Rounds:
 
 
 def scatter(num_ranks: int, root: int = 0) -> Rounds:
-    """Block r of the root to rank r; every message carries the blocks of a subtree."""
+    """Send block r of the root to rank r; every message carries the blocks of a subtree."""
     steps = [_subtree(num_ranks, root, distance) for distance in _distances(num_ranks)]
     return Rounds("tree", "scatter", num_ranks, num_ranks, tuple(steps), root)
 
 
 def gather(num_ranks: int, root: int = 0) -> Rounds:
-    """Block r of rank r to the root; scatter backwards."""
+    """Send block r of rank r to the root; scatter backwards."""
     down = scatter(num_ranks, root).steps
     steps = [_backwards(step) for step in reversed(down) if isinstance(step, Round)]
     return Rounds("tree", "gather", num_ranks, num_ranks, tuple(steps), root)
@@ -64,7 +64,7 @@ def _distances(num_ranks: int) -> list[int]:
 
 
 def _senders(num_ranks: int, distance: int) -> Ranks:
-    """Relative ranks that send to the rank `distance` further on."""
+    """Return the relative ranks that send to the rank `distance` further on."""
     places = np.arange(0, num_ranks, 2 * distance)
     return places[places + distance < num_ranks]
 
@@ -74,12 +74,12 @@ def _whole(_rank: int, _repetition: int) -> Sequence[int]:
 
 
 def _down(num_ranks: int, root: int) -> list[Round]:
-    found = []
+    rounds = []
     for distance in _distances(num_ranks):
         senders = _senders(num_ranks, distance)
         targets = (senders + distance + root) % num_ranks
-        found.append(Round((senders + root) % num_ranks, targets, 1, _whole))
-    return found
+        rounds.append(Round((senders + root) % num_ranks, targets, 1, _whole))
+    return rounds
 
 
 def _up(num_ranks: int, root: int) -> list[Round]:
@@ -91,7 +91,7 @@ def _up(num_ranks: int, root: int) -> list[Round]:
 
 
 def _subtree(num_ranks: int, root: int, distance: int) -> Round:
-    """Messages of one distance; of the last subtree only a part may be there."""
+    """Return the messages of one distance; the last subtree may be incomplete."""
 
     def slots(rank: int, _repetition: int) -> Sequence[int]:
         place = (rank - root) % num_ranks
@@ -108,7 +108,7 @@ def _blocks(place: int, size: int, num_ranks: int, root: int) -> Sequence[int]:
 
 
 def _backwards(step: Round) -> Round:
-    """The same blocks from who got them to who sent them."""
+    """Return a round that sends the same blocks back from receivers to senders."""
     parents = dict(zip(step.targets.tolist(), step.sources.tolist(), strict=True))
 
     def slots(rank: int, repetition: int) -> Sequence[int]:

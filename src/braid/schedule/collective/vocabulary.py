@@ -1,18 +1,19 @@
-"""The words of collectives: blocks that are sent, received, added and copied.
+"""Vocabulary of collectives: blocks that are sent, received, added and copied.
 
-The buffer of every rank is divided into blocks, which are the units of its actions. What a block
-holds is written `(block, ranks)`: whose contributions to which block of the result have been added
-up in it. An operation says what everybody holds at the start and what must be held at the end;
-between them the validator only adds up (`contributions`).
+The buffer of every rank is divided into blocks, which are the units of its actions. The content of
+a block is written `(block, ranks)`: the ranks whose contributions to which block of the result have
+been added up in it. An operation defines what all ranks hold at the start and what they must hold
+at the end; between them the validator only adds up (`contributions`).
 
-    all_reduce       block b of everybody          ->  everybody: block b of all ranks
-    reduce           likewise                      ->  root: likewise
-    reduce_scatter   likewise                      ->  rank r: block r of all ranks
-    broadcast        block b of the root           ->  everybody: likewise
-    scatter          block b of the root           ->  rank r: block r of the root
-    all_gather       rank r: block r               ->  everybody: block b of rank b
-    gather           rank r: block r               ->  root: likewise
-    all_to_all       rank r: p blocks, b for rank b  ->  in p further blocks of rank r, block b from rank b
+    all_reduce       block b of all ranks        ->  all ranks: block b of all ranks
+    reduce           block b of all ranks        ->  root: block b of all ranks
+    reduce_scatter   block b of all ranks        ->  rank r: block r of all ranks
+    broadcast        block b of the root         ->  all ranks: block b of the root
+    scatter          block b of the root         ->  rank r: block r of the root
+    all_gather       rank r: block r             ->  all ranks: block b of rank b
+    gather           rank r: block r             ->  root: block b of rank b
+    all_to_all       rank r: p blocks, b for     ->  in p further blocks of rank r,
+                     rank b                          block b from rank b
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class Held(NamedTuple):
-    """What a block of a rank's buffer holds.
+    """Content of a block of a rank's buffer.
 
     Attributes:
-        block: Of the result; for all_to_all sender * p + receiver.
-        ranks: Bit r: the contribution of rank r is in it.
+        block: Block of the result; for all_to_all sender * p + receiver.
+        ranks: Bit r is set if the block contains the contribution of rank r.
     """
 
     block: int
@@ -72,14 +73,14 @@ class Held(NamedTuple):
 
 
 def num_slots(operation: str, num_ranks: int, num_blocks: int) -> int:
-    """Blocks of a rank's buffer; all_to_all has two buffers, one behind the other."""
+    """Return the number of blocks of a rank's buffer; all_to_all has two buffers in a row."""
     return 2 * num_ranks if operation == "all_to_all" else num_blocks
 
 
 def held_at_start(
     operation: str, num_ranks: int, num_blocks: int, root: int
 ) -> list[dict[int, Held]]:
-    """What the blocks of every rank hold before; one that is missing holds nothing of use."""
+    """Return the contents of every rank's blocks at the start; missing blocks hold nothing."""
     _check(operation, num_ranks, num_blocks, root)
     own = [1 << rank for rank in range(num_ranks)]
     if operation in {"all_reduce", "reduce", "reduce_scatter"}:
@@ -97,7 +98,7 @@ def held_at_start(
 def held_at_end(
     operation: str, num_ranks: int, num_blocks: int, root: int
 ) -> list[dict[int, Held]]:
-    """What the blocks of every rank must hold after; one that is missing may hold anything."""
+    """Return the contents that blocks must have at the end; missing blocks may hold anything."""
     _check(operation, num_ranks, num_blocks, root)
     everybody = (1 << num_ranks) - 1
     ranks, blocks = range(num_ranks), range(num_blocks)
@@ -121,19 +122,19 @@ def held_at_end(
 
 
 def header_problems(operation: str, num_ranks: int, num_blocks: int, root: int) -> list[str]:
-    """What no program of this operation can have."""
+    """Return what is wrong with a header."""
     if operation not in OPERATIONS:
-        return [f"expected an operation out of {', '.join(OPERATIONS)}, found {operation}"]
+        return [f"there is no operation {operation!r}: choose one of {', '.join(OPERATIONS)}"]
     problems = []
     rooted = operation in ROOTED
     if rooted != (root >= 0) or root >= num_ranks:
         wanted = f"a root from 0 to {num_ranks - 1}" if rooted else "no root"
-        problems.append(f"expected {wanted} for {operation}, found {root if root >= 0 else 'none'}")
+        problems.append(f"{operation} needs {wanted}, got {(root if root >= 0 else 'none')}")
     by_rank = operation in {"reduce_scatter", "scatter", "all_gather", "gather", "all_to_all"}
     expected = num_slots(operation, num_ranks, num_ranks)
     if by_rank and num_blocks != expected:
         where = f"{operation} on {num_ranks} ranks"
-        problems.append(f"expected {expected} blocks for {where}, found {num_blocks}")
+        problems.append(f"expected {expected} blocks for {where}, got {num_blocks}")
     return problems
 
 

@@ -1,8 +1,8 @@
-"""The words of pipelines: forward and backward of a micro-batch on a stage, and the messages between stages.
+"""Vocabulary of pipelines: forward and backward of a micro-batch, and messages between stages.
 
-A stage lives on the rank of its number. What it must keep to, beyond what all programs must: every
-stage does F and B of every micro-batch once, F before B; what the stage before made is received
-before F, and what the stage behind made before B.
+A stage lives on the rank of its number. Its rules, beyond those of all programs: every stage does F
+and B of every micro-batch once, F before B. The output of the previous stage is received before F,
+and the gradient of the next stage before B.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PIPELINE = Vocabulary(
     kinds={
         "F": Kind(LOCAL, "forward of a micro-batch"),
         "B": Kind(LOCAL, "backward of a micro-batch"),
-        "send_f": Kind(SEND, "send what F made to the next stage"),
-        "recv_f": Kind(RECEIVE, "receive what F of the stage before made"),
-        "send_b": Kind(SEND, "send the gradient of what F was given to the stage before"),
-        "recv_b": Kind(RECEIVE, "receive the gradient of what F made"),
+        "send_f": Kind(SEND, "send the output of F to the next stage"),
+        "recv_f": Kind(RECEIVE, "receive the output of F of the previous stage"),
+        "send_b": Kind(SEND, "send the gradient of the input of F to the previous stage"),
+        "recv_b": Kind(RECEIVE, "receive the gradient of the output of F"),
     },
     unit_name="stage",
     index_name="micro-batch",
@@ -32,27 +32,27 @@ PIPELINE = Vocabulary(
 
 
 def check_work(program: Program) -> list[Violation]:
-    """F and B of every stage and micro-batch, once each, on the rank of the stage."""
-    found = []
+    """Check that each rank does F and B of its stage once for every micro-batch."""
+    violations = []
     header = program.header
     if (header.operation, header.num_units, header.root) != ("train", program.num_ranks, -1):
         text = (
-            f"expected train with a unit for each of {program.num_ranks} ranks and no root, "
-            f"found {header}"
+            f"the header must say train, {program.num_ranks} units (one per rank) and no root, "
+            f"got {header}"
         )
-        found.append(Violation("header", -1, -1, text))
+        violations.append(Violation("header", -1, -1, text))
     for rank, actions in enumerate(program.ranks):
         done: set[tuple[str, int]] = set()
         for position, action in enumerate(actions):
             if action.unit != rank or not 0 <= action.index < header.num_indices:
                 text = (
-                    f"expected stage {rank} and a micro-batch below {header.num_indices}, "
-                    f"found {PIPELINE.describe(action)}"
+                    f"{PIPELINE.describe(action)} is not of stage {rank} and a micro-batch "
+                    f"below {header.num_indices}"
                 )
-                found.append(Violation("units", rank, position, text))
+                violations.append(Violation("units", rank, position, text))
             if (action.kind, action.index) in done:
                 text = f"{PIPELINE.describe(action)} a second time"
-                found.append(Violation("work", rank, position, text))
+                violations.append(Violation("work", rank, position, text))
             done.add((action.kind, action.index))
         missing = [
             f"{kind}{rank}.{index}"
@@ -62,27 +62,27 @@ def check_work(program: Program) -> list[Violation]:
         ]
         if missing:
             text = f"ends without {', '.join(missing)}"
-            found.append(Violation("work", rank, -1, text))
-    return found
+            violations.append(Violation("work", rank, -1, text))
+    return violations
 
 
 def check_data(program: Program, matching: Matching, _moments: Iterable[Moment]) -> list[Violation]:
-    """Everything that is used has been made or received before, and what is received is what was meant."""
-    found = []
+    """Check that data is made or received before it is used, and is the right data."""
+    violations = []
     last = program.num_ranks - 1
     for rank, actions in enumerate(program.ranks):
         has: set[tuple[str, int]] = set()
         for position, action in enumerate(actions):
-            lacking = [
+            missing_kinds = [
                 kind for kind in _needs(action, rank, last) if (kind, action.index) not in has
             ]
             has.add((action.kind, action.index))
-            if lacking:
+            if missing_kinds:
                 text = (
-                    f"{PIPELINE.describe(action)} comes before {lacking[0]} of micro-batch "
+                    f"{PIPELINE.describe(action)} comes before {missing_kinds[0]} of micro-batch "
                     f"{action.index}"
                 )
-                found.append(Violation("data", rank, position, text))
+                violations.append(Violation("data", rank, position, text))
             if PIPELINE.role(action) == RECEIVE:
                 other = matching.partner[Place(rank, position)]
                 sent = program.ranks[other.rank][other.position]
@@ -91,18 +91,18 @@ def check_data(program: Program, matching: Matching, _moments: Iterable[Moment])
                         f"{PIPELINE.describe(action)} gets what rank {other.rank} sends with "
                         f"{PIPELINE.describe(sent)}"
                     )
-                    found.append(Violation("data", rank, position, text))
-    return found
+                    violations.append(Violation("data", rank, position, text))
+    return violations
 
 
 def _counterpart(action: Action) -> Action:
-    """The send that a receive is meant for: of the stage before for F, of the stage behind for B."""
+    """Return the send that a receive belongs to: previous stage for F, next stage for B."""
     stage = action.unit - 1 if action.kind == "recv_f" else action.unit + 1
     return Action(action.kind.replace("recv", "send"), stage, action.index, action.unit)
 
 
 def _needs(action: Action, stage: int, last: int) -> list[str]:
-    """What must have been done with the same micro-batch before."""
+    """Return the kinds of actions that must precede with the same micro-batch."""
     if action.kind == "F":
         return ["recv_f"] if stage else []
     if action.kind == "B":
