@@ -157,7 +157,7 @@ def run(
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
         raise ConfigError(msg)
     if port != "auto" and not port.isdecimal():
-        msg = f"expected --port auto or a number, found {port!r}"
+        msg = f"--port is auto or a number, got {port!r}"
         raise ConfigError(msg)
     where, told = choose_where(on, n)
     job = JobSpec(
@@ -305,7 +305,7 @@ def checkpoint_ls(
     from braid.checkpoint import ls
 
     if not Path(directory).is_dir():
-        msg = f"expected the directory of a run or of its checkpoints, found none at {directory}"
+        msg = f"there is no directory of a run or of its checkpoints at {directory}"
         raise ConfigError(msg)
     inner = Path(directory) / "checkpoints"
     found = ls(inner if inner.is_dir() else directory)
@@ -336,7 +336,7 @@ def checkpoint_verify(
     from braid.errors import CheckpointError
 
     if not paths:
-        msg = "expected checkpoints to verify, found none: name directories such as step-00000200"
+        msg = "no checkpoints to verify: name directories such as step-00000200"
         raise ConfigError(msg)
     found: list[str] = []
     for path in paths:

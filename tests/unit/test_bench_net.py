@@ -81,14 +81,14 @@ def test_what_killed_processes_have_left_is_removed_and_nothing_else():
 
 def test_labs_are_for_root(monkeypatch):
     monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
-    with pytest.raises(ConfigError, match=r"expected to be root.*found user 1000.*--hosts"):
+    with pytest.raises(ConfigError, match=r"only root may .*this is user 1000.*--hosts"):
         lab.Lab(2, 1e9).__enter__()
 
 
 def test_missing_commands_are_named(monkeypatch):
     monkeypatch.setattr(lab.os, "geteuid", lambda: 0)
     monkeypatch.setattr(lab.shutil, "which", lambda name: None if name == "tc" else name)
-    assert "found no tc: install iproute2 and procps" in lab.what_is_missing()
+    assert "there is no tc: install iproute2 and procps" in lab.what_is_missing()
 
 
 def test_only_the_first_rank_is_heard():

@@ -46,7 +46,7 @@ def test_an_unknown_option_points_at_the_help_of_its_command(capsys):
 
 def test_a_directory_that_is_not_there_is_not_an_empty_one(tmp_path, capsys):
     code, text = exit_and_output(["checkpoint", "ls", str(tmp_path / "x")], capsys)
-    assert (code, f"found none at {tmp_path / 'x'}" in text) == (2, True)
+    assert (code, f"of its checkpoints at {tmp_path / 'x'}" in text) == (2, True)
     code, text = exit_and_output(["checkpoint", "ls", str(tmp_path)], capsys)
     assert (code, text) == (1, f"no checkpoints in {tmp_path}\n")
 

@@ -141,7 +141,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("show", "rong"), "found rong"),
+        (("show", "rong"), "no file rong"),
         (("show", "ring", "--operation", "scatter"), "choose one of naive, tree"),
         (("show", "ring", "--ranks", "0"), "at least 1 rank is needed, got 0"),
         (("show", "hierarchical", "--ranks", "6", "--row", "4"), "rows of 4"),
@@ -149,18 +149,27 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("show", "1f1b", "--microbatches", "0"), "at least 1 stage and 1 micro-batch"),
         (("show", "ring", "--ranks", "1000"), "at most 512 ranks"),
         (("check", "/nowhere/at/all"), "No such file"),
-        (("simulate", "ring", "--nbytes", "5Q"), "expected bytes such as 1000, 64Ki, 1.5G"),
-        (("simulate", "ring", "--svg", "/nowhere/a.svg"), "expected a place to write to"),
+        (
+            ("simulate", "ring", "--nbytes", "5Q"),
+            "a number of bytes is written like 1000, 64Ki or 1.5G, got",
+        ),
+        (("simulate", "ring", "--svg", "/nowhere/a.svg"), "/nowhere/a.svg cannot be written"),
         (("simulate", "ring", "--ranks", "300", "--svg", "a.svg"), "at most 256 ranks"),
         (("simulate", "ring", "--gbytes-per-s", "0"), "bytes_per_s must be above 0, got 0.0"),
         (("compare", "all_redooce"), "there is no operation 'all_redooce'"),
-        (("compare", "all_reduce", "--sizes"), "expected at least one size"),
-        (("simulate", "1f1b", "--forward-ms", "nan"), "not negative, for --forward-ms, found nan"),
-        (("simulate", "1f1b", "--backward-ms", "-5"), "not negative, for --backward-ms"),
-        (("simulate", "1f1b", "--root", "7"), "expected no --operation or --root with 1f1b"),
+        (("compare", "all_reduce", "--sizes"), "--sizes lists no size"),
+        (
+            ("simulate", "1f1b", "--forward-ms", "nan"),
+            "--forward-ms takes milliseconds from 0, got nan",
+        ),
+        (
+            ("simulate", "1f1b", "--backward-ms", "-5"),
+            "--backward-ms takes milliseconds from 0, got -5",
+        ),
+        (("simulate", "1f1b", "--root", "7"), "--operation and --root do not go with 1f1b"),
         (("simulate", "ring", "--root", "1"), "all_reduce has no root, got 1"),
         (("simulate", "ring", "--ranks", "1000000000"), "may have at most 1,000,000 ranks"),
-        (("simulate", "x" * 3000), "expected an algorithm out of"),
+        (("simulate", "x" * 3000), "there is no algorithm and no file"),
     ],
 )
 def test_mistakes_are_named(arguments, words, capsys):

@@ -220,7 +220,7 @@ def test_nodes_are_trusted_by_a_file_or_by_an_explicit_word():
         ({"network_interface": "eth0"}, "--network-interface needs several hosts"),
         ({"listen": "0.0.0.0"}, "--listen needs several hosts"),
         ({"hosts": "a", "listen": "eth0"}, "--listen must be an IP address, got 'eth0'"),
-        ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts cannot be read: No such file"),
+        ({"hostfile": "/nowhere/hosts"}, "/nowhere/hosts, cannot be read: No such file"),
     ],
 )  # fmt: skip
 def test_options_that_exclude_or_need_each_other_are_refused(options, words):

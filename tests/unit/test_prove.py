@@ -59,10 +59,10 @@ def test_the_worst_number_is_named():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "found no file"),
-        ("def model(): ...", "found no loss"),
-        ("x = 1", "found no model and no loss"),
-        ("1 / 0", "raises ZeroDivisionError: division by zero"),
+        (None, "there is no file at"),
+        ("def model(): ...", "defines no loss:"),
+        ("x = 1", "defines no model and no loss:"),
+        ("1 / 0", "raises ZeroDivisionError when it is imported: division by zero"),
     ],
 )
 def test_a_task_that_cannot_be_read_is_told_once(tmp_path, capsys, text, words):

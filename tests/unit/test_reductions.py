@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from braid.comm.tensors.reduction import OPS, combine
-from braid.fusion.coordinator import _senseless
+from braid.fusion.coordinator import _impossible
 from braid.fusion.request import Request
 from braid.reductions import REDUCTIONS, refusal
 
@@ -35,6 +35,6 @@ def test_what_is_defined_can_be_computed(op):
 
 def test_the_coordinator_refuses_what_groups_refuse_and_leaves_others_alone():
     request = Request("x", "all_reduce", "int64", (3,), op="adasum")
-    assert _senseless({0: request}, [0]) == ""
+    assert _impossible({0: request}, [0]) == ""
     refused = Request("x", "all_reduce", "float32", (3,), op="band")
-    assert "'band' is not defined for float32" in _senseless({0: refused}, [0])
+    assert "'band' is not defined for float32" in _impossible({0: refused}, [0])

@@ -77,7 +77,7 @@ def test_every_bad_number_is_listed():
 def test_a_bad_configuration_of_a_rank_says_what_is_wrong():
     with pytest.raises(ConfigError, match="steps is 0"):
         TrainConfig.from_json('{"steps": 0}')
-    with pytest.raises(ConfigError, match="as JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         TrainConfig.from_json("nonsense")
 
 
@@ -218,7 +218,9 @@ def test_steps_that_will_come_again_are_dropped(tmp_path, step, kept):
 
 def test_metrics_that_cannot_be_written_are_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"metrics to .*: (Not a directory|File exists); choose"):
+    with pytest.raises(
+        ConfigError, match=r"metrics cannot be written to .*: (Not a directory|File exists); choose"
+    ):
         Reporter(tmp_path / "file" / "metrics.jsonl", io.StringIO(), VirtualClock())
 
 

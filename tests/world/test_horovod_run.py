@@ -104,7 +104,7 @@ def test_the_exit_code_is_that_of_the_causing_rank(capfd):
     [
         (["-np", "2", "--config-file", "no", "x.py"], "a configuration file, found that no cannot be read: No such"),
         (["-np", "2", "--config-file", "bad", "x.py"], "expected YAML in bad, found: "),
-        (["-np", "2", "--hostfile", "no", "x.py"], "a file that names hosts, found that no cannot be read: No such"),
+        (["-np", "2", "--hostfile", "no", "x.py"], "the file that names hosts, no, cannot be read: No such"),
         (["-np", "2", "x.py"], "cannot read the script x.py"),
         (["-np", "2", "./x"], "no program ./x on PATH"),
     ],

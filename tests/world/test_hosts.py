@@ -151,7 +151,7 @@ def test_a_rank_that_cannot_listen_is_named_on_all():
     errors = _join_all(options)
     assert [type(error) for error in errors] == [ConfigError] * 3
     (text,) = {str(error) for error in errors}
-    assert text.splitlines()[0].startswith("expected that every rank can listen")
+    assert text.splitlines()[0].startswith("not every rank can listen")
     assert [line.partition(":")[0] for line in text.splitlines()[1:]] == ["  rank 1", "  rank 2"]
 
 

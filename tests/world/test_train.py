@@ -140,9 +140,7 @@ def test_another_number_of_ranks_continues_with_the_same_samples(world, config):
 
 
 def test_a_loss_that_is_no_number_names_rank_and_step(world, config):
-    with pytest.raises(
-        TrainingDivergedError, match="finite loss at step 4, found nan on rank 1"
-    ) as e:
+    with pytest.raises(TrainingDivergedError, match="loss is nan on rank 1 at step 4") as e:
         world(2, train, config, "", -1, (1, 4))
     assert len({str(error) for error in e.value.rank_errors.values()}) == 1
     assert len(e.value.rank_errors) == 2
@@ -152,9 +150,7 @@ def test_a_checkpoint_of_other_data_is_refused(world, config, tmp_path):
     world(1, train, replace(config, steps=2))
     other = tmp_path / "other.txt"
     other.write_text("something else entirely\n" * 400)
-    with pytest.raises(
-        CheckpointError, match=r"training on other.txt .* found in .* one on other data"
-    ):
+    with pytest.raises(CheckpointError, match=r"was trained on other data .* than other.txt"):
         world(1, train, replace(config, data=(str(other),)), config.checkpoints)
 
 
@@ -174,7 +170,7 @@ def test_another_batch_is_refused_on_resume(world, config):
 
 def test_a_finished_training_has_nothing_to_resume(world, config):
     world(1, train, replace(config, steps=2))
-    with pytest.raises(ConfigError, match=r"has done 2 of 2: ask for more --steps"):
+    with pytest.raises(ConfigError, match=r"has done 2 of 2. Ask for more --steps"):
         world(1, train, replace(config, steps=2), config.checkpoints)
 
 
@@ -271,7 +267,7 @@ def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
         "3 ranks can share equally": command(config, "--batch", "8", n=3),
         "model is 'huge', expected one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
-        "found none at nowhere": command(config, "--resume", "nowhere"),
+        "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
     }
     for expected, words in cases.items():
         assert main(words) == 2

@@ -106,11 +106,13 @@ class CommBench:
     def __post_init__(self) -> None:
         unknown = [name for name in self.operations if name not in OPERATIONS]
         if unknown:
-            msg = f"expected operations out of {', '.join(OPERATIONS)}, found {', '.join(unknown)}"
+            msg = (
+                f"there is no operation {', '.join(unknown)}: choose out of {', '.join(OPERATIONS)}"
+            )
             raise ConfigError(msg)
         unknown = [name for name in self.dtypes if name not in KNOWN_DTYPES]
         if unknown:
-            msg = f"expected dtypes out of {', '.join(KNOWN_DTYPES)}, found {', '.join(unknown)}"
+            msg = f"there is no dtype {', '.join(unknown)}: choose out of {', '.join(KNOWN_DTYPES)}"
             raise ConfigError(msg)
         least = [("the number of ranks", n, 2) for n in self.ranks]
         least += [("the number of rounds", self.rounds, 1)]
@@ -226,8 +228,7 @@ def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
         if process.returncode:
             errors.seek(0)
             msg = (
-                "expected the ranks of mpiexec to end well, found exit code "
-                f"{process.returncode}:\n{errors.read()}"
+                f"the ranks of mpiexec ended with exit code {process.returncode}:\n{errors.read()}"
             )
             raise ConfigError(msg)
 
@@ -269,10 +270,7 @@ def plot(report: CommReport, path: Path) -> Path:
         ConfigError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        msg = (
-            "expected matplotlib for the plot, found that it is not installed: pip install "
-            "'braid-train[bench]'"
-        )
+        msg = "the plot needs matplotlib, which is not installed: pip install 'braid-train[bench]'"
         raise ConfigError(msg)
     figure_type = importlib.import_module("matplotlib.figure").Figure
     names = list(dict.fromkeys(row.operation for row in report.rows if row.nbytes))

@@ -96,7 +96,7 @@ class DdpBench:
     def __post_init__(self) -> None:
         unknown = [case.model for case in self.cases if case.model not in MODEL_NAMES]
         if unknown:
-            msg = f"expected models out of {', '.join(MODEL_NAMES)}, found {', '.join(unknown)}"
+            msg = f"there is no model {', '.join(unknown)}: choose out of {', '.join(MODEL_NAMES)}"
             raise ConfigError(msg)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 1), ("busy", self.busy, 0)]
         least += [(f"the batch of {case.model}", case.batch, 1) for case in self.cases]

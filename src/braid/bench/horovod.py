@@ -106,7 +106,9 @@ class FusionBench:
         known = {*MODEL_NAMES, "tiny"}
         unknown = [model for model, _ in self.cases if model not in known]
         if unknown:
-            msg = f"expected models out of {', '.join(sorted(known))}, found {', '.join(unknown)}"
+            msg = (
+                f"there is no model {', '.join(unknown)}: choose out of {', '.join(sorted(known))}"
+            )
             raise ConfigError(msg)
         least = [("ranks", self.ranks, 2), ("rounds", self.rounds, 2)]
         least += [(f"the batch of {model}", batch, 1) for model, batch in self.cases]

@@ -55,7 +55,7 @@ def probe(
     try:
         Path(out).write_text(text, encoding="utf-8")
     except OSError as exc:
-        msg = f"expected a place to write to, found {out}: {exc}; the cluster is\n{text}"
+        msg = f"{out} cannot be written: {exc}; the cluster is\n{text}"
         raise ConfigError(msg) from exc
     for level in cluster.levels:
         ways = "each way" if level.full_duplex else "both ways together"

@@ -41,7 +41,7 @@ def prove(
 
     problems = [f"--num-ranks {n}"] * (n < 1) + [f"--steps {steps}"] * (steps < 1)
     if problems:
-        msg = f"expected numbers from 1, found {' and '.join(problems)}"
+        msg = f"these numbers begin at 1: {' and '.join(problems)}"
         raise ConfigError(msg)
     load_task(Path(file))  # so that a task that cannot be read is told once, not by every rank
     lines: list[str] = []

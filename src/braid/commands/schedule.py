@@ -131,14 +131,14 @@ def schedule_simulate(
     times = {"--forward-ms": forward_ms, "--backward-ms": backward_ms}
     for option, value in times.items():
         if not 0 <= value < float("inf"):
-            msg = f"expected milliseconds, not negative, for {option}, found {value}"
+            msg = f"{option} takes milliseconds from 0, got {value}"
             raise ConfigError(msg)
     size = _bytes(nbytes)
     if not _is_known(name):
         if operation or root is not None or row is not None:
             msg = (
-                f"expected no --operation, --root or --row with the file {name}, which says "
-                "what it does"
+                f"--operation, --root and --row do not go with the file {name}, which says "
+                "what it does: leave them out"
             )
             raise ConfigError(msg)
         program = _valid(_from_file(name), name)
@@ -149,8 +149,8 @@ def schedule_simulate(
     else:
         if svg or trace:
             msg = (
-                f"expected at most {MOST_DRAWN} ranks for a picture or a trace, found {ranks}: "
-                "leave --svg and --trace out"
+                f"a picture or a trace shows at most {MOST_DRAWN} ranks, and the program has "
+                f"{ranks}: leave --svg and --trace out"
             )
             raise ConfigError(msg)
         net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
@@ -158,10 +158,7 @@ def schedule_simulate(
         wanted = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
         return _estimate(wanted, size, net)
     if program.num_ranks > MOST_DRAWN:
-        msg = (
-            f"expected at most {MOST_DRAWN} ranks, each of which is drawn, found "
-            f"{program.num_ranks}"
-        )
+        msg = f"at most {MOST_DRAWN} ranks can be drawn, and the program has {program.num_ranks}"
         raise ConfigError(msg)
     net = _cluster(cluster, program.num_ranks, latency_us, gbytes_per_s)
     net.check_size(program.num_ranks)
@@ -197,7 +194,7 @@ def schedule_compare(
     from braid.schedule.plot import time_text
 
     if not sizes:
-        msg = "expected at least one size, such as 1Mi, for --sizes, found none"
+        msg = "--sizes lists no size: give at least one, such as 1Mi"
         raise ConfigError(msg)
     net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
     found = compare(operation, ranks, [_bytes(size) for size in sizes], net)
@@ -228,7 +225,7 @@ def _program(
 
     if name in PIPELINES:
         if operation or root is not None:
-            msg = f"expected no --operation or --root with {name}: it trains"
+            msg = f"--operation and --root do not go with {name}, which trains: leave them out"
             raise ConfigError(msg)
         return (one_f_one_b if name == "1f1b" else gpipe)(ranks, microbatches)
     rounds = algorithm(name, operation or _main_operation(name), ranks, root=root, row=row)
@@ -256,8 +253,8 @@ def _valid(program: Program, file: str) -> Program:
     found = validate(program, RULES)
     if found:
         msg = (
-            f"expected a valid program in {file}, found {'; '.join(map(str, found[:3]))}: see "
-            "braid schedule check"
+            f"the program in {file} is not valid: {'; '.join(map(str, found[:3]))}. See braid "
+            "schedule check"
         )
         raise ConfigError(msg)
     return program
@@ -282,7 +279,8 @@ def _main_operation(name: str) -> str:
     if not operations:
         names = sorted({known for known, _ in ALGORITHMS})
         msg = (
-            f"expected an algorithm out of {', '.join(names)}, 1f1b, gpipe, or a file, found {name}"
+            f"there is no algorithm and no file {name}: choose out of {', '.join(names)}, "
+            "1f1b, gpipe, or name a file"
         )
         raise ConfigError(msg)
     return "all_reduce" if "all_reduce" in operations else operations[0]
@@ -306,7 +304,7 @@ def _read(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        msg = f"expected a text file that can be read, found {file}: {exc}"
+        msg = f"the text file {file} cannot be read: {exc}"
         raise ConfigError(msg) from exc
 
 
@@ -317,7 +315,7 @@ def _check_place(file: str) -> None:
     try:
         Path(file).open("a").close()
     except OSError as exc:
-        msg = f"expected a place to write to, found {file}: {exc}"
+        msg = f"{file} cannot be written: {exc}"
         raise ConfigError(msg) from exc
 
 
@@ -327,7 +325,7 @@ def _write(file: str, text: str) -> None:
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as exc:
-        msg = f"expected a place to write to, found {file}: {exc}"
+        msg = f"{file} cannot be written: {exc}"
         raise ConfigError(msg) from exc
 
 
@@ -340,7 +338,7 @@ def _bytes(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         found = -1
     if found < 0:
-        msg = f"expected bytes such as 1000, 64Ki, 1.5G, found {text!r}"
+        msg = f"a number of bytes is written like 1000, 64Ki or 1.5G, got {text!r}"
         raise ConfigError(msg)
     return found
 

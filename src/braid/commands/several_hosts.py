@@ -133,6 +133,6 @@ def _read_hostfile(name: str) -> tuple[Host, ...]:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else "it is no text"
-        msg = f"expected a file that names hosts, found that {name} cannot be read: {why}"
+        msg = f"the file that names hosts, {name}, cannot be read: {why}"
         raise ConfigError(msg) from exc
     return parse_hostfile(text, name)

@@ -71,7 +71,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
         ConfigError: No steps.
     """
     if steps < 1:
-        msg = f"expected at least one step to compare, found {steps}"
+        msg = f"a proof compares at least one step, got steps={steps}"
         raise ConfigError(msg)
     model = task.model()
     wrapped = task.wrap(model, group)

@@ -60,20 +60,20 @@ def load_task(path: Path) -> Task:
     """
     if not path.is_file():
         msg = (
-            "expected a Python file with model() and loss(model, rank, size, step), found no "
-            f"file at {path}"
+            f"there is no file at {path}: name a Python file with model() and loss(model, "
+            "rank, size, step)"
         )
         raise ConfigError(msg)
     try:
         found: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
     except Exception as exc:
-        msg = f"expected {path} to define a task, found that it raises {type(exc).__name__}: {exc}"
+        msg = f"{path} raises {type(exc).__name__} when it is imported: {exc}"
         raise ConfigError(msg) from exc
     lacking = [name for name in ("model", "loss") if not callable(found.get(name))]
     if lacking:
         msg = (
-            f"expected {path} to define model() and loss(model, rank, size, step), found no "
-            f"{' and no '.join(lacking)}"
+            f"{path} defines no {' and no '.join(lacking)}: a task needs model() and "
+            "loss(model, rank, size, step)"
         )
         raise ConfigError(msg)
     options = {name: found[name] for name in ("optimizer", "wrap") if callable(found.get(name))}

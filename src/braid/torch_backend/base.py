@@ -48,8 +48,8 @@ class _Ended:
 
     def __getattr__(self, name: str) -> Any:
         msg = (
-            f"expected a process group in use for {self._use or name}, found that {self._text}: "
-            "make a new one with init_process_group or new_group"
+            f"{self._use or name} cannot be called: {self._text}. Make a new process group "
+            "with init_process_group or new_group"
         )
         raise StaleError(msg)
 
@@ -130,7 +130,10 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             return self
         if device.type not in {known.type for known in self._device_types}:
             # torch asks for GPUs on machines that have none, and expects its own error
-            msg = f"expected a device of this machine, found {device}: it has no backend"
+            msg = (
+                f"this process group has no backend for device {device}: use a device of this "
+                "machine"
+            )
             raise RuntimeError(msg)
         return self._foreign.backend(device)
 

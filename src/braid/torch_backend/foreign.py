@@ -113,9 +113,8 @@ class Foreign:
         if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)
         msg = (
-            "expected tensors on the CPU or a device for which torch has a backend, found one on "
-            f"{device_type!r}: move "
-            "it, or install the package that brings the backend"
+            f"a tensor is on {device_type!r}, for which torch has no backend here: move it to "
+            "the CPU, or install the package that brings the backend"
         )
         raise ConfigError(msg)
 

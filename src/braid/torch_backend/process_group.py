@@ -116,7 +116,7 @@ class BraidProcessGroup(Collectives):
         order, size = sorted(set(ranks)), self._group.size
         if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
             msg = (
-                f"expected different ranks out of 0..{size - 1} for a new group, found "
+                f"ranks of a new group must be different ones out of 0..{size - 1}, got "
                 f"{list(ranks)}"
             )
             raise ConfigError(msg)

@@ -42,5 +42,5 @@ def reduction(op: Any) -> Reduction:
         return known
     if getattr(op, "op", op) == _KINDS.PREMUL_SUM:
         return Reduction("sum", op.factor if hasattr(op, "factor") else op.__getstate__()[1])
-    msg = f"expected a reduction out of {', '.join(_NAMES)}, premul_sum, found {op!r}"
+    msg = f"reduction {op!r} is unknown: choose out of {', '.join(_NAMES)}, premul_sum"
     raise ConfigError(msg)

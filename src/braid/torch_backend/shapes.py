@@ -52,9 +52,9 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
     """
     if x.numel() != size * like.numel():
         msg = (
-            f"expected a tensor of {size} x {like.numel()} elements (one part of shape "
-            f"{list(like.shape)} per rank), found "
-            f"shape {list(x.shape)}: make it {size} times as large as a part"
+            f"tensor of shape {list(x.shape)} cannot hold {size} x {like.numel()} elements "
+            f"(one part of shape {list(like.shape)} per rank): make it {size} times as large "
+            "as a part"
         )
         raise ConfigError(msg)
     x = x.detach()
@@ -65,9 +65,8 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
     if x.shape[1:] == like.shape[1:]:
         return list(x.chunk(size))
     msg = (
-        f"expected a contiguous tensor, or one of shape {[size, *like.shape]}, found shape "
-        f"{list(x.shape)} with strides "
-        f"{x.stride()}: pass a contiguous one"
+        f"tensor of shape {list(x.shape)} with strides {x.stride()} is not contiguous: pass a "
+        f"contiguous one, or one of shape {[size, *like.shape]}"
     )
     raise ConfigError(msg)
 
@@ -79,9 +78,8 @@ def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tenso
     """
     if x.numel() != size * like.numel():
         msg = (
-            f"expected an input of {size} x {like.numel()} elements for a result of shape "
-            f"{list(like.shape)}, found shape "
-            f"{list(x.shape)}: make it {size} times as large"
+            f"input of shape {list(x.shape)} does not have {size} x {like.numel()} elements, "
+            f"as a result of shape {list(like.shape)} needs: make it {size} times as large"
         )
         raise ConfigError(msg)
     like = like.detach()

@@ -151,7 +151,7 @@ class PendingWork(TorchWork):
     def source_rank(self) -> int:
         """Group rank that the message came from."""
         if self._source is None:
-            msg = "expected the work of a recv to ask for its source, found another one"
+            msg = "only the work of a recv knows its source: ask the work that recv has returned"
             raise RuntimeError(msg)
         return self._source()
 

@@ -68,10 +68,7 @@ def launch(
     if config.data:
         from_files(config.data)
     if resume and resume != "auto" and not Path(resume).is_dir():
-        msg = (
-            "expected a checkpoint or the directory of a run to resume from, found none at "
-            f"{resume}"
-        )
+        msg = f"there is no checkpoint and no directory of a run at {resume} to resume from"
         raise ConfigError(msg)
     job = JobSpec(
         command=(WORKER, config.to_json()),

@@ -130,7 +130,7 @@ class TrainConfig:
             raise ConfigError(msg)
         if self.reference_shards and num_ranks != 1:
             msg = (
-                f"expected one rank for --reference-shards {self.reference_shards}, found "
+                f"--reference-shards {self.reference_shards} trains on one rank, got "
                 f"{num_ranks}: use -n 1"
             )
             raise ConfigError(msg)
@@ -168,5 +168,5 @@ class TrainConfig:
         try:
             return msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, ValueError) as exc:
-            msg = f"expected the configuration of a training as JSON, found {text[:80]!r}: {exc}"
+            msg = f"the configuration of a training is not valid JSON for it, {text[:80]!r}: {exc}"
             raise ConfigError(msg) from exc

@@ -125,11 +125,10 @@ class Trainer:
         state = loaded.manifest.state
         if state.get("data") != self._corpus.digest:
             msg = (
-                f"expected a checkpoint of a training on {self._corpus.name} (sha256 "
-                f"{self._corpus.digest[:12]}), "
-                f"found in {loaded.path} one on other data (sha256 "
-                f"{str(state.get('data'))[:12]}): give the same "
-                "--data, or start anew in another --log-dir"
+                f"{loaded.path} was trained on other data (sha256 "
+                f"{str(state.get('data'))[:12]}) than {self._corpus.name} (sha256 "
+                f"{self._corpus.digest[:12]}): give the same --data, or start anew in another "
+                "--log-dir"
             )
             raise CheckpointError(msg)
         restore_training(loaded, self._model, self._optimizer)
@@ -137,9 +136,8 @@ class Trainer:
         self._step = self._saved_step = loaded.manifest.step
         if self._step >= self._config.steps:
             msg = (
-                f"expected steps left to do, found that {loaded.path} has done {self._step} of "
-                f"{self._config.steps}: "
-                "ask for more --steps"
+                f"no steps are left: {loaded.path} has done {self._step} of "
+                f"{self._config.steps}. Ask for more --steps"
             )
             raise ConfigError(msg)
 
@@ -240,8 +238,9 @@ class Trainer:
             return
         values = ", ".join(f"{answers.losses[rank]} on rank {rank}" for rank in bad)
         msg = (
-            f"expected a finite loss at step {self._step + 1}, found {values} (learning rate "
-            f"{self._config.lr_at(self._step):.2g}): lower --lr, or resume from the last checkpoint"
+            f"loss is {values} at step {self._step + 1} (learning rate "
+            f"{self._config.lr_at(self._step):.2g}): lower --lr, or resume from the last "
+            "checkpoint"
         )
         raise TrainingDivergedError(msg)
 
@@ -257,8 +256,7 @@ class Trainer:
             "(all parameters together)",
         )
         msg = (
-            f"expected a finite gradient at step {self._step + 1}, found a norm of {norm}, first "
-            f"in {name}: lower "
+            f"gradient has the norm {norm} at step {self._step + 1}, first in {name}: lower "
             "--lr, or resume from the last checkpoint"
         )
         raise TrainingDivergedError(msg)
@@ -315,11 +313,9 @@ class Trainer:
         count = min(self._config.eval_samples, available) // self._num_shards * self._num_shards
         if not count:
             msg = (
-                f"expected at least {self._num_shards} sequences to evaluate with, one for each "
-                "shard, found "
-                f"{available} in the held-out text (at most {self._config.eval_samples} asked "
-                "for): give more "
-                "--data, or a shorter --context"
+                f"the held-out text has {available} sequences to evaluate with (at most "
+                f"{self._config.eval_samples} asked for), fewer than the {self._num_shards} "
+                "shards: give more --data, or a shorter --context"
             )
             raise ConfigError(msg)
         return [i * available // count for i in range(count)]

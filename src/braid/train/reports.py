@@ -153,9 +153,7 @@ def _values_by_name(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        msg = (
-            f"expected to write metrics to {path}, found: {exc.strerror}; choose another --log-dir"
-        )
+        msg = f"metrics cannot be written to {path}: {exc.strerror}; choose another --log-dir"
         raise ConfigError(msg) from exc
 
 

@@ -32,8 +32,8 @@ def main(arguments: list[str]) -> int:
     """Be a rank; returns the exit code."""
     if len(arguments) != 1:
         msg = (
-            f"expected one argument, the configuration as JSON, found {len(arguments)}: use "
-            "`braid train`"
+            "a worker of `braid train` takes one argument, the configuration as JSON, got "
+            f"{len(arguments)}: use `braid train`"
         )
         raise ConfigError(msg)
     config = TrainConfig.from_json(arguments[0])
@@ -79,10 +79,8 @@ def _resume(
     ]
     if later and loaded.path.resolve().parent == Path(config.checkpoints).resolve():
         msg = (
-            f"expected to continue from the last checkpoint of {config.checkpoints}, found "
-            f"{later[-1]} after the "
-            f"{loaded.path.name} that was asked for: use --resume auto, or another --log-dir for "
-            "the new branch"
+            f"{config.checkpoints} has {later[-1]}, which is later than the {loaded.path.name} "
+            "that was asked for: use --resume auto, or another --log-dir for the new branch"
         )
         raise ConfigError(msg)
     trainer.resume(loaded)

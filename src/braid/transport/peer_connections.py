@@ -157,7 +157,7 @@ def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
     if wrong:
         meeting.part()
         table = "\n".join(wrong)
-        msg = f"expected that every rank {claim} for ranks of other hosts, found\n{table}"
+        msg = f"not every rank {claim} for ranks of other hosts:\n{table}"
         raise ConfigError(msg)
     return words
 

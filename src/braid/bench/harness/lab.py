@@ -62,7 +62,7 @@ class Lab:
     def __init__(self, num_hosts: int, bits_per_s: float) -> None:
         if not 1 <= num_hosts <= len(HOSTS) or bits_per_s < 0:
             msg = (
-                f"expected 1 to {len(HOSTS)} hosts and a rate, found {num_hosts} hosts at "
+                f"a lab has 1 to {len(HOSTS)} hosts and a rate, got {num_hosts} hosts at "
                 f"{bits_per_s:g} bit/s"
             )
             raise ConfigError(msg)
@@ -158,14 +158,15 @@ def what_is_missing() -> str:
     """Why no lab can be made on this machine; empty if one can."""
     if os.geteuid() != 0:
         return (
-            f"expected to be root, who may make network namespaces, found user {os.geteuid()}: "
-            "use sudo, or name real hosts with --hosts"
+            f"only root may make network namespaces, and this is user {os.geteuid()}: use "
+            "sudo, or name real hosts with --hosts"
         )
     absent = [name for name in ("ip", "tc", "sysctl") if shutil.which(name) is None]
     if absent:
         return (
-            f"expected the commands ip, tc and sysctl, found no {' and no '.join(absent)}: "
-            "install iproute2 and procps, or name real hosts with --hosts"
+            "network namespaces need the commands ip, tc and sysctl, and there is no "
+            f"{' and no '.join(absent)}: install iproute2 and procps, or name real hosts with "
+            "--hosts"
         )
     return ""
 

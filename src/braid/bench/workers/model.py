@@ -171,7 +171,10 @@ def _near(group: Group, plan: Plan) -> Near:
 def _costs(group: Group) -> Costs:
     selection = getattr(group.engine, "selection", None)
     if selection is None:
-        msg = f"expected ranks in shared memory, found the engine {group.engine!r}"
+        msg = (
+            f"this model measures shared memory, but the group runs on engine {group.engine!r}: "
+            "run it on ranks of one host"
+        )
         raise ConfigError(msg)
     found: Costs = selection.costs
     return found
