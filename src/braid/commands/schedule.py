@@ -191,7 +191,7 @@ def schedule_compare(
     from rich.table import Table
 
     from braid.cost import compare
-    from braid.schedule.plot import time_text
+    from braid.schedule.bars import time_text
 
     if not sizes:
         msg = "--sizes lists no size: give at least one, such as 1Mi"
@@ -357,7 +357,8 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
     import json
 
     from braid.schedule import simulate
-    from braid.schedule.plot import lanes, time_text, to_svg, to_trace
+    from braid.schedule.bars import time_text
+    from braid.schedule.plot import lanes, to_svg, to_trace
 
     timeline = simulate(program, costs, net)
     print(f"{program}: {time_text(timeline.seconds)}")
@@ -375,7 +376,7 @@ def _draw(program: Program, costs: Costs, net: Cluster, svg: str, trace: str) ->
 
 def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
     from braid.cost import simulate_rounds
-    from braid.schedule.plot import time_text
+    from braid.schedule.bars import time_text
 
     found = simulate_rounds(rounds, nbytes, net)
     print(

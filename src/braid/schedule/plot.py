@@ -12,27 +12,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from html import escape
 from typing import Any
 
+from braid.schedule.bars import COLOURS, Bar, draw, time_text
 from braid.schedule.program import LOCAL, SEND, Action, Program
 from braid.schedule.simulate import Interval, Timeline
 
-__all__ = ["lanes", "table", "time_text", "to_svg", "to_trace"]
+__all__ = ["lanes", "table", "to_svg", "to_trace"]
 
-KILO = 1000
 MOST_COLUMNS = 64  # columns of a table; nobody reads more
-# Paul Tol's bright scheme, which colour-blind people can read, too.
-COLOURS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#bbbbbb",
-)
-LANE, BAR, LEFT, TOP, LEGEND = 26, 18, 70, 24, 90  # pixels
 
 
 def table(program: Program) -> list[list[str]]:
@@ -117,42 +105,21 @@ def to_svg(timeline: Timeline, num_ranks: int, width: int = 1000) -> str:
         num_ranks: World size.
         width: Pixels for the whole time.
     """
-    total = timeline.seconds or 1.0
     kinds = sorted({interval.action.kind for interval in timeline.intervals})
-    colour = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
-    height = TOP + num_ranks * LANE + LANE
-    parts = [
-        (
-            '<svg xmlns="http://www.w3.org/2000/svg" '
-            f'width="{LEFT + max(width, LEGEND * len(kinds)) + 10}" height="{height}" '
-            'font-family="sans-serif" font-size="12">'
-        )
+    colours = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    bars = [
+        Bar(i.rank, i.start_s, i.end_s, colours[i.action.kind], _describe(i), part=_part(i))
+        for i in timeline.intervals
     ]
-    for i, kind in enumerate(kinds):
-        parts.append(
-            f'<rect x="{LEFT + i * LEGEND}" y="4" width="12" height="12" fill="{colour[kind]}"/>'
-        )
-        parts.append(f'<text x="{LEFT + i * LEGEND + 16}" y="14">{escape(kind)}</text>')
-    names = range(num_ranks)
-    parts += (f'<text x="4" y="{TOP + rank * LANE + 14}">rank {rank}</text>' for rank in names)
-    for interval in timeline.intervals:
-        x = LEFT + interval.start_s / total * width
-        wide = max((interval.end_s - interval.start_s) / total * width, 0.5)
-        y, high = float(TOP + interval.rank * LANE), float(BAR)
-        if interval.is_message:  # sends in the upper half of a lane, receives in the lower
-            high = BAR / 2
-            y += 0 if interval.action.kind.startswith("send") else high
-        what = escape(_describe(interval))
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" '
-            f'fill="{colour[interval.action.kind]}" '
-            f'stroke="white" stroke-width="0.5"><title>{what}</title></rect>'
-        )
-    parts.append(f'<text x="{LEFT}" y="{height - 8}">0</text>')
-    parts.append(
-        f'<text x="{LEFT + width}" y="{height - 8}" text-anchor="end">{time_text(total)}</text>'
-    )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    names = [f"rank {rank}" for rank in range(num_ranks)]
+    return draw(names, bars, timeline.seconds, legend=colours, width=width)
+
+
+def _part(interval: Interval) -> str:
+    """Return the part of a lane: sends are in the upper half, receives in the lower one."""
+    if not interval.is_message:
+        return "whole"
+    return "upper" if interval.action.kind.startswith("send") else "lower"
 
 
 def to_trace(timeline: Timeline) -> list[dict[str, Any]]:
@@ -179,12 +146,3 @@ def _describe(interval: Interval) -> str:
         f"{action.kind} {action.unit}, {action.index}{peer}{more}: "
         f"{time_text(interval.start_s)} to {time_text(interval.end_s)}"
     )
-
-
-def time_text(seconds: float) -> str:
-    """Format seconds with three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
-    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        digits = f"{seconds / scale:.3g}"
-        if float(digits) < KILO:
-            return f"{digits} {unit}"
-    return f"{seconds:,.0f} s"

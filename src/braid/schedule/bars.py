@@ -1,0 +1,131 @@
+"""The plotter: bars on lanes over one time axis, as SVG whose bars show a text under the pointer.
+
+A lane is a rank. Whoever has spans to show makes `Bar`s of them: simulated programs (`plot`), the
+buckets of a backward pass (`params.bucket_picture`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import NamedTuple
+
+__all__ = ["COLOURS", "Bar", "draw", "time_text"]
+
+KILO = 1000
+# Paul Tol's bright scheme, which colour-blind people can read, too.
+COLOURS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#ccbb44",
+    "#66ccee",
+    "#aa3377",
+    "#bbbbbb",
+)
+MARKED = "#aa0000"
+LANE, BAR, LEFT, RIGHT, TOP, LEGEND = 26, 18, 70, 40, 34, 90  # pixels
+MIN_LABEL = 16  # pixels that a label in a bar needs
+MIN_WIDTH = 0.5  # pixels of the shortest bar
+NUM_TICKS = 4
+
+
+class Bar(NamedTuple):
+    """One span of one lane.
+
+    Attributes:
+        lane: Index of the lane.
+        start_s: Begin, in seconds from the left edge.
+        end_s: End, in seconds from the left edge.
+        colour: Colour of the bar.
+        title: Text under the pointer.
+        label: Text in the bar, where it is wide enough.
+        part: Part of the lane's height: "whole", "upper" or "lower".
+        marked: Whether the bar has a red edge.
+    """
+
+    lane: int
+    start_s: float
+    end_s: float
+    colour: str
+    title: str
+    label: str = ""
+    part: str = "whole"
+    marked: bool = False
+
+
+def draw(
+    lanes: Sequence[str],
+    bars: Iterable[Bar],
+    seconds: float,
+    *,
+    title: str = "",
+    legend: Mapping[str, str] | None = None,
+    width: int = 1000,
+) -> str:
+    """Draw bars as SVG.
+
+    Args:
+        lanes: Names of the lanes, from the top.
+        bars: Bars in the order in which they are drawn.
+        seconds: Length of the time axis.
+        title: Text above the picture.
+        legend: Name -> colour, above the picture.
+        width: Pixels of the time axis.
+    """
+    total = seconds or 1.0
+    legend = legend or {}
+    bottom = TOP + len(lanes) * LANE
+    wide = LEFT + max(width, LEGEND * len(legend)) + RIGHT
+    parts = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{bottom + LANE}" '
+            'font-family="sans-serif" font-size="12">'
+        )
+    ]
+    if title:
+        parts.append(f'<text x="4" y="16">{escape(title)}</text>')
+    for i, (name, colour) in enumerate(legend.items()):
+        x = LEFT + i * LEGEND
+        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="14">{escape(name)}</text>')
+    for tick in range(NUM_TICKS + 1):
+        x = LEFT + tick * width // NUM_TICKS
+        parts.append(f'<path d="M{x} {TOP - 4}V{bottom}" stroke="#dddddd"/>')
+        at = time_text(total * tick / NUM_TICKS) if tick else "0"
+        parts.append(f'<text x="{x}" y="{bottom + 16}" text-anchor="middle">{at}</text>')
+    for lane, name in enumerate(lanes):
+        parts.append(f'<text x="4" y="{TOP + lane * LANE + 14}">{escape(name)}</text>')
+    for bar in bars:
+        parts += _bar(bar, width / total)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def time_text(seconds: float) -> str:
+    """Return three digits and a unit: `15.1 us`, `2.3 ms`, `4 s`, `1,200 s`."""
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        digits = f"{seconds / scale:.3g}"
+        if float(digits) < KILO:
+            return f"{digits} {unit}"
+    return f"{seconds:,.0f} s"
+
+
+def _bar(bar: Bar, pixels_per_s: float) -> list[str]:
+    x = LEFT + bar.start_s * pixels_per_s
+    wide = max((bar.end_s - bar.start_s) * pixels_per_s, MIN_WIDTH)
+    high = BAR if bar.part == "whole" else BAR / 2
+    y = TOP + bar.lane * LANE + (BAR / 2 if bar.part == "lower" else 0)
+    edge = f'stroke="{MARKED}" stroke-width="3"' if bar.marked else 'stroke="white"'
+    parts = [
+        (
+            f'<rect x="{x:.2f}" y="{y:g}" width="{wide:.2f}" height="{high:g}" '
+            f'fill="{bar.colour}" {edge}><title>{escape(bar.title)}</title></rect>'
+        )
+    ]
+    if bar.label and wide >= MIN_LABEL:
+        middle = x + wide / 2
+        parts.append(
+            f'<text x="{middle:.2f}" y="{y + 14:g}" text-anchor="middle" fill="white">'
+            f"{escape(bar.label)}</text>"
+        )
+    return parts
