@@ -69,7 +69,7 @@ def init(*, timeout_s: float = 600.0, sum_order: str = "any") -> Group:
         torch_backend.share(group)
         _DEFAULT.group = group
         _DEFAULT.membership = member
-        atexit.register(shutdown)  # runs before the interpreter takes threads and memory away
+        atexit.register(shutdown)  # runs before the interpreter ends threads and frees memory
     return world()
 
 

@@ -172,9 +172,9 @@ class Table:
 
     def apply(self, request: Request) -> Reply:
         """Execute `request`, or return the keys that are missing."""
-        lacking = self.missing(request)
-        if lacking:
-            return Missing(lacking)
+        absent = self.missing(request)
+        if absent:
+            return Missing(absent)
         values = self.values
         result: Value = None
         match request:
@@ -285,7 +285,7 @@ class StoreState:
             waiting = _Waiting(now_ns + timeout_ns, self._order, client, number, request)
             self._waiting[client, number] = waiting
             heapq.heappush(self._deadlines, waiting)
-            self._lack(waiting, reply.keys)
+            self._await(waiting, reply.keys)
             return []
         due = [Delivery(client, number, reply)]
         if self._by_key:
@@ -299,9 +299,9 @@ class StoreState:
         while self._deadlines and self._deadlines[0].deadline_ns <= now_ns:
             waiting = heapq.heappop(self._deadlines)
             if self._waits(waiting):
-                lacking = self._table.missing(waiting.request)
+                absent = self._table.missing(waiting.request)
                 self._drop(waiting)
-                due.append(Delivery(waiting.client, waiting.number, Missing(lacking)))
+                due.append(Delivery(waiting.client, waiting.number, Missing(absent)))
         return due
 
     def next_deadline_ns(self) -> int | None:
@@ -318,15 +318,15 @@ class StoreState:
     def _waits(self, waiting: _Waiting) -> bool:
         return self._waiting.get((waiting.client, waiting.number)) is waiting
 
-    def _lack(self, waiting: _Waiting, keys: list[str]) -> None:
+    def _await(self, waiting: _Waiting, keys: list[str]) -> None:
         for key in keys:
             self._by_key.setdefault(key, set()).add((waiting.client, waiting.number))
 
     def _wake(self, key: str) -> list[Delivery]:
         """Answer the requests for which `key` was the last missing one."""
         due = []
-        lacking = self._by_key.get(key, set())
-        for waiting in sorted((self._waiting[name] for name in lacking), key=lambda w: w.order):
+        names = self._by_key.get(key, set())
+        for waiting in sorted((self._waiting[name] for name in names), key=lambda w: w.order):
             reply = self._table.apply(waiting.request)
             if not isinstance(reply, Missing):
                 self._drop(waiting)

@@ -40,7 +40,7 @@ class TorchStore:
     """
 
     def __init__(self, store: TorchBase, default_timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        self._store: Any = store  # its annotations say str where it takes bytes
+        self._store: Any = store  # its annotations say str where it accepts bytes
         self.default_timeout_s = default_timeout_s
 
     def set(self, key: str, value: bytes) -> None:
@@ -67,7 +67,7 @@ class TorchStore:
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
         """Wait until all `keys` are set."""
         timeout_s = self.default_timeout_s if timeout_s is None else timeout_s
-        # Torch takes whole milliseconds, and none as "for ever" in some of its stores.
+        # Torch rounds to whole milliseconds, and treats none as "for ever" in some of its stores.
         limit = timedelta(seconds=max(timeout_s, 1e-3))
         try:
             with self._mapped():

@@ -302,7 +302,7 @@ class SocketConnection:
         poll = select.poll()
         fd = self._socket.fileno()
         if fd < 0:
-            return True  # closed: the next read or write says so
+            return True  # closed: the next read or write raises
         poll.register(fd, event)
         remaining_ns = max(0, deadline_ns - self._clock.now_ns())
         return bool(poll.poll(remaining_ns / 1e6))

@@ -5,12 +5,11 @@ or twice, and a forged length makes the receiver allocate gigabytes before it ha
 anything.
 
 Idea: the head contains all lengths, which are checked against limits before a byte is allocated.
-Then the receiver of the message decides where its buffers live (`allocate`), and the decoder
-returns the memory for the next bytes, so a tensor travels from the sender's memory through the
-kernel into the receiver's.
+Then the receiver of the message decides where its buffers live (`allocate`). The decoder returns
+the memory for the next bytes, so a tensor travels from the sender's memory through the kernel into
+the receiver's.
 
-    | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | buffer 1
-    ...
+    | "BF" | count u16 | meta bytes u32 | count x (buffer bytes u64) | meta | buffer 0 | ...
       ------- 8 bytes, little endian ---
 
 The decoder reads ahead up to 4 KiB while it looks for a head, so a small message costs one system
@@ -190,12 +189,12 @@ class FrameDecoder:
         assert self._meta is not None
         while self._index < len(self._buffers):
             target = self._buffers[self._index]
-            take = min(len(target) - self._filled, self._end - self._begin)
-            if take:
-                here = self._scratch[self._begin : self._begin + take]
-                target[self._filled : self._filled + take] = here
-                self._filled += take
-                self._begin += take
+            count = min(len(target) - self._filled, self._end - self._begin)
+            if count:
+                here = self._scratch[self._begin : self._begin + count]
+                target[self._filled : self._filled + count] = here
+                self._filled += count
+                self._begin += count
             if self._filled < len(target):
                 return None
             self._index += 1
@@ -215,10 +214,10 @@ class FrameDecoder:
             if not len(rest):
                 return frames
             target = self.next_view()
-            take = min(len(target), len(rest))
-            target[:take] = rest[:take]
-            self.advance(take)
-            rest = rest[take:]
+            count = min(len(target), len(rest))
+            target[:count] = rest[:count]
+            self.advance(count)
+            rest = rest[count:]
 
     def _open(self, allocate: Allocate) -> bool:
         """Read a head, if it is there, and prepare for its buffers."""

@@ -248,8 +248,7 @@ class Listener:
                 self._silent.discard(half.sock.fileno())
                 for instruction in half.handshake.feed(data):
                     if isinstance(instruction, Send):
-                        # One small frame on a fresh socket: the kernel takes it whole or it is
-                        # broken.
+                        # One small frame on a fresh socket: all of it fits, or it is broken.
                         half.sock.send(instruction.data)
                     elif isinstance(instruction, Established):
                         self._forget(half)

@@ -4,8 +4,8 @@ Problem: a program that starts a process elsewhere (ssh, `ip netns exec`, a batc
 stdin and stdout, before any network is known. There is nothing to connect to, and no handshake.
 
 Idea: the owner of the pipes of a process has started it, or was started by the other end. So a pair
-of pipes is a link as soon as it is attached, under the name that its owner gives it, and messages
-can be queued before anything has come from the other end.
+of pipes is a link as soon as it is attached, under the name that its owner gives it. Messages can
+be queued before anything has come from the other end.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from braid.wire import Allocate, Buffer, Frame, FrameLimits, Identity, Listener
 __all__ = ["FRAME_LIMITS", "Stream", "StreamVan", "node_of"]
 
 FRAME_LIMITS = FrameLimits(max_frame_bytes=MAX_CHUNK_BYTES + (64 << 10))
-_FRAMES_PER_TURN = 8  # of one link, before the others have theirs and the lock is free again
+_FRAMES_PER_TURN = 8  # frames of one link before other links, and the lock, have a turn
 
 
 class Stream(Protocol):
@@ -83,13 +83,21 @@ class Stream(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Wire:
-    """A stream, and what the van's thread knows of it."""
+    """The stream of a link, as the van's thread sees it.
+
+    Attributes:
+        stream: The stream.
+        reader: Descriptor to read from, which the stream forgets when it ends.
+        writer: Descriptor to write to; that of `reader`, unless the stream is a pair of pipes.
+        pending: Whether the last frame is not yet with the kernel.
+        registered: Events for which the selector polls each descriptor.
+    """
 
     stream: Stream
-    reader: int  # the stream forgets its own when it ends
-    writer: int  # the same, unless it is a pair of pipes
-    pending: bool = False  # the last frame is not yet with the kernel
-    registered: dict[int, int] = field(default_factory=dict)  # events that are registered
+    reader: int
+    writer: int
+    pending: bool = False
+    registered: dict[int, int] = field(default_factory=dict)
 
 
 class StreamVan(Van):
@@ -131,7 +139,7 @@ class StreamVan(Van):
         self._numbers = itertools.count(1)
         self._wires: dict[int, _Wire] = {}
         self._retired: list[_Wire] = []  # to be closed by the thread
-        self._due: set[int] = set()  # links that need the thread though nothing is readable
+        self._due: set[int] = set()  # links to poll though nothing is readable
         self._stopping = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
