@@ -43,7 +43,7 @@ def _rounds(group: Group, log: str, samples: int) -> tuple[float, str]:
 def test_training_goes_on_without_a_log_that_cannot_be_written(procs, tmp_path):
     first, second = procs(2, _rounds, str(tmp_path / "none" / "log.csv"), 2)
     assert first[0] == second[0] == 2.0 * ROUNDS
-    assert "expected a file that can be written for autotune's log" in first[1]
+    assert "autotune's log cannot be written" in first[1]
 
 
 def test_a_search_that_training_ends_is_written_as_far_as_it_came(procs, tmp_path):

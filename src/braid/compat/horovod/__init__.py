@@ -1,4 +1,4 @@
-"""Horovod's face: `import braid.compat.horovod.torch as hvd`, and `run`; see README.md."""
+"""The face of Horovod: `import braid.compat.horovod.torch as hvd`, and `run`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["AdasumReduce"]
 
 
 class AdasumReduce:
-    """Tensor by tensor, since each has a direction of its own."""
+    """Adasum of a batch, tensor by tensor, since each has a direction of its own."""
 
     name = "adasum"
     kind = "all_reduce"
@@ -32,15 +32,15 @@ class AdasumReduce:
         self._activities = activities
 
     def suits(self, batch: Batch) -> bool:
-        """What asks for it."""
+        """Return whether the request asks for Adasum."""
         return batch.request.op == "adasum"
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:
-        """All tensors of the batch in the same messages."""
+        """Reduce all tensors of the batch in the same messages."""
         outs = []
         for entry in entries:
             if entry.tensor is None:
-                msg = f"expected a tensor for Adasum of {entry.request.name!r}, found none"
+                msg = f"Adasum of {entry.request.name!r} has no tensor"
                 raise ConfigError(msg)
             out = torch.empty_like(entry.tensor) if entry.out is None else entry.out
             if out is not entry.tensor:

@@ -1,4 +1,4 @@
-"""Who am I: `init`, `rank`, `size` and what else Horovod tells about the job."""
+"""Facts about the job: `init`, `rank`, `size` and Horovod's other questions."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def init(
     """Become a rank. Calling it again does nothing.
 
     Args:
-        comm: None, a `braid.Group`, or all ranks; jobs among some of the started ranks are not
-        there: use process sets.
-        process_sets: Those that are there from the beginning, the same on all ranks; "dynamic" is
+        comm: None, a `braid.Group`, or all ranks; for operations among some of the started ranks
+            use process sets.
+        process_sets: Sets that exist from the beginning, the same on all ranks; "dynamic" is
             accepted: sets can always be added.
 
     Raises:
-        ConfigError: `comm` is something else, or a set repeats or has strange ranks.
+        ConfigError: `comm` is something else, or a set repeats or has ranks that do not exist.
     """
     if started():
         return
     sets = check_sets([] if process_sets is None or isinstance(process_sets, str) else process_sets)
     if process_sets is not None and isinstance(process_sets, str) and process_sets != "dynamic":
-        msg = f"expected process_sets to be a list or 'dynamic', found {process_sets!r}"
+        msg = f"process_sets must be a list or 'dynamic', got {process_sets!r}"
         raise ConfigError(msg)
-    found = start(comm if isinstance(comm, Group) else None)
-    everybody = list(range(found.group.size))
+    current = start(comm if isinstance(comm, Group) else None)
+    everybody = list(range(current.group.size))
     if comm is not None and not isinstance(comm, Group) and list(comm) not in ([], everybody):
         stop()
         msg = (
-            f"expected comm=None, a Group or all ranks {everybody}, found {comm!r}: use "
+            f"comm must be None, a Group or all ranks {everybody}, got {comm!r}: use "
             "process_sets for operations among some ranks"
         )
         raise ConfigError(msg)
@@ -79,60 +79,60 @@ def init(
 
 
 def shutdown() -> None:
-    """Stop being a rank; what is in flight fails on all ranks."""
+    """Stop being a rank; operations in flight fail on all ranks."""
     stop()
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called."""
+    """Return whether `init` has been called."""
     return started()
 
 
 def rank() -> int:
-    """This rank."""
+    """Return this rank."""
     return session().group.rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return session().group.size
 
 
 def local_rank() -> int:
-    """This rank among those of this host."""
+    """Return this rank's number among those of this host."""
     return session().job.local_rank
 
 
 def local_size() -> int:
-    """Number of ranks of this host."""
+    """Return the number of ranks of this host."""
     return session().job.local_world_size
 
 
 def cross_rank() -> int:
-    """Number of this host among those that have a rank of this local rank."""
+    """Return the number of this host among those that have a rank of this local rank."""
     return session().cross[0]
 
 
 def cross_size() -> int:
-    """Number of such hosts."""
+    """Return the number of hosts that have a rank of this local rank."""
     return session().cross[1]
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks."""
+    """Return whether all hosts have the same number of ranks."""
     return session().homogeneous
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Note what becomes of each tensor from now on; all ranks call this.
+    """Record what becomes of each tensor from now on; all ranks call this.
 
     Args:
-        file_path: Where `stop_timeline` writes it, on rank 0.
-        mark_cycles: Note each exchange as well.
+        file_path: Path where `stop_timeline` writes it, on rank 0.
+        mark_cycles: Whether to record each exchange as well.
     """
-    found = session()
-    found.timeline = file_path
-    found.whole.engine.start_timeline(mark_cycles=mark_cycles)
+    current = session()
+    current.timeline = file_path
+    current.whole.engine.start_timeline(mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -141,39 +141,39 @@ def stop_timeline() -> None:
     Raises:
         HorovodInternalError: Another rank has shut down.
     """
-    found = session()
-    path = found.timeline or found.environment.timeline
+    current = session()
+    path = current.timeline or current.environment.timeline
     with translated():
-        found.whole.engine.stop_timeline(Path(path) if path else None).wait()
+        current.whole.engine.stop_timeline(Path(path) if path else None).wait()
 
 
 def mpi_threads_supported() -> bool:
-    """False: there is no MPI below."""
+    """Return False: there is no MPI below."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: there is no MPI below."""
+    """Return False: there is no MPI below."""
     return False
 
 
 def mpi_built() -> bool:
-    """False: there is no MPI below."""
+    """Return False: there is no MPI below."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """True: ranks meet and negotiate without MPI, which is what scripts ask this for."""
+    """Return True: ranks meet and negotiate without MPI, which is why scripts ask for Gloo."""
     return True
 
 
 def gloo_built() -> bool:
-    """True: see `gloo_enabled`."""
+    """Return True: see `gloo_enabled`."""
     return True
 
 
 def nccl_built() -> int:
-    """NCCL's version as one number where torch has it, 0 otherwise."""
+    """Return NCCL's version as one number where torch has it, 0 otherwise."""
     if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return 0
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -182,20 +182,20 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Return False: there is no DDL below."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Return False: there is no oneCCL below."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether torch was built for CUDA."""
+    """Return whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch was built for ROCm."""
+    """Return whether torch was built for ROCm."""
     return torch.version.hip is not None

@@ -1,4 +1,4 @@
-"""What HOROVOD_* says to a rank: one frozen value, read once.
+"""Environment variables HOROVOD_* of a rank as one frozen value, read once.
 
 `variables` has the table of names. This module makes the options of the engine of it, and so needs
 torch.
@@ -26,37 +26,37 @@ DEFAULT = StateOptions()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Environment:
-    """HOROVOD_* with Horovod's defaults.
+    """Values of HOROVOD_*, with Horovod's defaults.
 
     Attributes:
-        fusion_threshold_bytes: Limit of what is carried out at once; 0 carries out each tensor
-            alone. The engine's own when None.
-        cycle_time_ms: For how long operations are collected while nobody waits for one; None leaves
-            it to what cores are free (`collecting_s`).
+        fusion_threshold_bytes: Limit of a batch; 0 carries out each tensor alone. The engine's own
+            when None.
+        cycle_time_ms: Time for which operations are collected while no thread waits for one; when
+            None it depends on the free cores (`collecting_s`).
         cache_capacity: Number of operations that ranks remember; 0 for none.
         disable_group_fusion: Whether explicit groups are divided by the limit, too.
         timeline: Path of the timeline; empty for none.
         timeline_mark_cycles: Whether it shows exchanges as well.
-        stall_check: Whether it is told what waits for ranks that do not come.
-        stall_check_s: After how long.
-        stall_shutdown_s: After how long everything ends for that; 0 for never.
+        stall_check: Whether operations are reported that wait for ranks.
+        stall_check_s: Seconds until they are reported.
+        stall_shutdown_s: Seconds until everything ends for that; 0 for never.
         hierarchical_allreduce: Whether all_reduce goes by hosts; None leaves that to measured
             costs.
-        hierarchical_allgather: Whether allgather does; those of braid do on several hosts, whatever
-            this says.
-        autotune: Whether the limit and the time shall be searched for (`braid.fusion.autotune`);
-            one that is said stays as it is.
+        hierarchical_allgather: Whether allgather does; braid's does so on several hosts in any
+            case.
+        autotune: Whether the limit and the time are searched for (`braid.fusion.autotune`); a value
+            that is set stays as it is.
         autotune_log: Path of the search's log; empty for none.
-        autotune_warmup_samples: Samples that are thrown away.
-        autotune_steps_per_sample: Steps of a sample.
-        autotune_bayes_opt_max_samples: Samples of the search.
-        autotune_gaussian_process_noise: Of the search.
-        log_level: trace, debug, info, warning, error or fatal.
+        autotune_warmup_samples: Number of samples that are thrown away.
+        autotune_steps_per_sample: Number of steps in a sample.
+        autotune_bayes_opt_max_samples: Number of samples in the search.
+        autotune_gaussian_process_noise: Noise in the search.
+        log_level: Level: trace, debug, info, warning, error or fatal.
         notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
         ignored: Variables that are set, known and without meaning here.
 
     Raises:
-        ConfigError: A number is negative, or the level is none.
+        ConfigError: A number is negative, or the level is unknown.
     """
 
     fusion_threshold_bytes: int | None = None
@@ -93,24 +93,24 @@ class Environment:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Environment:
-        """Read an environment. Says nothing: see `notes`.
+        """Read an environment without printing anything; see `notes`.
 
         Args:
-            environ: Such as `os.environ`.
+            environ: Environment, such as `os.environ`.
 
         Raises:
-            ConfigError: Values that cannot be read, all of them in one message.
+            ConfigError: Values cannot be read; the message names all of them.
         """
-        found = read_variables(environ)
-        values: dict[str, Any] = dict(found.values)
-        return cls(**values, notes=found.notes, ignored=found.ignored)
+        read = read_variables(environ)
+        values: dict[str, Any] = dict(read.values)
+        return cls(**values, notes=read.notes, ignored=read.ignored)
 
     @classmethod
     def from_os(cls) -> Environment:
-        """Read the environment of this process; the first rank warns of what has no meaning here.
+        """Read this process's environment; the first rank warns of variables without meaning here.
 
         Raises:
-            ConfigError: As `of`.
+            ConfigError: As for `of`.
         """
         environment = cls.of(os.environ)
         if os.environ.get("RANK", "0") == "0":
@@ -129,7 +129,7 @@ class Environment:
         )
 
     def options(self, *, spans_hosts: bool = False, free_cores: bool = True) -> FusionOptions:
-        """Those of an engine.
+        """Return the options of an engine.
 
         Args:
             spans_hosts: Whether its ranks are on several hosts: only there can all_reduce go by
@@ -154,11 +154,11 @@ class Environment:
 
 
 def write_search(path: Path, tuner: Autotuner) -> None:
-    """Write what a search has tried as CSV, the best last.
+    """Write the settings that a search has tried as CSV, the best last.
 
     Args:
-        path: Of the file.
-        tuner: Of the search; not all samples if it is not through.
+        path: Path of the file.
+        tuner: The search; it has fewer samples if it is not over.
     """
     rows = [(*settings, score) for settings, score in tuner.samples]
     lines = ["threshold_bytes,cycle_time_ms,bytes_per_s"]
@@ -169,11 +169,10 @@ def write_search(path: Path, tuner: Autotuner) -> None:
 
 
 def collecting_s(spans_hosts: bool, free_cores: bool) -> float:
-    """For how long operations are collected while nobody waits for one, in seconds.
+    """Return the seconds for which operations are collected while no thread waits for one.
 
     Sums in shared memory are work for the cores that compute gradients meanwhile. Where there are
-    no others, they end no sooner for being begun early, and drive out of the caches what is
-    computed on.
+    no others, sums that begin early end no sooner, and drive the gradients' data out of the caches.
 
     Args:
         spans_hosts: Whether there is a network, which works beside the cores.

@@ -15,12 +15,12 @@ class HorovodInternalError(RuntimeError):
 
 
 class NotInitializedError(StaleError, ValueError):
-    """There is no session; Horovod's is a ValueError."""
+    """There is no session, as `hvd.init()` was not called; Horovod's is a ValueError."""
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """What fails inside fails as Horovod's operations do.
+    """Translate errors of braid inside the context into those of Horovod's operations.
 
     Raises:
         HorovodInternalError: In place of CommError, which is its cause.

@@ -19,24 +19,24 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some ranks. Becomes usable by `add_process_set`, or by `init(process_sets=[...])`.
+    """A set of ranks; usable after `add_process_set`, or `init(process_sets=[...])`.
 
     Args:
         ranks: Global ranks, each once.
 
     Raises:
-        ConfigError: One is repeated, or there is none.
+        ConfigError: A rank is repeated, or there is none.
 
     Attributes:
-        process_set_id: None until it is added, and after it has been removed.
+        process_set_id: Number of the set; None until it is added, and after it has been removed.
     """
 
     def __init__(self, ranks: Iterable[int] | int) -> None:
-        found = [ranks] if isinstance(ranks, int) else list(ranks)
-        if not found or len(set(found)) < len(found) or min(found) < 0:
-            msg = f"expected different ranks of at least 0 for a process set, found {found}"
+        members = [ranks] if isinstance(ranks, int) else list(ranks)
+        if not members or len(set(members)) < len(members) or min(members) < 0:
+            msg = f"ranks of a process set must be different and at least 0, got {members}"
             raise ConfigError(msg)
-        self._ranks = sorted(found)
+        self._ranks = sorted(members)
         self.process_set_id: int | None = None
 
     @property
@@ -46,15 +46,15 @@ class ProcessSet:
 
     @property
     def member(self) -> Member:
-        """This rank in it.
+        """This rank as a member of the set.
 
         Raises:
-            ConfigError: It has not been added.
+            ConfigError: The set has not been added.
         """
         if self.process_set_id is None:
             msg = (
-                f"expected a process set that has been added, found {self}: call "
-                "hvd.add_process_set on all ranks, or hvd.init(process_sets=[...])"
+                f"{self} has not been added: call hvd.add_process_set on all ranks, or "
+                "hvd.init(process_sets=[...])"
             )
             raise ConfigError(msg)
         return session().member(self.process_set_id)
@@ -83,7 +83,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks, whoever they are."""
+    """The set of all ranks, whatever their number."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -101,15 +101,15 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable; all ranks call this, in the same order.
 
     Raises:
-        ConfigError: It has ranks that do not exist, or there is one of these ranks already.
-        HorovodInternalError: Ranks pass different ones.
+        ConfigError: The set has ranks that do not exist, or there is one of these ranks already.
+        HorovodInternalError: Ranks pass different sets.
     """
-    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _check_new(found, session().group.size)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check_new(added, session().group.size)
     with translated():
-        member = session().add(found.ranks)
-    found.process_set_id = member.number
-    return found
+        member = session().add(added.ranks)
+    added.process_set_id = member.number
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -123,33 +123,30 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The process set of this number."""
+    """Return the process set of a number."""
     if process_set_id == GLOBAL:
         return global_process_set
-    found = ProcessSet(session().member(process_set_id).ranks)
-    found.process_set_id = process_set_id
-    return found
+    added = ProcessSet(session().member(process_set_id).ranks)
+    added.process_set_id = process_set_id
+    return added
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """Ranks of all process sets, by number."""
+    """Return the ranks of all process sets, by number."""
     return {number: list(session().member(number).ranks) for number in session().numbers()}
 
 
 def check_sets(sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
-    """Those that are to be there from the beginning."""
+    """Check and return the sets that exist from the beginning."""
     return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in sets]
 
 
-def _check_new(found: ProcessSet, size: int) -> None:
-    strangers = [rank for rank in found.ranks if rank >= size]
+def _check_new(added: ProcessSet, size: int) -> None:
+    strangers = [rank for rank in added.ranks if rank >= size]
     if strangers:
-        msg = f"expected ranks below {size} for a process set, found {strangers}"
+        msg = f"ranks of a process set must be below {size}, got {strangers}"
         raise ConfigError(msg)
     for number, ranks in get_process_set_ids_and_ranks().items():
-        if found.ranks == ranks:
-            msg = (
-                f"expected a process set that is not there yet, found {ranks}, which is number "
-                f"{number}"
-            )
+        if added.ranks == ranks:
+            msg = f"process set of ranks {ranks} exists already, as number {number}"
             raise ConfigError(msg)

@@ -1,7 +1,7 @@
-"""What `hvd.init()` makes and `hvd.shutdown()` takes away: the one state of this face.
+"""Session: what `hvd.init()` makes and `hvd.shutdown()` removes, the one state of this face.
 
-Horovod's functions take no group: they mean the process that they run in. So something must
-remember; it is here, and nowhere else.
+Horovod's functions take no group: they mean the process that they run in. So there must be a global
+state; it is here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Member:
     """This rank in one process set.
 
     Args:
-        number: Of the set.
+        number: Number of the set.
         ranks: Global ranks.
-        engine: Where operations go; None on ranks that are not in it.
+        engine: Engine for its operations; None on ranks that are not in it.
     """
 
     def __init__(self, number: int, ranks: Sequence[int], engine: Fusion | None) -> None:
@@ -57,40 +57,40 @@ class Member:
 
     @property
     def engine(self) -> Fusion:
-        """Where operations go.
+        """Engine for the operations of the set.
 
         Raises:
             ConfigError: This rank is not in the set.
         """
         if self._engine is None:
             msg = (
-                f"expected a rank of process set {self.number} "
-                f"({', '.join(map(str, self.ranks))}), found another one that uses it"
+                f"this rank is not in process set {self.number} "
+                f"({', '.join(map(str, self.ranks))}) and cannot use it"
             )
             raise ConfigError(msg)
         return self._engine
 
     def name(self, kind: str, given: str | None) -> str:
-        """A name for an operation: ranks that give none must start them in one order.
+        """Return a name for an operation: ranks that give none must start them in one order.
 
         Raises:
-            ConfigError: It cannot be written as UTF-8, and so not be sent.
+            ConfigError: The name cannot be written as UTF-8, and so not be sent.
         """
         if given and not given.isascii():
             try:
                 given.encode()
             except UnicodeEncodeError as error:
-                msg = f"expected a name of whole characters for {kind}, found {given!r}: {error}"
+                msg = f"name {given!r} for {kind} cannot be written as UTF-8: {error}"
                 raise ConfigError(msg) from error
         return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
 
 
 class Session:
-    """The engines of all process sets of this rank, and what they submit together.
+    """Engines of all process sets of this rank, and requests that are submitted together.
 
     Args:
-        group: Of all ranks.
-        environment: What HOROVOD_* says; that of the first rank holds for all, as ranks must work
+        group: Group of all ranks.
+        environment: Values of HOROVOD_*; the first rank's are used by all, as ranks must work
             alike.
     """
 
@@ -124,29 +124,26 @@ class Session:
 
     @property
     def whole(self) -> Member:
-        """The set of all ranks."""
+        """Set of all ranks."""
         return self._members[GLOBAL]
 
     def member(self, number: int) -> Member:
-        """One process set.
+        """Return one process set.
 
         Raises:
             ConfigError: There is none of this number.
         """
         if number not in self._members:
-            msg = (
-                f"expected the number of a process set, one of {sorted(self._members)}, found "
-                f"{number}"
-            )
+            msg = f"process set {number} does not exist: there are {sorted(self._members)}"
             raise ConfigError(msg)
         return self._members[number]
 
     def numbers(self) -> list[int]:
-        """Of all process sets."""
+        """Numbers of all process sets."""
         return sorted(self._members)
 
     def add(self, ranks: Sequence[int]) -> Member:
-        """A new process set; all ranks call this.
+        """Add a process set; all ranks call this.
 
         Raises:
             CommError: Ranks pass different ones.
@@ -158,7 +155,7 @@ class Session:
         return self._members[number]
 
     def remove(self, number: int) -> None:
-        """Take a process set away; all ranks call this."""
+        """Remove a process set; all ranks call this."""
         member = self._members.pop(number)
         if member.included:
             self._end(member, f"process set {number} has been removed")
@@ -174,14 +171,14 @@ class Session:
         self._members.clear()
 
     def _end(self, member: Member, reason: str = "") -> None:
-        """End an engine; a search that is not through keeps what it has found."""
+        """End an engine; write the log of a search that is not over."""
         member.engine.close(reason)
         tuner = member.engine.tuner
         if tuner is not None and tuner.samples:
             self._write_search(member.number, tuner)
 
     def _add(self, parent: Group, ranks: Sequence[int]) -> Member:
-        """A set of ranks of `parent`, whose members all come here."""
+        """Add a set of ranks of `parent`, whose members all call this."""
         number = self._next_number
         self._next_number += 1
         engine = None
@@ -190,7 +187,7 @@ class Session:
             engine = Fusion(
                 part,
                 self.environment.options(spans_hosts=self.spans_hosts, free_cores=self.free_cores),
-                on_stall=_stall_teller(part.rank),
+                on_stall=_stall_reporter(part.rank),
                 on_tuned=partial(self._on_tuned, number),
                 on_wait=self._submit_collected,
                 on_choice=self._notes,
@@ -200,7 +197,7 @@ class Session:
         return self._members[number]
 
     def _submit_collected(self) -> None:
-        """Submit what was kept back, of all sets, since other ranks may wait for it."""
+        """Submit requests that were kept back, of all sets, since other ranks may wait for them."""
         for submit in tuple(self.collected):
             self.collected.discard(submit)
             submit()
@@ -216,7 +213,7 @@ class Session:
         self._write_search(number, tuner)
 
     def _write_search(self, number: int, tuner: Autotuner) -> None:
-        """The log, where one is wished for; training does not end because it cannot be written."""
+        """Write the log of a search if it is wanted; training goes on if it cannot be written."""
         if not self.environment.autotune_log:
             return
         path = Path(self.environment.autotune_log)
@@ -226,8 +223,7 @@ class Session:
             write_search(path, tuner)
         except OSError as error:
             print(
-                "braid.compat.horovod: expected a file that can be written for autotune's log, "
-                f"found {error}",
+                f"braid.compat.horovod: autotune's log cannot be written: {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -248,7 +244,7 @@ class _NewSet:
         self._session = session
 
     def suits(self, batch: Batch) -> bool:
-        """All."""
+        """Return whether the request is of its kind."""
         return batch.request.kind == NEW_SET
 
     def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - they bring no tensors
@@ -267,31 +263,28 @@ _HOLDER = _Holder()
 
 
 def session() -> Session:
-    """The session.
+    """Return the session.
 
     Raises:
         NotInitializedError: There is none.
     """
     if _HOLDER.session is None:
-        msg = (
-            "expected hvd.init() to have been called, found no session: call it once at the "
-            "start of the program"
-        )
+        msg = "hvd.init() has not been called: call it once at the start of the program"
         raise NotInitializedError(msg)
     return _HOLDER.session
 
 
 def started() -> bool:
-    """Whether there is a session."""
+    """Return whether there is a session."""
     return _HOLDER.session is not None
 
 
 def start(group: Group | None = None, environment: Environment | None = None) -> Session:
-    """Make the session; the one that there is if it has been made.
+    """Return the session; make it if there is none.
 
     Args:
-        group: Of all ranks; that of `braid.init()` when None.
-        environment: What HOROVOD_* says; read when None.
+        group: Group of all ranks; that of `braid.init()` when None.
+        environment: Values of HOROVOD_*; read when None.
     """
     if _HOLDER.session is None:
         group = context.init() if group is None else group
@@ -301,15 +294,15 @@ def start(group: Group | None = None, environment: Environment | None = None) ->
 
 
 def stop() -> None:
-    """Take it away."""
+    """Remove the session."""
     session, _HOLDER.session = _HOLDER.session, None
     if session is not None:
         atexit.unregister(stop)
         session.close()
 
 
-def _stall_teller(rank: int) -> Callable[[Stall], None]:
-    """One rank tells everybody's."""
+def _stall_reporter(rank: int) -> Callable[[Stall], None]:
+    """Return a function with which one rank reports the stalls of all."""
 
     def tell(stall: Stall) -> None:
         if rank == 0:

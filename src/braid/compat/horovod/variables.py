@@ -1,9 +1,9 @@
-"""Horovod's environment variables: names, types, and which have no meaning here. Pure.
+"""Environment variables of Horovod: names, types, and which have no meaning here. Pure.
 
-Problem: a variable that is misspelt, or that holds a word where a number belongs, changes nothing
-and says nothing; the job is then slow in a way that nobody looks for. Idea: one table. What it does
-not know is told with the closest name it knows, and everything that is wrong is said at once, by
-the launcher before anything starts and by a rank that was started otherwise.
+Problem: a variable that is misspelt, or that holds text where a number belongs, changes nothing
+without notice; the job is then slow in a way that nobody looks for. Idea: one table. Names that are
+not in it are reported with the closest one that is. Everything that is wrong is reported at once,
+by the launcher before anything starts and by a rank that was started otherwise.
 
 Source: the documentation of horovodrun and of its tensor fusion, timeline, stall check and
 autotune.
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from braid.errors import ConfigError
 
-__all__ = ["PREFIX", "WITHOUT_MEANING", "Found", "closest", "read_variables"]
+__all__ = ["PREFIX", "WITHOUT_MEANING", "VariablesRead", "closest", "read_variables"]
 
 PREFIX = "HOROVOD_"
 DYNAMIC = "DYNAMIC"  # a timeline that the program starts itself, which it always can here
@@ -31,9 +31,9 @@ class Variable(NamedTuple):
     """One variable.
 
     Attributes:
-        field: Of `Environment`.
-        expected: What it may hold, in words.
-        read: Makes a value of it; raises ValueError.
+        field: Field of `Environment`.
+        expected: Description of its values.
+        read: Function that makes a value of text; raises ValueError.
     """
 
     field: str
@@ -41,11 +41,11 @@ class Variable(NamedTuple):
     read: Callable[[str], Value]
 
 
-class Found(NamedTuple):
-    """What an environment says.
+class VariablesRead(NamedTuple):
+    """Values of an environment.
 
     Attributes:
-        values: By field of `Environment`; those that are not set are missing.
+        values: Values by field of `Environment`; those that are not set are missing.
         notes: Sentences for the user: names that are not known, wishes that cannot be met yet.
         ignored: Names that are set, known and without meaning here.
     """
@@ -55,14 +55,14 @@ class Found(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def read_variables(environ: Mapping[str, str]) -> Found:
-    """Read what begins with HOROVOD_; an empty variable is one that is not set.
+def read_variables(environ: Mapping[str, str]) -> VariablesRead:
+    """Read variables that begin with HOROVOD_; an empty variable is one that is not set.
 
     Args:
-        environ: The environment, such as `os.environ`.
+        environ: Environment, such as `os.environ`.
 
     Raises:
-        ConfigError: Values that cannot be read, all of them.
+        ConfigError: Values cannot be read; the message names all of them.
     """
     values: dict[str, Value] = {}
     problems, notes, ignored = [], [], []
@@ -83,13 +83,13 @@ def read_variables(environ: Mapping[str, str]) -> Found:
             notes.append(f"{name} is no variable of Horovod's and changes nothing{hint}")
     if problems:
         raise ConfigError("; ".join(problems))
-    return Found(values, tuple(notes), tuple(ignored))
+    return VariablesRead(values, tuple(notes), tuple(ignored))
 
 
 def closest(word: str, known: list[str]) -> str:
-    """`: did you mean X?`, when there is an X."""
-    found = get_close_matches(word, known, n=1, cutoff=0.75)
-    return f": did you mean {found[0]}?" if found else ""
+    """Return `: did you mean X?` for the closest known name X; empty without one."""
+    matches = get_close_matches(word, known, n=1, cutoff=0.75)
+    return f": did you mean {matches[0]}?" if matches else ""
 
 
 def _whole(text: str) -> int:
@@ -174,8 +174,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "HOROVOD_CCL_CACHE": "there is no oneCCL",
     "HOROVOD_CONTROLLER": "ranks agree in one way",
     "HOROVOD_CPU_OPERATIONS": "the engine of a group chooses its operations",
-    "HOROVOD_CROSS_RANK": "said by the launcher in torchrun's variables",
-    "HOROVOD_CROSS_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_CROSS_RANK": "set by the launcher in torchrun's variables",
+    "HOROVOD_CROSS_SIZE": "set by the launcher in torchrun's variables",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no ranges; see the timeline",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "sets can always be added",
     "HOROVOD_ELASTIC": "elastic training is not there yet",
@@ -186,9 +186,9 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "ranks meet at the launcher",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "ranks meet at the launcher",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "every operation has its deadline",
-    "HOROVOD_HOSTNAME": "said by the launcher in torchrun's variables",
-    "HOROVOD_LOCAL_RANK": "said by the launcher in torchrun's variables",
-    "HOROVOD_LOCAL_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_HOSTNAME": "set by the launcher in torchrun's variables",
+    "HOROVOD_LOCAL_RANK": "set by the launcher in torchrun's variables",
+    "HOROVOD_LOCAL_SIZE": "set by the launcher in torchrun's variables",
     "HOROVOD_LOG_HIDE_TIME": "messages carry no time",
     "HOROVOD_LOG_TIMESTAMP": "messages carry no time",
     "HOROVOD_MLSL_BGT_AFFINITY": "there is no MLSL",
@@ -196,8 +196,8 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "HOROVOD_NUM_NCCL_STREAMS": "torch's NCCL group has one stream",
     "HOROVOD_NUM_STREAMS": "torch's NCCL group has one stream",
     "HOROVOD_OP_TIMEOUT": "every operation has its deadline",
-    "HOROVOD_RANK": "said by the launcher in torchrun's variables",
-    "HOROVOD_SIZE": "said by the launcher in torchrun's variables",
+    "HOROVOD_RANK": "set by the launcher in torchrun's variables",
+    "HOROVOD_SIZE": "set by the launcher in torchrun's variables",
     "HOROVOD_SPARK_PYTHONPATH": "there is no Spark front",
     "HOROVOD_SSH_IDENTITY_FILE": "see -i",
     "HOROVOD_START_TIMEOUT": "of horovodrun, not of ranks",

@@ -27,33 +27,33 @@ LIMIT_S = 120.0  # a cold start of torch from a shared file system
 
 
 def check_build() -> str:
-    """Look, and make the table."""
-    told: dict[str, object] = {}
+    """Return the table of what this installation can do."""
+    facts: dict[str, object] = {}
     try:
-        found = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-c", QUESTION],
             capture_output=True,
             check=True,
             timeout=LIMIT_S,
             stdin=subprocess.DEVNULL,
         )
-        told = json.loads(found.stdout.splitlines()[-1])
+        facts = json.loads(answer.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         pass  # no torch that works
-    return build_table(told, has_front=find_spec(FRONT) is not None)
+    return build_table(facts, has_front=find_spec(FRONT) is not None)
 
 
-def build_table(told: Mapping[str, object], *, has_front: bool) -> str:
-    """The table.
+def build_table(facts: Mapping[str, object], *, has_front: bool) -> str:
+    """Return the table for given facts.
 
     Args:
-        told: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
+        facts: `torch` is its version, `nccl` whether it can use NCCL, `cuda` whether it sees a GPU;
             empty without torch.
         has_front: Whether the front for torch is installed.
     """
-    torch = told.get("torch", "")
-    nccl = bool(told.get("nccl"))
-    unseen = "" if not nccl or told.get("cuda") else " (no GPU is seen here)"
+    torch = facts.get("torch", "")
+    nccl = bool(facts.get("nccl"))
+    unseen = "" if not nccl or facts.get("cuda") else " (no GPU is seen here)"
     groups = {
         "Available Frameworks": {
             "TensorFlow": False,

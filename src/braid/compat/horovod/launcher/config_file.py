@@ -27,18 +27,19 @@ SECTIONS = sorted({section for section, _ in PATHS if section})
 
 
 def with_config(flags: Flags, content: object, name: str) -> Flags:
-    """The options of a file, where the command line does not say otherwise.
+    """Return the options of a file, where the command line does not say otherwise.
 
     Args:
-        flags: Of the command line.
-        content: Of the file, as plain values.
-        name: How errors call the file.
+        flags: Options of the command line.
+        content: Content of the file, as plain values.
+        name: Name of the file in errors.
 
     Raises:
-        ConfigError: Sections or keys that are not known, values of a wrong kind; all of them.
+        ConfigError: Sections or keys are not known, or values are of a wrong kind; the message
+            names all of them.
     """
     if not isinstance(content, Mapping | None):
-        msg = f"expected sections such as `params:` in {name}, found {type(content).__name__}"
+        msg = f"{name} must have sections such as `params:`, got {type(content).__name__}"
         raise ConfigError(msg)
     problems: list[str] = []
     values: dict[str, str] = {}
@@ -55,7 +56,7 @@ def with_config(flags: Flags, content: object, name: str) -> Flags:
 
 
 def _rows(content: Mapping[object, object]) -> dict[tuple[str, str], object]:
-    """Values by section and key."""
+    """Return values by section and key."""
     rows: dict[tuple[str, str], object] = {}
     for name, value in content.items():
         section = _plain(name)

@@ -27,23 +27,23 @@ EPILOG = "HOROVOD_* variables that are set here hold where an option does not sa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """What was said, not yet checked.
+    """Options and command as given, not yet checked.
 
     Attributes:
-        values: By name of the option; `1` and `0` for switches.
-        command: What ranks run.
+        values: Values by name of the option; `1` and `0` for switches.
+        command: Command that ranks run.
     """
 
     values: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> str:
-        """The value of an option; empty when it was not given."""
+        """Return the value of an option; empty when it was not given."""
         assert name in BY_NAME, name
         return self.values.get(name, "")
 
     def is_on(self, name: str) -> bool:
-        """Whether a switch was given, and not negated."""
+        """Return whether a switch was given, and not negated."""
         return self[name] == "1"
 
 
@@ -51,29 +51,29 @@ def parse_flags(arguments: Sequence[str]) -> Flags:
     """Read a command line.
 
     Args:
-        arguments: What stands behind `horovodrun`.
+        arguments: Arguments of `horovodrun`.
 
     Raises:
-        ConfigError: Options that are not known, with those that are closest, or a value that is
+        ConfigError: Options are not known (the message names the closest ones), or a value is
             missing.
     """
-    found, strange = _parser().parse_known_args(list(arguments))
+    parsed, strange = _parser().parse_known_args(list(arguments))
     values: dict[str, str] = {}
-    for name, value in vars(found).items():
+    for name, value in vars(parsed).items():
         if name != "command" and value is not None:
             values[name] = " ".join(value) if isinstance(value, list) else value
     unknown = [word.partition("=")[0] for word in strange if word.startswith("-")]
     if unknown:
         known = [flag for option in BY_NAME.values() for flag in _forms(option)]
-        listed = "; ".join(f"{flag} is none{closest(flag, known)}" for flag in unknown)
-        msg = f"expected options of horovodrun, found that {listed} (see --help)"
+        listed = "; ".join(f"{flag}{closest(flag, known)}" for flag in unknown)
+        msg = f"horovodrun does not know {listed} (see --help)"
         raise ConfigError(msg)
-    command = found.command[1:] if found.command[:1] == ["--"] else found.command
+    command = parsed.command[1:] if parsed.command[:1] == ["--"] else parsed.command
     return Flags(values=values, command=tuple(command))
 
 
 def help_text() -> str:
-    """What `--help` shows."""
+    """Return the text of `--help`."""
     return _parser().format_help()
 
 
@@ -107,14 +107,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    told = option.help.replace("%", "%%")
+    text = option.help.replace("%", "%%")
     if option.metavar:
         count = option.num_values if option.num_values > 1 else None
         group.add_argument(
-            *option.flags, dest=option.name, help=told, metavar=option.metavar, nargs=count
+            *option.flags, dest=option.name, help=text, metavar=option.metavar, nargs=count
         )
         return
-    group.add_argument(*option.flags, dest=option.name, help=told, action="store_const", const="1")
+    group.add_argument(*option.flags, dest=option.name, help=text, action="store_const", const="1")
     if option.negated:
         group.add_argument(
             *_negations(option),

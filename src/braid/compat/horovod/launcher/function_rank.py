@@ -1,4 +1,4 @@
-"""What a rank of `horovod.run` does: reads the function, calls it, writes its result."""
+"""A rank of `horovod.run`: reads the function, calls it, writes its result."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True):
-    """How the function ended on a rank.
+    """End of the function on a rank.
 
     Attributes:
         returned: Whether it returned.
-        value: What it returned or raised, pickled; empty when that cannot be.
-        said: The error in one line.
-        stack: Its traceback.
+        value: Its result or exception, pickled; empty when that cannot be.
+        summary: The error in one line.
+        stack: Traceback of the error.
     """
 
     returned: bool
     value: bytes
-    said: str = ""
+    summary: str = ""
     stack: str = ""
 
 
 def call(directory: str) -> None:
-    """Call the function that lies in `directory`, and leave there what came of it.
+    """Call the function that lies in `directory`, and write its result there.
 
     Raises:
-        ConfigError: The file is not the user's alone, or what the function returned cannot be
-            pickled.
+        ConfigError: The file is not the user's alone, or the result cannot be pickled.
     """
     folder = Path(directory)
     target = folder / result_name(JobEnvironment.from_os().rank)
@@ -70,12 +69,12 @@ def call(directory: str) -> None:
 
 
 def loads(content: bytes) -> Any:
-    """What `dumps` has packed; only ever of a file that `read_private` has read."""
+    """Return the object that `dumps` has packed; only for files that `read_private` has read."""
     return pickle.loads(content)  # noqa: S301 - nobody else can have written it
 
 
 def read_ended(path: Path) -> Ended | None:
-    """What a rank has left; None if it has left nothing."""
+    """Return the record that a rank has written; None if there is none."""
     try:
         return msgspec.msgpack.decode(read_private(path), type=Ended)
     except FileNotFoundError:
@@ -83,7 +82,7 @@ def read_ended(path: Path) -> Ended | None:
 
 
 def result_name(rank: int) -> str:
-    """The file of a rank."""
+    """Return the name of a rank's file."""
     return f"rank{rank}.pickle"
 
 
@@ -91,7 +90,7 @@ def write_private(path: Path, content: bytes) -> None:
     """Write a file that only this user can read, whole or not at all.
 
     Raises:
-        OSError: It cannot be written, or is there already.
+        OSError: The file cannot be written, or exists already.
     """
     part = path.with_suffix(".part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -104,21 +103,21 @@ def read_private(path: Path) -> bytes:
     """Read a file that only this user can have written.
 
     Raises:
-        ConfigError: Others can, or it belongs to somebody else.
-        OSError: It cannot be read.
+        ConfigError: Others can write it, or it belongs to somebody else.
+        OSError: The file cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:  # noqa: PTH123 - by descriptor
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         if (
-            not stat.S_ISREG(found.st_mode)
-            or found.st_uid != os.geteuid()
-            or found.st_mode & OTHERS
+            not stat.S_ISREG(status.st_mode)
+            or status.st_uid != os.geteuid()
+            or status.st_mode & OTHERS
         ):
             msg = (
-                f"expected {path} to be a file that user {os.geteuid()} alone can write, found "
-                f"user {found.st_uid} and "
-                f"mode {stat.filemode(found.st_mode)}: what it holds would be run"
+                f"{path} must be a file that user {os.geteuid()} alone can write, got user "
+                f"{status.st_uid} and mode {stat.filemode(status.st_mode)}: its content would "
+                "be run"
             )
             raise ConfigError(msg)
         return file.read()
@@ -129,17 +128,16 @@ def _packed(value: object) -> bytes:
         return bytes(dumps(value))
     except Exception as exc:
         msg = (
-            "expected the function to return what can be pickled, found "
-            f"{type(value).__qualname__} ({exc}): return numbers, "
-            "lists or tensors, or the path of a file"
+            f"result of the function cannot be pickled, got {type(value).__qualname__} "
+            f"({exc}): return numbers, lists or tensors, or the path of a file"
         )
         raise ConfigError(msg) from exc
 
 
 def _raised(exc: BaseException) -> Ended:
-    said = "".join(traceback.format_exception_only(type(exc), exc)).strip()
+    summary = "".join(traceback.format_exception_only(type(exc), exc)).strip()
     try:
         value = bytes(dumps(exc))
     except Exception:  # noqa: BLE001 - its text is enough
         value = b""
-    return Ended(returned=False, value=value, said=said, stack=traceback.format_exc())
+    return Ended(returned=False, value=value, summary=summary, stack=traceback.format_exc())

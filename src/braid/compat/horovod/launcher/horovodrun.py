@@ -26,10 +26,10 @@ INTERRUPTED_EXIT_CODE = 130
 
 
 class TimedConsole:
-    """Puts the time before lines of ranks.
+    """Console that puts the time before lines of ranks.
 
     Args:
-        inner: Where they go.
+        inner: Console where lines go.
     """
 
     def __init__(self, inner: Console) -> None:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
-        arguments: What stands behind `horovodrun`; that of this process when None.
+        arguments: Arguments of `horovodrun`; those of this process when None.
     """
     given = sys.argv[1:] if arguments is None else arguments
     return ending_well(lambda: _answer(given))
@@ -59,12 +59,12 @@ def launch(wanted: Launch, console: Console, *, owns_process: bool = False) -> O
     """Run a job.
 
     Args:
-        wanted: What to run, and where.
-        console: Where output and notices go.
-        owns_process: See `Supervisor`.
+        wanted: Job, and hosts where it runs.
+        console: Console for output and notices.
+        owns_process: As for `Supervisor`.
 
     Raises:
-        ConfigError: Nothing has been started.
+        ConfigError: The job cannot work; nothing has been started.
     """
     for note in wanted.notes:
         console.notice(note)
@@ -116,25 +116,25 @@ def _start(flags: Flags) -> int:
 
 
 def is_own_python(word: str) -> bool:
-    """Return whether `word` means the interpreter that runs this, in the same environment."""
-    found = shutil.which(word)
-    if found is None:
+    """Return whether `word` is the interpreter that runs this, in the same environment."""
+    path = shutil.which(word)
+    if path is None:
         return os.sep not in word
-    other, own = Path(found).absolute(), Path(sys.executable).absolute()
+    other, own = Path(path).absolute(), Path(sys.executable).absolute()
     return other.parent == own.parent and other.resolve() == own.resolve()
 
 
 def hosts_of(name: str) -> tuple[Host, ...]:
-    """The hosts that a file names.
+    """Return the hosts that a file names.
 
     Raises:
-        ConfigError: It cannot be read, or names none.
+        ConfigError: The file cannot be read, or names none.
     """
-    return parse_hostfile(_read(name, "a file that names hosts"), name)
+    return parse_hostfile(_read(name, "file of hosts"), name)
 
 
 def _yaml(name: str) -> object:
-    text = _read(name, "a configuration file")
+    text = _read(name, "configuration file")
     try:
         import yaml
     except ImportError as exc:
@@ -143,14 +143,14 @@ def _yaml(name: str) -> object:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as exc:
-        msg = f"expected YAML in {name}, found: {' '.join(str(exc).split())}"
+        msg = f"{name} is no YAML: {' '.join(str(exc).split())}"
         raise ConfigError(msg) from exc
 
 
-def _read(name: str, what: str) -> str:
+def _read(name: str, kind: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")  # editors on Windows put a mark before it
     except (OSError, UnicodeDecodeError) as exc:
         why = exc.strerror if isinstance(exc, OSError) else "it is no text"
-        msg = f"expected {what}, found that {name} cannot be read: {why}"
+        msg = f"{kind} {name} cannot be read: {why}"
         raise ConfigError(msg) from exc

@@ -1,10 +1,11 @@
 """From horovodrun's options to a job of braid's launcher. Pure.
 
     horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 3 python train.py --lr 0.1
-    braid run  -n 4  -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1      with HOROVOD_CYCLE_TIME=3
 
-horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so an
-interpreter that is its own is left out; every other command is run as it stands.
+    HOROVOD_CYCLE_TIME=3 braid run -n 4 -H a:2,b:2 --env HOROVOD_CYCLE_TIME train.py --lr 0.1
+
+horovodrun runs any program. braid's launcher checks Python scripts before it starts them, so its
+own interpreter is left out of the command; every other command is run as it stands.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ ELASTIC = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What is going to be started.
+    """Everything that is going to be started.
 
     Attributes:
-        job: What each rank runs.
-        hosts: Where; this host alone when None.
+        job: Job that each rank runs.
+        hosts: Hosts where it runs; this host alone when None.
         variables: HOROVOD_* that options have set.
         notes: Sentences for the user.
     """
@@ -53,11 +54,11 @@ class Launch:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """The same for `braid run`."""
-        told = [f"{name}={value}" for name, value in sorted(self.variables.items())]
+        """Return the equivalent command of `braid run`."""
+        assignments = [f"{name}={value}" for name, value in sorted(self.variables.items())]
         kind = {"script": [], "module": ["-m"], "program": ["--no-python"]}[self.job.kind]
         where = self.job.where or ("-n", str(self.job.num_ranks))
-        return shlex.join([*told, "braid", "run", *where, *kind, *self.job.command])
+        return shlex.join([*assignments, "braid", "run", *where, *kind, *self.job.command])
 
 
 def plan(
@@ -71,12 +72,13 @@ def plan(
 
     Args:
         flags: Options and command.
-        environ: What ranks inherit, but for what options set.
-        hosts: Those of --hostfile.
-        is_own_python: Whether a word such as `python` means the interpreter that runs this.
+        environ: Environment that ranks inherit, except for variables that options set.
+        hosts: Hosts of --hostfile.
+        is_own_python: Function that returns whether a word such as `python` is the interpreter that
+            runs this.
 
     Raises:
-        ConfigError: Elastic options, values that cannot be read (all of them), nothing to run.
+        ConfigError: Elastic options, values that cannot be read (all of them), or nothing to run.
     """
     _refuse_elastic(flags)
     problems = _empty(flags)
@@ -87,45 +89,48 @@ def plan(
     if flags["hosts"] and flags["hostfile"]:
         problems.append("--hosts and --hostfile both name the hosts")
     if not flags.values.keys() & {"num-proc", "hosts", "hostfile"}:
-        problems.append("expected a number of ranks, found none: give -np")
+        problems.append("number of ranks is missing: give -np")
     if not flags.command:
-        problems.append("expected a command, found none: end with one such as `python train.py`")
+        problems.append("command is missing: end with one such as `python train.py`")
     if problems:
         raise ConfigError("; ".join(problems))
     kind, command = program(flags.command, is_own_python)
-    told = {**environ, **variables}
-    found = read_variables(told)
+    environment = {**environ, **variables}
+    variables_read = read_variables(environment)
     named = parse_hosts(flags["hosts"]) if flags["hosts"] else hosts
-    where = _where(flags, named, num_ranks, port, limit_s, told) if named else None
+    where = _where(flags, named, num_ranks, port, limit_s, environment) if named else None
     job = JobSpec(
         command=command,
         kind=kind,
         num_ranks=num_ranks or sum(host.slots for host in named),
         log_dir=flags["output-filename"] or None,
         where=_again(flags, where, num_ranks),
-        environ=told,
+        environ=environment,
     )
-    notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *found.notes)
+    notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *variables_read.notes)
     return Launch(job=job, hosts=where, variables=variables, notes=notes)
 
 
 def program(
     command: tuple[str, ...], is_own_python: Callable[[str], bool]
 ) -> tuple[Kind, tuple[str, ...]]:
-    """What a command runs, and the words that are left of it.
+    """Return the program that a command runs, and the rest of its words.
 
     Args:
-        command: As typed.
-        is_own_python: See `plan`.
+        command: Command as typed.
+        is_own_python: As for `plan`.
 
     Raises:
-        ConfigError: An interpreter without a program.
+        ConfigError: The command is an interpreter without a program.
     """
     word, rest = command[0], list(command[1:])
     if PYTHON.fullmatch(PurePath(word).name) is None or not is_own_python(word):
         return ("script" if word.endswith(".py") else "program"), command
     if not rest:
-        msg = f"expected a program behind {word}, found none: ranks have no standard input"
+        msg = (
+            f"{word} has no program behind it, and ranks have no standard input: name a script or "
+            "-m module"
+        )
         raise ConfigError(msg)
     while rest[0] == "-u" and len(rest) > 1:  # output is never kept back
         del rest[0]
@@ -137,13 +142,15 @@ def program(
 
 
 def rsh_command(port: int | None, identity_file: str) -> str:
-    """The command that reaches a host, see `Hosts.rsh`."""
-    told = ["-p", str(port)] if port else []
-    told += ["-i", identity_file] if identity_file else []
+    """Return the command that reaches a host; see `Hosts.rsh`."""
+    options = ["-p", str(port)] if port else []
+    options += ["-i", identity_file] if identity_file else []
     if "{" in identity_file:
-        msg = f"expected the path of a key without braces, found {identity_file!r}"
+        msg = f"path of a key must have no braces, got {identity_file!r}"
         raise ConfigError(msg)
-    return DEFAULT_RSH.replace("{host}", f"{shlex.join(told)} {{host}}") if told else DEFAULT_RSH
+    return (
+        DEFAULT_RSH.replace("{host}", f"{shlex.join(options)} {{host}}") if options else DEFAULT_RSH
+    )
 
 
 def _refuse_elastic(flags: Flags) -> None:
@@ -164,7 +171,7 @@ def _empty(flags: Flags) -> list[str]:
 
 
 def _variables(flags: Flags, problems: list[str]) -> dict[str, str]:
-    """HOROVOD_* of options, each value looked at under the name that was typed."""
+    """Return HOROVOD_* of options, each value checked under the name that was typed."""
     variables: dict[str, str] = {}
     for name, text in flags.values.items():
         option = BY_NAME[name]
@@ -197,7 +204,7 @@ def _number(
 def _start_limit(flags: Flags, environ: Mapping[str, str], problems: list[str]) -> float:
     text = environ.get(START_TIMEOUT, "")
     name, text = (
-        ("--start-timeout", said) if (said := flags["start-timeout"]) else (START_TIMEOUT, text)
+        ("--start-timeout", given) if (given := flags["start-timeout"]) else (START_TIMEOUT, text)
     )
     try:
         value = float(text or HOSTS_LIMIT_S)
@@ -227,7 +234,7 @@ def _where(
 
 
 def _again(flags: Flags, where: Hosts | None, num_ranks: int | None) -> tuple[str, ...]:
-    """The options of `braid run` that say the same."""
+    """Return the equivalent options of `braid run`."""
     if where is None:
         return ()
     options = {
@@ -238,7 +245,7 @@ def _again(flags: Flags, where: Hosts | None, num_ranks: int | None) -> tuple[st
         "--network-interface": ",".join(where.interfaces),
         "--env": ",".join(where.environ),
     }
-    return tuple(word for name, said in options.items() if said for word in (name, said))
+    return tuple(word for name, given in options.items() if given for word in (name, given))
 
 
 def _other_python(flags: Flags, kind: Kind) -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of horovodrun's options: help, configuration file and variables of ranks. Pure.
+"""Table of horovodrun's options: help, configuration file and variables of ranks. Pure.
 
     --cycle-time-ms 3.5      params:                     HOROVOD_CYCLE_TIME=3.5
                                cycle-time-ms: 3.5
@@ -20,20 +20,20 @@ __all__ = ["BY_NAME", "GROUPS", "Option", "megabytes"]
 
 
 class Option(NamedTuple):
-    """One row.
+    """One row of the table.
 
     Attributes:
-        flags: As typed; the first long one is its name.
-        help: What it does; `What` of a switch that can be negated is what it switches.
-        metavar: What stands for the value in the help; a switch has none.
+        flags: Flags as typed; the first long one is its name.
+        help: Effect of the option; `What` of a switch that can be negated is what it switches.
+        metavar: Placeholder of the value in the help; a switch has none.
         variable: HOROVOD_* that it sets.
-        section: Of the configuration file; its top level when empty.
-        key: There; its name when empty.
+        section: Section in the configuration file; its top level when empty.
+        key: Key in the section; the option's name when empty.
         negated: Whether it is a switch with a `--no-` form.
-        convert: From its value, or `1` and `0` of a switch, to that of the variable.
-        use: `here`; `none` for what has no meaning here; `elastic` for what is not there yet; `ask`
-            for what is answered at once.
-        num_values: That it takes.
+        convert: Function from its value, or `1` and `0` of a switch, to that of the variable.
+        use: Use of the option: `here`; `none` for one without meaning here; `elastic` for one that
+            is not there yet; `ask` for one that is answered at once.
+        num_values: Number of values that it takes.
     """
 
     flags: tuple[str, ...]
@@ -49,17 +49,17 @@ class Option(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its first long flag, without dashes."""
+        """First long flag, without dashes."""
         return next(flag for flag in self.flags if flag.startswith("--"))[2:]
 
     @property
     def path(self) -> tuple[str, str]:
-        """Where it stands in the configuration file: section and key."""
+        """Section and key in the configuration file."""
         return self.section, self.key or self.name
 
 
 def megabytes(text: str) -> str:
-    """As bytes, with what cannot be read left as it is, for whoever checks it."""
+    """Return megabytes as bytes; text that is no number is left to be refused later."""
     try:
         return str(round(float(text) * (1 << 20)))
     except (ValueError, OverflowError):
@@ -157,14 +157,15 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         ),
         Option(
             ("--timeline-mark-cycles",), "show exchanges as well",
-            variable="HOROVOD_TIMELINE_MARK_CYCLES", section="timeline", key="mark-cycles", negated=True,
+            variable="HOROVOD_TIMELINE_MARK_CYCLES", section="timeline", key="mark-cycles",
+            negated=True,
         ),
     ),
     "stall check": (
         Option(
-            ("--stall-check",), "tell which ranks have not submitted a tensor (default: yes)",
-            variable="HOROVOD_STALL_CHECK_DISABLE", section="stall-check", key="enabled", negated=True,
-            convert=_inverse,
+            ("--stall-check",), "report ranks that have not submitted a tensor (default: yes)",
+            variable="HOROVOD_STALL_CHECK_DISABLE", section="stall-check", key="enabled",
+            negated=True, convert=_inverse,
         ),
         Option(
             ("--stall-check-warning-time-seconds",), "after how long (default: 60)",
@@ -173,7 +174,8 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
         Option(
             ("--stall-check-shutdown-time-seconds",), "end everything after so long; 0 for never "
                                                       "(default: 0)",
-            "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check", "shutdown-time-seconds",
+            "SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall-check",
+            "shutdown-time-seconds",
         ),
     ),
     "messages of ranks": (
@@ -214,7 +216,9 @@ GROUPS: Mapping[str, tuple[Option, ...]] = {
             ("--gloo-timeout-seconds",), "every operation has its deadline", "SECONDS",
             "HOROVOD_GLOO_TIMEOUT_SECONDS", "library-options", use="none",
         ),
-        Option(("--ccl-bgt-affinity",), "of oneCCL", "CORES", section="library-options", use="none"),
+        Option(
+            ("--ccl-bgt-affinity",), "of oneCCL", "CORES", section="library-options", use="none",
+        ),
     ),
     "elastic training, which is not there yet": (
         Option(("--min-np", "--min-num-proc"), "fewest ranks to go on with", "N", use="elastic"),

@@ -7,8 +7,8 @@ Idea: one directory (0700) with files (0600): the function from here, a result f
 Nothing travels over the network. For ranks on other hosts the caller names a directory that all
 hosts share, and so says that whoever can write there is trusted.
 
-    caller   write function.pickle    start ranks                              read rank0.pickle, rank1.pickle
-    rank r                                        read, call, write rank{r}.pickle
+    caller   write function.pickle, start ranks                  read rank0.pickle, rank1.pickle
+    rank r                       read, call, write rank{r}.pickle
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def run(
     """Call `func(*args, **kwargs)` on several ranks. Call this from the main thread.
 
     Args:
-        func: A function; one of `__main__`, a lambda or a closure needs cloudpickle.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+        func: Function; one of `__main__`, a lambda or a closure needs cloudpickle.
+        args: Positional arguments of the function.
+        kwargs: Keyword arguments of the function.
         np: Number of ranks (default: all slots of the hosts, or 1).
         num_proc: Another name of `np`.
         min_np: Elastic training, which is not there yet; so are the next six.
@@ -119,31 +119,30 @@ def run(
         slots: See `min_np`.
         reset_limit: See `min_np`.
         cooldown_range: See `min_np`.
-        hosts: Such as `a:2,b:2`; this host when None.
-        hostfile: A file that names hosts, in lines such as `a slots=2`.
-        start_timeout: How long hosts may take to answer, in seconds.
-        ssh_port: Of the hosts.
+        hosts: Hosts, such as `a:2,b:2`; this host when None.
+        hostfile: File that names hosts, in lines such as `a slots=2`.
+        start_timeout: Seconds that hosts may take to answer.
+        ssh_port: Port of ssh on the hosts.
         ssh_identity_file: Key for ssh.
-        disable_cache: Changes nothing: hosts are looked at anew each time.
+        disable_cache: Without effect: hosts are checked anew each time.
         output_filename: Directory for logs and the record of the run.
-        verbose: Whether to say first what is going to be started.
-        use_gloo: Changes nothing.
-        use_mpi: Changes nothing.
-        mpi_args: Changes nothing.
+        verbose: Whether to print first what is going to be started.
+        use_gloo: Without effect.
+        use_mpi: Without effect.
+        mpi_args: Without effect.
         network_interface: Interfaces or networks that ranks of several hosts may use, with commas.
         network_interfaces: The same, or a list.
         executable: Interpreter of the ranks; braid must be installed there.
-        shared_directory: Of several hosts: a directory that all of them have under this path, and
-            in which nobody writes who is not trusted. The function and the results pass through it,
-            pickled.
+        shared_directory: Directory that several hosts have under this path, and in which nobody
+            writes who is not trusted. The function and the results pass through it, pickled.
 
     Returns:
-        What each rank returned, in their order.
+        Results of the ranks, in their order.
 
     Raises:
-        ConfigError: Options that cannot work, or a function that cannot be pickled; nothing has
-            been started.
-        RunError: It failed on a rank.
+        ConfigError: Options cannot work, or the function cannot be pickled; nothing has been
+            started.
+        RunError: The function failed on a rank.
     """
     values = _values(locals())
     packed = _packed(func, args, kwargs or {})
@@ -154,7 +153,7 @@ def run(
 
 
 def _values(given: Mapping[str, Any]) -> dict[str, str]:
-    """Options as horovodrun has them, of arguments of `run`.
+    """Return arguments of `run` as options of horovodrun.
 
     Raises:
         ConfigError: One option is given by both of its names.
@@ -167,7 +166,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, str]:
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         text = ",".join(map(str, value)) if listed else "1" if value is True else str(value)
         if values.setdefault(option, text) != text:
-            msg = f"expected one value for --{option}, found {values[option]} and {name}={text}"
+            msg = f"--{option} has two values, {values[option]} and {name}={text}: pass one of them"
             raise ConfigError(msg)
     if not values.keys() & {"num-proc", "hosts", "hostfile"}:
         values["num-proc"] = "1"
@@ -175,7 +174,7 @@ def _values(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> Launch:
-    """The job whose ranks find the function in `folder`."""
+    """Return the job whose ranks read the function from `folder`."""
     command = (executable or "python", *RUNNER, json.dumps([str(folder)]))
     paths = _search_path(own=executable is None)
     flags = Flags(values=values, command=command)
@@ -188,7 +187,7 @@ def _plan(values: Mapping[str, str], folder: Path, executable: str | None) -> La
 
 
 def _search_path(*, own: bool) -> list[str]:
-    """Where a rank finds what this process finds; another interpreter has libraries of its own."""
+    """Return the search path of a rank; another interpreter has libraries of its own."""
     paths = [path or str(Path.cwd()) for path in sys.path]
     if own:
         return paths
@@ -203,7 +202,7 @@ def _search_path(*, own: bool) -> list[str]:
 
 
 def _call(packed: bytes, wanted: Launch, folder: Path, *, verbose: bool) -> list[Any]:
-    """Start the ranks on what is packed, and read their results."""
+    """Start the ranks on a packed function, and read their results."""
     write_private(folder / FUNCTION, packed)
     prefixed = wanted.hosts is not None or wanted.job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
@@ -220,32 +219,25 @@ def _packed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     by_name = dumps is pickle.dumps
     if by_name and (target.startswith("__main__:") or "<" in target):
         msg = (
-            f"expected a function at the top level of a module, found {target}: move it into a "
-            "file of its own and import it, "
-            f"or {INSTALL}, which brings cloudpickle"
+            f"{target} is no function at the top level of a module: move it into a file of its "
+            f"own and import it, or {INSTALL}, which brings cloudpickle"
         )
         raise ConfigError(msg)
     try:
         return bytes(dumps((func, tuple(args), dict(kwargs))))
     except Exception as exc:
         way = f"; {INSTALL} brings cloudpickle, which can do more" if by_name else ""
-        msg = (
-            f"expected {target} and its arguments to be of types that can be pickled, found: "
-            f"{exc}{way}"
-        )
+        msg = f"{target} and its arguments cannot be pickled: {exc}{way}"
         raise ConfigError(msg) from exc
 
 
 @contextlib.contextmanager
 def _directory(shared: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """A directory for this user alone."""
+    """Make a directory for this user alone."""
     try:
         folder = tempfile.mkdtemp(prefix="braid-run-", dir=shared)
     except OSError as exc:
-        msg = (
-            f"expected to make a directory in {shared or tempfile.gettempdir()}, found: "
-            f"{exc.strerror}"
-        )
+        msg = f"directory in {shared or tempfile.gettempdir()} cannot be made: {exc.strerror}"
         raise ConfigError(msg) from exc
     try:
         yield Path(folder).absolute()  # the function may go elsewhere
@@ -259,15 +251,15 @@ def _check_reach(wanted: Launch, shared: str | os.PathLike[str] | None) -> None:
     )
     if away and shared is None:
         msg = (
-            f"expected ranks on this host, found {', '.join(away)}: functions are not sent over "
-            "the network; name a directory that all "
-            "hosts have with shared_directory=, or start a script with horovodrun"
+            f"ranks on {', '.join(away)} cannot get the function, which is not sent over the "
+            "network: name a directory that all hosts have with shared_directory=, or start a "
+            "script with horovodrun"
         )
         raise ConfigError(msg)
 
 
 def _failure(outcome: Outcome, folder: Path) -> BaseException:
-    """What to raise for a run that has failed."""
+    """Return the error for a run that has failed."""
     if outcome.exit_code == 128 + signal.SIGINT and not outcome.cause:
         return KeyboardInterrupt()
     for cause in outcome.cause:
@@ -278,7 +270,7 @@ def _failure(outcome: Outcome, folder: Path) -> BaseException:
 
 
 def _error(ended: Ended, rank: int) -> RunError:
-    error = RunError(f"rank {rank}: {ended.said}\n\n{ended.stack}", rank=rank)
+    error = RunError(f"rank {rank}: {ended.summary}\n\n{ended.stack}", rank=rank)
     with contextlib.suppress(Exception):  # an exception that cannot be made again
         error.__cause__ = loads(ended.value) if ended.value else None
     return error

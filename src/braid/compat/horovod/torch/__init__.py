@@ -1,4 +1,4 @@
-"""Horovod's front for torch: `import braid.compat.horovod.torch as hvd`; see ../README.md."""
+"""Horovod's front for torch: `import braid.compat.horovod.torch as hvd`."""
 
 from braid.compat.horovod.basics import (
     ccl_built,

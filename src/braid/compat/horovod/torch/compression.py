@@ -1,4 +1,4 @@
-"""Fewer bytes on the wire: gradients as 16-bit floats while they travel."""
+"""Compression: gradients are 16-bit floats while they travel."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "Non
 
 
 class Compressor:
-    """What is done to a tensor before it leaves, and after it has come; to be derived from."""
+    """Base of changes to a tensor before it is sent and after it is received."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """The tensor that travels, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """The tensor as it was, from what has come and what `compress` said."""
+        """Return a received tensor in its original form."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Leaves it."""
+    """Compressor that leaves tensors as they are."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """The tensor."""
+        """Return the tensor."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:  # noqa: ARG004 - the interface
-        """The tensor."""
+        """Return the tensor."""
         return tensor
 
 
@@ -40,29 +40,29 @@ class _Cast(Compressor):
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
-        """Floats in 16 bits; other dtypes stay."""
+        """Return floats in 16 bits; other dtypes stay."""
         if tensor.dtype.is_floating_point:
             return tensor.to(cls.dtype), tensor.dtype
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
-        """In its own dtype."""
+        """Return the tensor in its original dtype."""
         return tensor.to(ctx) if isinstance(ctx, torch.dtype) else tensor
 
 
 class FP16Compressor(_Cast):
-    """float16."""
+    """Compressor to float16."""
 
 
 class BF16Compressor(_Cast):
-    """bfloat16: the range of float32, a third of its digits."""
+    """Compressor to bfloat16: the range of float32, a third of its digits."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """Those that there are."""
+    """The compressors by name."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,13 +1,13 @@
-"""The forms that wait. Those that return new tensors can be differentiated, on all ranks alike.
+"""Synchronous operations. Those that return new tensors can be differentiated, on all ranks alike.
 
-What a gradient means here is Horovod's: that of a reduction is reduced in the same way; those of
-allgather and broadcast are averaged, as if the loss were the mean of all ranks' losses.
+Gradients have Horovod's meaning: that of a reduction is reduced in the same way; those of allgather
+and broadcast are averaged, as if the loss were the mean of all ranks' losses.
 
-    y = allreduce(x, op, pre, post)      dx = allreduce(dy, op, pre, post)         Sum, Average, Adasum
-    y = allgather(x)                     dx = rows of x in the average of dy
-    y = broadcast(x, root)               dx = average of dy on the root, zeros elsewhere
-    y = alltoall(x, splits)              dx = alltoall(dy, rows received)
-    y = reducescatter(x, op)             dx = allgather(dy), times the number of ranks for Sum
+    y = allreduce(x, op, pre, post)   dx = allreduce(dy, op, pre, post)      Sum, Average, Adasum
+    y = allgather(x)                  dx = rows of x in the average of dy
+    y = broadcast(x, root)            dx = average of dy on the root, zeros elsewhere
+    y = alltoall(x, splits)           dx = alltoall(dy, rows received)
+    y = reducescatter(x, op)          dx = allgather(dy), times the number of ranks for Sum
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def allreduce(
     """Reduce a tensor over the ranks; see `allreduce_async`.
 
     Args:
-        tensor: The same shape and dtype on all ranks.
-        average: The older way of saying `op`.
-        name: By which ranks find each other.
-        compression: What it travels as.
-        op: Average when None.
-        prescale_factor: Before the reduction.
-        postscale_factor: After it.
+        tensor: Tensor of the same shape and dtype on all ranks.
+        average: Older form of `op`.
+        name: Name by which ranks find each other's operation.
+        compression: Format in which the tensor travels.
+        op: Reduction; Average when None.
+        prescale_factor: Factor before the reduction.
+        postscale_factor: Factor after it.
         process_set: Ranks that take part.
     """
     wanted = chosen_op(op, average)
     small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    found: torch.Tensor = _AllReduce.apply(small, name, wanted, factors, process_set)  # type: ignore[no-untyped-call]
-    return compression.decompress(found, ctx)
+    y: torch.Tensor = _AllReduce.apply(small, name, wanted, factors, process_set)  # type: ignore[no-untyped-call]
+    return compression.decompress(y, ctx)
 
 
 def allreduce_(
@@ -79,8 +79,8 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce`, in the place of `tensor`; cannot be differentiated."""
-    found: torch.Tensor = synchronize(
+    """Reduce in the place of `tensor`, like `allreduce`; cannot be differentiated."""
+    y: torch.Tensor = synchronize(
         under_way.allreduce_async_(
             tensor,
             None,
@@ -91,7 +91,7 @@ def allreduce_(
             process_set,
         )
     )
-    return found
+    return y
 
 
 def grouped_allreduce(
@@ -108,8 +108,8 @@ def grouped_allreduce(
     wanted = chosen_op(op, average)
     pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
-    found = _GroupedAllReduce.apply(name, wanted, factors, process_set, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(found, pairs, strict=True)]
+    y = _GroupedAllReduce.apply(name, wanted, factors, process_set, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
 
 def grouped_allreduce_(
@@ -121,8 +121,8 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """As `grouped_allreduce`, in their places; cannot be differentiated."""
-    found: list[torch.Tensor] = synchronize(
+    """Reduce several tensors in their places; cannot be differentiated."""
+    y: list[torch.Tensor] = synchronize(
         under_way.grouped_allreduce_async_(
             tensors,
             None,
@@ -133,21 +133,21 @@ def grouped_allreduce_(
             process_set,
         )
     )
-    return found
+    return y
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The rows of all ranks behind each other; see `allgather_async`."""
-    found: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return found
+    """Return the rows of all ranks behind each other; see `allgather_async`."""
+    y: torch.Tensor = _AllGather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    return y
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """As `allgather`, of several tensors."""
+    """Gather several tensors together, like `allgather`."""
     return list(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -157,9 +157,9 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """What the root has, as a new tensor; see `broadcast_async`."""
-    found: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
-    return found
+    """Return the root's tensor as a new one; see `broadcast_async`."""
+    y: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
+    return y
 
 
 def broadcast_(
@@ -168,11 +168,9 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `broadcast`, in the place of `tensor`; cannot be differentiated."""
-    found: torch.Tensor = synchronize(
-        under_way.broadcast_async_(tensor, root_rank, name, process_set)
-    )
-    return found
+    """Broadcast in the place of `tensor`; cannot be differentiated."""
+    y: torch.Tensor = synchronize(under_way.broadcast_async_(tensor, root_rank, name, process_set))
+    return y
 
 
 def alltoall(
@@ -181,13 +179,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rows for each rank, from each rank; see `alltoall_async`.
+    """Send rows to each rank, and return those from each rank; see `alltoall_async`.
 
     Returns:
-        What came; with `splits` also how many rows came from each rank.
+        Received rows; with `splits` also the number of rows from each rank.
     """
-    found, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
-    return found if splits is None else (found, received)
+    y, received = _AllToAll.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return y if splits is None else (y, received)
 
 
 def reducescatter(
@@ -199,11 +197,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce over the ranks and share the rows out; see `reducescatter_async`."""
+    """Reduce over the ranks and scatter the rows; see `reducescatter_async`."""
     small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    (found,) = _ReduceScatter.apply(name, chosen_op(op), factors, process_set, False, small)  # type: ignore[no-untyped-call]
-    return compression.decompress(found, ctx)
+    (y,) = _ReduceScatter.apply(name, chosen_op(op), factors, process_set, False, small)  # type: ignore[no-untyped-call]
+    return compression.decompress(y, ctx)
 
 
 def grouped_reducescatter(
@@ -215,13 +213,13 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """As `reducescatter`, of several tensors."""
+    """Reduce and scatter several tensors together, like `reducescatter`."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
-    found = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
+    y = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
         name, chosen_op(op), factors, process_set, True, *(x for x, _ in pairs)
     )
-    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(found, pairs, strict=True)]
+    return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
 
 # Forward and backward.
@@ -230,8 +228,7 @@ def grouped_reducescatter(
 def _linear(op: ReduceOp) -> None:
     if op not in {Average, Sum, Adasum}:
         msg = (
-            f"expected Average, Sum or Adasum where gradients are wanted, found {op.name}: it "
-            "has no gradient here; detach the tensor"
+            f"{op.name} has no gradient here, only Average, Sum and Adasum have: detach the tensor"
         )
         raise ConfigError(msg)
 
@@ -253,14 +250,14 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         op, factors, process_set = ctx.how
         _linear(op)
-        found = allreduce(
+        y = allreduce(
             grads[0].contiguous(),
             op=op,
             prescale_factor=factors[0],
             postscale_factor=factors[1],
             process_set=process_set,
         )
-        return found, None, None, None, None
+        return y, None, None, None, None
 
 
 class _GroupedAllReduce(torch.autograd.Function):
@@ -284,14 +281,14 @@ class _GroupedAllReduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         op, factors, process_set = ctx.how
         _linear(op)
-        found = grouped_allreduce(
+        y = grouped_allreduce(
             [grad.contiguous() for grad in grads],
             op=op,
             prescale_factor=factors[0],
             postscale_factor=factors[1],
             process_set=process_set,
         )
-        return None, None, None, None, *found
+        return None, None, None, None, *y
 
 
 class _AllGather(torch.autograd.Function):
@@ -302,8 +299,8 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (found,) = _own_rows([grads[0]], [ctx.rows], ctx.process_set)
-        return found, None, None
+        (y,) = _own_rows([grads[0]], [ctx.rows], ctx.process_set)
+        return y, None, None
 
 
 class _GroupedAllGather(torch.autograd.Function):
@@ -319,7 +316,7 @@ class _GroupedAllGather(torch.autograd.Function):
 
 
 def _own_rows(grads: Sequence[Any], rows: list[int], process_set: ProcessSet) -> list[Any]:
-    """This rank's rows of the averages of gradients of gathered tensors."""
+    """Return this rank's rows of the averages of gradients of gathered tensors."""
     average = grouped_allreduce(
         [g.contiguous() for g in grads], op=Average, process_set=process_set
     )
@@ -343,9 +340,9 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         root_rank, process_set = ctx.how
-        found = allreduce(grads[0].contiguous(), op=Average, process_set=process_set)
+        y = allreduce(grads[0].contiguous(), op=Average, process_set=process_set)
         is_root = process_set.rank() == process_set.ranks.index(root_rank)
-        return (found if is_root else torch.zeros_like(found)), None, None, None
+        return (y if is_root else torch.zeros_like(y)), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -357,18 +354,18 @@ class _AllToAll(torch.autograd.Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> Any:
-        found = synchronize(under_way.alltoall_async(tensor, splits, name, process_set))
+        y = synchronize(under_way.alltoall_async(tensor, splits, name, process_set))
         if splits is None:
             size = process_set.size()
-            found = found, torch.full((size,), found.shape[0] // size, dtype=torch.int32)
-        ctx.received, ctx.process_set = found[1], process_set
-        ctx.mark_non_differentiable(found[1])
-        return found
+            y = y, torch.full((size,), y.shape[0] // size, dtype=torch.int32)
+        ctx.received, ctx.process_set = y[1], process_set
+        ctx.mark_non_differentiable(y[1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        found, _ = alltoall(grads[0].contiguous(), splits=ctx.received, process_set=ctx.process_set)
-        return found, None, None, None
+        y, _ = alltoall(grads[0].contiguous(), splits=ctx.received, process_set=ctx.process_set)
+        return y, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -395,5 +392,5 @@ class _ReduceScatter(torch.autograd.Function):
         _linear(op)
         factor = factors[0] * factors[1] * (process_set.size() if op is Sum else 1)
         given = [grad.contiguous() * factor for grad in grads]
-        found = grouped_allgather(given, process_set=process_set)
-        return None, None, None, None, None, *found
+        y = grouped_allgather(given, process_set=process_set)
+        return None, None, None, None, None, *y

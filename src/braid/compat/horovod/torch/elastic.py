@@ -1,7 +1,7 @@
-"""Elastic training: its names, so that scripts can be imported; it is not there yet.
+"""Elastic training: names only, so that scripts can be imported; it is not there yet.
 
 Raises:
-    ConfigError: When something of it is used.
+    ConfigError: One of the names is used.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from braid.errors import ConfigError
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 MISSING = (
-    "expected a job whose ranks stay, found elastic training, which is not there yet: run with a "
-    "fixed number of ranks, save checkpoints "
+    "elastic training is not there yet: run with a fixed number of ranks, save checkpoints "
     "(braid.save), and start again from the last one"
 )
 
 
 def run(func: Any) -> NoReturn:
-    """Not there yet."""
+    """Refuse, as elastic training is not there yet."""
     del func
     raise ConfigError(MISSING)
 
 
 class State:
-    """Not there yet."""
+    """State of elastic training, which is not there yet."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -34,12 +33,12 @@ class State:
 
 
 class ObjectState(State):
-    """Not there yet."""
+    """State of elastic training, which is not there yet."""
 
 
 class TorchState(ObjectState):
-    """Not there yet."""
+    """State of elastic training, which is not there yet."""
 
 
 class ElasticSampler(State):
-    """Not there yet."""
+    """Sampler of elastic training, which is not there yet."""

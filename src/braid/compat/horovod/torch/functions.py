@@ -1,4 +1,4 @@
-"""The same state on all ranks: parameters, optimizers and any object, from one rank or of all."""
+"""Equal state on all ranks: parameters, optimizers and objects, from one rank or of all."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 def broadcast_parameters(
     params: Named, root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Let all ranks have the root's tensors, in place.
+    """Copy the root's tensors to all ranks, in place.
 
     Args:
         params: A state dict, or named parameters; None values are left out.
-        root_rank: Global rank.
+        root_rank: Global rank of the root.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: A value that is no tensor.
+        ConfigError: A value is no tensor.
         HorovodInternalError: Ranks have other names, or shapes.
     """
     pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    found = [(str(name), value) for name, value in pairs if value is not None]
+    named = [(str(name), value) for name, value in pairs if value is not None]
     wrong = [
-        f"{name!r} ({type(x).__name__})" for name, x in found if not isinstance(x, torch.Tensor)
+        f"{name!r} ({type(x).__name__})" for name, x in named if not isinstance(x, torch.Tensor)
     ]
     if wrong:
         msg = (
-            "expected tensors by name, as state_dict() and named_parameters() have them, found "
+            "tensors must come by name, as state_dict() and named_parameters() have them, got "
             f"{', '.join(wrong[:5])}"
         )
         raise ConfigError(msg)
-    _compare([name for name, _ in found], process_set)
+    _compare([name for name, _ in named], process_set)
     handles = [
         broadcast_async_(tensor, root_rank, f"parameter.{name}", process_set)
-        for name, tensor in found
+        for name, tensor in named
     ]
     for handle in handles:
         synchronize(handle)
@@ -68,22 +68,22 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Let all ranks have the root's optimizer state and options, whatever they have.
+    """Copy the root's optimizer state and options to all ranks, whatever they have.
 
     Args:
-        optimizer: Over the same parameters on all ranks.
-        root_rank: Global rank.
+        optimizer: Optimizer over the same parameters on all ranks.
+        root_rank: Global rank of the root.
         model: Not needed.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: It is LBFGS, whose state is not one of parameters.
+        ConfigError: The optimizer is LBFGS, whose state is not one of parameters.
     """
     del model
     if isinstance(optimizer, torch.optim.LBFGS):
         msg = (
-            "expected an optimizer that keeps its state by parameter, found LBFGS: use another "
-            "one, or broadcast what you need by broadcast_object"
+            "LBFGS does not keep its state by parameter: use another optimizer, or broadcast "
+            "what you need by broadcast_object"
         )
         raise ConfigError(msg)
     is_root = process_set.rank() == process_set.member.ranks.index(root_rank)
@@ -109,21 +109,22 @@ def broadcast_object(
     *,
     allow_pickle: bool | None = None,
 ) -> Any:
-    """The root's object, on all ranks.
+    """Return the root's object, on all ranks.
 
     None, numbers, text, bytes, lists, tuples, sets and dictionaries of them travel as they are.
     Anything else is pickled, if that is allowed: whoever can send to this job could then run code
     in it.
 
     Args:
-        obj: On the root; not looked at elsewhere.
-        root_rank: Global rank.
-        name: By which ranks find each other.
+        obj: Object on the root; ignored elsewhere.
+        root_rank: Global rank of the root.
+        name: Name by which ranks find each other's operation.
         process_set: Ranks that take part.
-        allow_pickle: On all ranks; when None, whether BRAID_HOROVOD_ALLOW_PICKLE is 1.
+        allow_pickle: Whether pickling is allowed, on all ranks; when None, whether
+            BRAID_HOROVOD_ALLOW_PICKLE is 1.
 
     Raises:
-        ConfigError: It is not plain, and pickling is not allowed.
+        ConfigError: The object is not plain, and pickling is not allowed.
         HorovodInternalError: The root could not send it.
     """
     allowed = _allowed(allow_pickle)
@@ -149,7 +150,7 @@ def allgather_object(
     *,
     allow_pickle: bool | None = None,
 ) -> list[Any]:
-    """The objects of all ranks, in their order; see `broadcast_object`."""
+    """Return the objects of all ranks, in their order; see `broadcast_object`."""
     allowed = _allowed(allow_pickle)
     member = process_set.member
     base = member.name("objects", name)
@@ -172,7 +173,7 @@ def _allowed(allow_pickle: bool | None) -> bool:
 
 
 def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
-    """Bytes, or why there are none."""
+    """Return an object's bytes, or the reason why there are none."""
     try:
         return encode(obj, allow_pickle=allowed), None
     except ConfigError as error:
@@ -183,13 +184,13 @@ def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
 def _unpacked(data: torch.Tensor, failed: bool, rank: int, allowed: bool) -> Any:
     raw = data.numpy().tobytes()
     if failed:
-        msg = f"expected an object of rank {rank}, found that it could not send it: {raw.decode()}"
+        msg = f"rank {rank} could not send its object: {raw.decode()}"
         raise HorovodInternalError(msg)
     return decode(raw, allow_pickle=allowed)
 
 
 def _compare(names: list[str], process_set: ProcessSet) -> None:
-    """That ranks wait for each other's names for ever is known before."""
+    """Refuse names that differ between ranks, which otherwise wait for each other for ever."""
     digests = allgather(torch.tensor([text_digest("\n".join(names))]), process_set=process_set)
     if len(set(digests.tolist())) == 1:
         return
@@ -199,10 +200,7 @@ def _compare(names: list[str], process_set: ProcessSet) -> None:
         f"rank {rank} has {', '.join(map(repr, sorted(set(own) - common)[:5])) or 'another order'}"
         for rank, own in zip(process_set.member.ranks, everybody, strict=True)
     ]
-    msg = (
-        "expected tensors of the same names, in one order, on all ranks, found that "
-        f"{'; '.join(extra)}"
-    )
+    msg = f"tensors must have the same names, in one order, on all ranks, but {'; '.join(extra)}"
     raise HorovodInternalError(msg)
 
 
@@ -210,7 +208,7 @@ _TENSOR = "tensor number"
 
 
 def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The same with numbers in place of tensors, which are added to `tensors`."""
+    """Return the state with numbers in place of tensors, which are added to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}

@@ -1,4 +1,4 @@
-"""What asynchronous operations return, and how one waits for them."""
+"""Handles of asynchronous operations, and how to wait for them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Pending:
     """One or several operations under way, whose results make one.
 
     Args:
-        parts: Of the engine.
-        finish: Makes the result of theirs.
-        held: What must live until then.
+        parts: Handles of the engine.
+        finish: Function that makes the result of theirs.
+        held: Object that must live until then.
 
     Attributes:
-        parts: As given.
+        parts: Handles of the engine.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class Pending:
         self.parts = list(parts)
         self._finish = finish
         self._held = held
-        self._taken = False
+        self._is_consumed = False
 
     def done(self) -> bool:
-        """Whether all are."""
+        """Return whether all operations are done."""
         return all(part.done() for part in self.parts)
 
-    def take(self) -> Any:
-        """The result, once.
+    def wait(self) -> Any:
+        """Block until all operations are done; return the result, once.
 
         Raises:
-            ConfigError: It has been taken.
+            ConfigError: The result has been returned before.
             HorovodInternalError: An operation failed.
         """
-        if self._taken:
-            msg = f"expected a handle that is waited for once, found {self!r}, which has been"
+        if self._is_consumed:
+            msg = f"{self!r} has been waited for, and a handle is waited for once"
             raise ConfigError(msg)
-        self._taken = True
+        self._is_consumed = True
         try:
             with translated():
                 results = [part.wait() for part in self.parts]
@@ -62,23 +62,25 @@ class Pending:
 
 
 def poll(handle: Pending) -> bool:
-    """Whether an operation is over, so that `synchronize` would return at once."""
+    """Return whether an operation is over, so that `synchronize` would return at once."""
     return _checked(handle).done()
 
 
 def synchronize(handle: Pending) -> Any:
-    """Wait for an operation; its result.
+    """Block until an operation is done; return its result.
 
     Raises:
-        ConfigError: It is no handle, or has been waited for.
+        ConfigError: The argument is no handle, or has been waited for.
         HorovodInternalError: The operation failed; on all ranks, if ranks asked for different
             things.
     """
-    return _checked(handle).take()
+    return _checked(handle).wait()
 
 
 def _checked(handle: Any) -> Pending:
     if not isinstance(handle, Pending):
-        msg = f"expected what an asynchronous operation has returned, found {handle!r}"
+        msg = (
+            f"got {handle!r} in place of a handle: pass what an asynchronous operation has returned"
+        )
         raise ConfigError(msg)
     return handle

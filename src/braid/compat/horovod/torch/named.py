@@ -88,7 +88,8 @@ def named_groups(
     flat = [param for group in lists for param in group]
     if len(set(flat)) < len(flat) or any(param not in names for param in flat):
         msg = (
-            "groups must hold different parameters of the optimizer: one is in two groups, or is none "
+            "groups must hold different parameters of the optimizer: one is in two groups, or is "
+            "none "
             "of the optimizer's"
         )
         raise ConfigError(msg)

@@ -1,10 +1,10 @@
 """Horovod's collectives by name, synchronous and asynchronous.
 
-Each has an asynchronous form, which returns a handle for `synchronize`. Forms that wait can be
+Each has an asynchronous form, which returns a handle for `synchronize`. Synchronous forms can be
 differentiated: they are in `differentiable`. Forms that end in `_` leave the result in the tensor
 that they are given.
 
-Names: ranks find each other's operations by `name`. Without one, operations are counted, so that
+Names: ranks find each other's operations by `name`. Without one, operations are numbered, so that
 ranks must start them in one order.
 """
 
@@ -45,15 +45,15 @@ Wanted = tuple[Request, torch.Tensor | None, torch.Tensor | None]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
-    """What the ranks hear of a tensor.
+    """Return the request for a tensor.
 
     Raises:
-        ConfigError: It does not lie in memory as ordinary tensors do.
+        ConfigError: The tensor does not lie in memory as ordinary tensors do.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         what = "quantized" if tensor.is_quantized else str(tensor.layout)
         msg = (
-            f"expected an ordinary tensor for {name!r}, found a {what} one: use "
+            f"tensor {name!r} is a {what} one, which cannot be sent: use "
             "sparse_allreduce_async, or convert it (to_dense, dequantize)"
         )
         raise ConfigError(msg)
@@ -80,19 +80,19 @@ def allreduce_async(
     """Reduce a tensor over the ranks; the result is a new one.
 
     Args:
-        tensor: The same shape and dtype on all ranks.
-        average: The older way of saying `op`.
-        name: See the module.
-        op: Average when None. Averages of integers are cut off, and the sums behind them wrap
-            around in their dtype.
-        prescale_factor: Before the reduction: integers in 64-bit floats and cut off, 16-bit floats
-            in 32 bits.
-        postscale_factor: After it, likewise.
+        tensor: Tensor of the same shape and dtype on all ranks.
+        average: Older form of `op`.
+        name: Name of the operation; see the module.
+        op: Reduction; Average when None. Averages of integers are cut off, and the sums behind them
+            wrap around in their dtype.
+        prescale_factor: Factor before the reduction: integers in 64-bit floats and cut off, 16-bit
+            floats in 32 bits.
+        postscale_factor: Factor after it, likewise.
         process_set: Ranks that take part.
 
     Raises:
-        ConfigError: `op` and `average` together; a name that is in flight; a rank that is not in
-            the set.
+        ConfigError: `op` and `average` are both passed; the name is in flight; or this rank is not
+            in the set.
         HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
             factors.
     """
@@ -116,7 +116,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """As `allreduce_async`, in the place of `tensor`."""
+    """Reduce in the place of `tensor`, like `allreduce_async`."""
     return _reduce(
         [tensor],
         [tensor],
@@ -158,7 +158,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """As `grouped_allreduce_async`, in their places."""
+    """Reduce several tensors in their places, like `grouped_allreduce_async`."""
     return _reduce(
         tensors,
         tensors,
@@ -173,11 +173,11 @@ def grouped_allreduce_async_(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """The rows of all ranks behind each other.
+    """Gather the rows of all ranks behind each other.
 
     Args:
-        tensor: Each rank may have another number of rows (dim 0); the other dims are alike.
-        name: See the module.
+        tensor: Tensor; each rank may have another number of rows (dim 0), the other dims are alike.
+        name: Name of the operation; see the module.
         process_set: Ranks that take part.
     """
     return _each([tensor], "all_gather", name, process_set, grouped=False)
@@ -186,7 +186,7 @@ def allgather_async(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Pending:
-    """As `allgather_async`, of several tensors, when all ranks have submitted all of them."""
+    """Gather several tensors, like `allgather_async`, when all ranks have submitted all of them."""
     return _each(tensors, "all_gather", name, process_set, grouped=True)
 
 
@@ -219,7 +219,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Pending:
-    """As `reducescatter_async`, of several tensors, when all ranks have submitted all of them."""
+    """Reduce and scatter several tensors when all ranks have submitted all of them."""
     return _each(
         tensors,
         "reduce_scatter",
@@ -238,12 +238,12 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """What the root has, as a new tensor.
+    """Return a handle of the root's tensor, as a new one.
 
     Args:
-        tensor: The same shape and dtype on all ranks.
-        root_rank: Global rank.
-        name: See the module.
+        tensor: Tensor of the same shape and dtype on all ranks.
+        root_rank: Global rank of the root.
+        name: Name of the operation; see the module.
         process_set: Ranks that take part; the root is one of them.
     """
     return _broadcast(
@@ -257,7 +257,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """As `broadcast_async`, in the place of `tensor`."""
+    """Broadcast in the place of `tensor`, like `broadcast_async`."""
     return _broadcast(tensor, tensor, root_rank, name, process_set)
 
 
@@ -267,16 +267,17 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
-    """Rows for each rank, from each rank.
+    """Send rows to each rank, and receive rows from each rank.
 
     Args:
         tensor: Rows for rank 0, then for rank 1, and so on.
-        splits: How many for each; equally many when None, and then the result is the tensor alone.
-        name: See the module.
+        splits: Number of rows for each rank; equal when None, and then the result is the tensor
+            alone.
+        name: Name of the operation; see the module.
         process_set: Ranks that take part.
 
     Returns:
-        A handle of (what came, how many rows came from each rank), or of what came without
+        A handle of (received rows, number of rows from each rank), or of received rows without
         `splits`.
     """
     member = process_set.member
@@ -284,8 +285,8 @@ def alltoall_async(
     if splits is None:
         rows = tensor.shape[0] if tensor.dim() else -1
         if rows < 0 or rows % size:
-            what = "a scalar" if rows < 0 else f"{rows} rows"
-            msg = f"expected rows that {size} ranks share equally, or splits, found {what}"
+            given_rows = "a scalar" if rows < 0 else f"{rows} rows"
+            msg = f"{size} ranks cannot share {given_rows} equally: pass splits"
             raise ConfigError(msg)
         shares: tuple[int, ...] = (rows // size,) * size
     else:
@@ -295,9 +296,9 @@ def alltoall_async(
     (handle,) = _submit(member, [(wanted, tensor.detach(), None)])
 
     def finish(results: list[Result]) -> Any:
-        (found,) = results
-        assert isinstance(found, tuple)
-        return found[0] if splits is None else found
+        (received,) = results
+        assert isinstance(received, tuple)
+        return received[0] if splits is None else received
 
     return Pending([handle], finish, tensor)
 
@@ -311,7 +312,7 @@ def sparse_allreduce_async(
     """Sum or average a sparse tensor by gathering indices and values of all ranks."""
     wanted = chosen_op(op)
     if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        msg = f"expected Average or Sum of a sparse tensor, found {wanted.name}"
+        msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
         raise ConfigError(msg)
     whole = tensor.coalesce()
     size = len(process_set.member.ranks)
@@ -327,22 +328,22 @@ def sparse_allreduce_async(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks have come here."""
+    """Block until all ranks have called this."""
     member = process_set.member
     name = member.name("barrier", None)
     (handle,) = _submit(member, [(Request(name, "barrier"), None, None)])
-    Pending([handle], lambda _: None).take()
+    Pending([handle], lambda _: None).wait()
 
 
 def join(device: int = -1) -> int:
-    """Stand in for what other ranks reduce, until all have come here; the rank that came last.
+    """Stand in for reductions of other ranks until all have called this; return the last rank.
 
-    What stands in changes nothing: zeros in sums and averages, which count all ranks; in others
-    what is neutral to them.
+    A stand-in changes nothing: zeros in sums and averages, which are over all ranks; in others the
+    number that is neutral to them.
 
     Args:
-        device: Number of the GPU for what stands in, where the others' tensors are on GPUs; the
-            current one when negative.
+        device: Number of the GPU for stand-ins, where the others' tensors are on GPUs; the current
+            one when negative.
 
     Raises:
         ConfigError: This rank has joined, and waits for others in another thread.
@@ -351,14 +352,14 @@ def join(device: int = -1) -> int:
     engine = global_process_set.member.engine
     with translated():
         handle = engine.join(device if device >= 0 else None)
-    found: int = Pending([handle], lambda results: results[0]).take()
-    return engine.group.ranks.index(found)
+    received: int = Pending([handle], lambda results: results[0]).wait()
+    return engine.group.ranks.index(received)
 
 
 def _reducing(op: ReduceOp | None, tensor: torch.Tensor) -> str:
     wanted = chosen_op(op)
     if wanted is ReduceOp.ADASUM:
-        msg = "expected a reduction other than Adasum for reducescatter, found Adasum"
+        msg = "reducescatter does not know Adasum: use another reduction"
         raise ConfigError(msg)
     return engine_op(wanted, tensor)
 
@@ -402,7 +403,7 @@ def _each(
     grouped: bool,
     **fields: Any,
 ) -> Pending:
-    """Operations whose results have other shapes."""
+    """Submit operations whose results have other shapes."""
     member = process_set.member
     base = member.name(kind.replace("_", ""), name)
     fields |= _group(base, tensors, grouped=grouped)
@@ -415,7 +416,7 @@ def _each(
         for number, tensor in enumerate(tensors)
     ]
     handles = _submit(member, wanted)
-    return Pending(handles, lambda found: found if grouped else found[0], tensors)
+    return Pending(handles, lambda received: received if grouped else received[0], tensors)
 
 
 def _broadcast(
@@ -427,7 +428,7 @@ def _broadcast(
 ) -> Pending:
     member = process_set.member
     if root_rank not in member.ranks:
-        msg = f"expected the root to be one of the ranks {list(member.ranks)}, found {root_rank}"
+        msg = f"root_rank must be one of the ranks {list(member.ranks)}, got {root_rank}"
         raise ConfigError(msg)
     root = member.ranks.index(root_rank)
     wanted = request(member.name("broadcast", name), "broadcast", tensor, root=root)
@@ -441,7 +442,7 @@ def _submit(member: Member, wanted: Sequence[Wanted]) -> list[Handle]:
 
 
 def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What goes in and where the result goes: one object if that is one place, which saves a copy.
+    """Return the input and the place of the result; one object if they are one, to save a copy.
 
     Raises:
         ConfigError: Elements of the result would share memory.
@@ -454,7 +455,8 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
     )
     if shared:
         msg = (
-            f"elements of an expanded tensor of shape {list(out.shape)} with strides {out.stride()} "
+            f"elements of an expanded tensor of shape {list(out.shape)} with strides "
+            f"{out.stride()} "
             "share their memory, so an operation in place cannot use it: pass x.clone()"
         )
         raise ConfigError(msg)
@@ -463,6 +465,6 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _group(base: str, tensors: Tensors, *, grouped: bool) -> dict[str, Any]:
     if grouped and not tensors:
-        msg = "expected at least one tensor in a group, found none"
+        msg = "group of tensors is empty: pass at least one"
         raise ConfigError(msg)
     return {"group": base, "group_size": len(tensors)} if grouped else {}

@@ -1,4 +1,4 @@
-"""Average, Sum, Adasum, Min, Max, Product: how tensors of all ranks become one."""
+"""Reductions Average, Sum, Adasum, Min, Max and Product: how tensors of all ranks become one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class ReduceOp(enum.IntEnum):
-    """Reductions."""
+    """Reduction of the tensors of all ranks."""
 
     AVERAGE = 0
     SUM = 1
@@ -52,7 +52,7 @@ _NAMES = {
 
 
 def chosen_op(op: Any, average: Any = None) -> ReduceOp:
-    """What a caller means by `op` and the older `average`.
+    """Return the reduction that a caller means by `op` and the older `average`.
 
     Raises:
         ConfigError: Both are given, or `op` is none of the reductions.
@@ -60,8 +60,8 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
     if average is not None:
         if op is not None:
             msg = (
-                f"expected one of op and average, found op={op!r} and average={average!r}: say "
-                "op, average is the older way"
+                f"op={op!r} and average={average!r} were both passed: use op, average is the "
+                "older way"
             )
             raise ConfigError(msg)
         warnings.warn(
@@ -75,17 +75,17 @@ def chosen_op(op: Any, average: Any = None) -> ReduceOp:
     try:
         return ReduceOp(op)
     except ValueError as error:
-        msg = f"expected op to be one of Average, Sum, Adasum, Min, Max, Product, found {op!r}"
+        msg = f"op must be Average, Sum, Adasum, Min, Max or Product, got {op!r}"
         raise ConfigError(msg) from error
 
 
 def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
-    """Its name in the engine.
+    """Return the engine's name of a reduction.
 
     Raises:
-        ConfigError: This dtype cannot be reduced so.
+        ConfigError: The dtype cannot be reduced so.
     """
     if op is Adasum and not tensor.is_floating_point():
-        msg = f"expected a tensor of floats for Adasum, found {tensor.dtype}"
+        msg = f"Adasum needs a tensor of floats, got {tensor.dtype}"
         raise ConfigError(msg)
     return _NAMES[op]

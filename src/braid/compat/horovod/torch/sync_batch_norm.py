@@ -11,12 +11,12 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(OfGroup):
-    """As `torch.nn.SyncBatchNorm`, on any device, over all ranks; also for inputs of 2 dims.
+    """SyncBatchNorm as in torch, on any device, over all ranks; also for inputs of 2 dims.
 
     Args:
-        num_features: Channels.
-        eps: Added to the variance.
-        momentum: Of the running statistics; a plain average when None.
+        num_features: Number of channels.
+        eps: Number added to the variance.
+        momentum: Momentum of the running statistics; a plain average when None.
         affine: Whether there are weight and bias.
         track_running_stats: Whether there are running statistics.
         **kwargs: `device` and `dtype`.
