@@ -176,7 +176,7 @@ def test_a_finished_training_has_nothing_to_resume(world, config):
 
 def test_a_context_longer_than_the_text_is_refused(world, config):
     with pytest.raises(
-        ConfigError, match=r"held-out text has, found 2000: choose a shorter --context"
+        ConfigError, match=r"held-out text has, got 2000: choose a shorter --context"
     ):
         world(1, train, replace(config, context=2000))
 
@@ -264,7 +264,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
 @pytest.mark.procs
 def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
     cases = {
-        "3 ranks can share equally": command(config, "--batch", "8", n=3),
+        "3 ranks cannot share a batch of 8 samples equally": command(config, "--batch", "8", n=3),
         "model is 'huge', expected one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
         "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
