@@ -86,14 +86,14 @@ def test_world_of_braid_init_is_shared(tmp_path: Path) -> None:
         import braid, torch, torch.distributed as dist
         world = braid.init()
         dist.init_process_group("braid")
-        assert dist.group.WORLD._home.world is world
+        assert dist.group.WORLD._shared_world.world is world
         x = torch.ones(3)
         dist.all_reduce(x)
         dist.destroy_process_group()
         world.all_reduce(x)
         braid.shutdown()
         dist.init_process_group("braid")
-        assert dist.group.WORLD._home.world is not world
+        assert dist.group.WORLD._shared_world.world is not world
         dist.all_reduce(x)
         assert x.tolist() == [8.0] * 3, x
         """)

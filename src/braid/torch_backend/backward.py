@@ -1,16 +1,17 @@
-"""Futures that are asked for inside backward, and finished at its end.
+"""Futures that are requested inside backward, and finished at its end.
 
 Problem: stock DDP starts the all-reduce of a bucket from a hook and waits for its future, in C++,
 when backward ends. There it takes no steps, and it does not show what went wrong: a future that C++
 waits for carries an error's text at best.
 
-Idea: autograd calls back at the end of backward, in the order in which callbacks were asked for.
+Idea: autograd calls back at the end of backward, in the order in which callbacks were requested.
 Ours comes before DDP's own, since a bucket is reduced before DDP knows that it was the last.
 
     backward     p6 p5 | p4 p3 p2 | p1 p0 |            callbacks
-    bucket 0          >===                             > started: with a thread of its own where there are spare cores,
-    bucket 1                     >====                   else lazily, with all steps at the end
-    bucket 2                              >=========== |  ours: wait for all  |  DDP's
+    bucket 0          >===                             > started: with a thread of its own
+    bucket 1                     >====                   where there are spare cores, else all
+    bucket 2                              >===========   steps at the end
+                                          |  ours: wait for all  |  DDP's
 
 An error is raised out of that callback, hence out of `loss.backward()`, as itself.
 """
@@ -28,19 +29,19 @@ _node = torch._C._current_autograd_node  # noqa: SLF001 - as above
 
 
 def inside_backward() -> bool:
-    """Whether autograd is computing in this thread: not in a callback at the end, after which none of ours may come."""
+    """Return whether autograd is computing in this thread; False in a callback at its end."""
     return _graph_task() >= 0 and _node() is not None
 
 
 class Backward:
-    """The futures that one rank has asked for inside backward."""
+    """Futures that one rank has requested inside backward."""
 
     def __init__(self) -> None:
         self._futures: list[WorkFuture] = []
         self._task = -1
 
     def finish_at_end(self, future: WorkFuture) -> None:
-        """Settle `future` at the end of the backward that is running."""
+        """Finish `future` at the end of the backward that is running."""
         task = _graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
             self._task = task
@@ -48,10 +49,10 @@ class Backward:
         self._futures.append(future)
 
     def finish(self) -> None:
-        """Wait for everything and settle its future; called by autograd at the end of backward.
+        """Wait for all collectives and finish their futures; called by autograd at its end.
 
         Raises:
-            CommError: The first thing that went wrong.
+            CommError: The first error of a collective.
         """
         self._task = -1
         while self._futures:

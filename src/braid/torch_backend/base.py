@@ -1,6 +1,6 @@
-"""A process group of torch: what torch asks about it, how its operations are carried out, and its end.
+"""A process group of torch: its attributes, the execution of its operations, and its end.
 
-torch's docstrings apply to the methods that have torch's names; only what differs is said here.
+torch's docstrings apply to the methods that have torch's names; these say only what differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from braid.torch_backend.buckets import Buckets
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.futures import WorkFuture
 from braid.torch_backend.shapes import flat_outputs
-from braid.torch_backend.shared_world import Home, Homes
+from braid.torch_backend.shared_world import SharedWorld, SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork, Started, seconds
 
 __all__ = ["BaseProcessGroup", "c10d"]
@@ -35,11 +35,11 @@ Call = Callable[[Any, bool], Any]
 
 
 class _Ended:
-    """In the place of a group that is gone: whatever is asked of it is refused.
+    """Stand-in for an ended group; every access raises StaleError.
 
     Args:
-        text: What has become of the group.
-        use: What the group was to be used for; the name that is asked for when empty.
+        text: Description of the end of the group.
+        use: Purpose that the error names; the name of the attribute when empty.
     """
 
     def __init__(self, text: str, use: str = "") -> None:
@@ -58,25 +58,30 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     """A process group of torch over a group of braid, without its operations.
 
     Args:
-        home: Where the group was made.
-        group: The group.
-        foreign: Backends for what it does not carry.
+        shared_world: Shared memory in which the group was made.
+        group: Group of braid.
+        foreign: Backends of torch for tensors that shared memory does not carry.
         store: torch's store, with this group's prefix.
-        homes: Told when the group ends.
+        shared_worlds: Registry that is told when the group ends.
     """
 
     def __init__(
-        self, home: Home, group: Group, foreign: Foreign, store: Any, homes: Homes
+        self,
+        shared_world: SharedWorld,
+        group: Group,
+        foreign: Foreign,
+        store: Any,
+        shared_worlds: SharedWorlds,
     ) -> None:
         super().__init__(group.rank, group.size)
         self._group: Any = group  # its overloads want literals; here async_op is a variable
         self._now: Any = group.starting()
         self._later: Any = group.starting(steps_by=StepsBy.WAITER)
-        self._home: Any = home
+        self._shared_world: Any = shared_world
         self._buckets: Any = Buckets(group)
         self._foreign = foreign
         self._store = store
-        self._homes = homes
+        self._shared_worlds = shared_worlds
         self._timeout_s = seconds(foreign.timeout)
         self._name = self._desc = ""
         self._coalesced: list[Started] | None = None
@@ -84,7 +89,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
 
     @property
     def braid_group(self) -> Group | None:
-        """The group behind it, for parts of braid that are handed torch's; None when it has ended."""
+        """Group of braid behind this one; None after its end."""
         return None if self.ended else self._group
 
     # What torch asks about a group.
@@ -98,7 +103,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        """Called by torch once."""
+        """Set torch's name of the group; torch calls this once."""
         self._name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
@@ -106,7 +111,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return self._desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch's name
-        """Called by torch once."""
+        """Set torch's description of the group; torch calls this once."""
         self._desc = desc
 
     def get_group_store(self) -> Any:
@@ -117,7 +122,7 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         return int(self._group.statistics()["num_operations"])
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: every group counts from 0."""
+        """Do nothing: every group counts from 0."""
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -142,18 +147,18 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
     def _carry_out(
         self, call: Call, outputs: list[Any], opts: Any, *, several: bool = False
     ) -> Any:
-        """Do it here if the caller waits for it, else start it.
+        """Execute a collective here if the caller waits for it, else start it.
 
         Args:
-            call: Does it: (a group or a batch of one, whether in the background).
+            call: Executes it: (a group or a batch of one, whether in the background).
             outputs: Value of the future.
             opts: torch's options of the collective.
-            several: Whether it is several operations, to be started as one.
+            several: Whether `call` makes several operations, to be started as one.
         """
         if not (opts.asyncOp or several):
             call(self._group, False)
             return FinishedWork(outputs)
-        if not several and self._home.spare_cores and _nbytes(outputs) >= LARGE_BYTES:
+        if not several and self._shared_world.spare_cores and _nbytes(outputs) >= LARGE_BYTES:
             return self._started(call(self._group, True), outputs)
         waited_soon = opts.asyncOp and self._is_waited_for_soon()
         if not several:
@@ -175,21 +180,21 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         *,
         waited_soon: bool,
     ) -> PendingWork:
-        """Torch's face of a work that was started without a thread, but gets its steps if nobody waits."""
+        """Return torch's face of a work without a thread, whose steps the poller takes."""
         if waited_soon or not work.done():
-            self._home.poller.poll(work, rarely=waited_soon)
+            self._shared_world.poller.poll(work, rarely=waited_soon)
             if waited_soon:
-                work.add_done_callback(self._home.poller.release)
+                work.add_done_callback(self._shared_world.poller.release)
         return self._started(work, outputs, source)
 
     def _is_waited_for_soon(self) -> bool:
-        """Whether steps can be left to the end of backward, since taking them now would only delay it."""
-        return inside_backward() and not self._home.spare_cores
+        """Return whether steps, which would delay backward now, can be left to its end."""
+        return inside_backward() and not self._shared_world.spare_cores
 
     def _started(
         self, work: Started, outputs: list[Any], source: Callable[[], int] | None = None
     ) -> PendingWork:
-        """Torch's face of a work that is under way."""
+        """Return torch's face of a work that is under way."""
         if self._coalesced is not None:
             self._coalesced.append(work)
         return PendingWork(work, outputs, self._finish_later, source)
@@ -198,38 +203,38 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
         if self.ended:  # and with it all that was started in it
             future.finish()
         elif inside_backward():
-            self._home.backward.finish_at_end(future)
+            self._shared_world.backward.finish_at_end(future)
         else:
-            self._home.poller.when_done(work, future.finish)
+            self._shared_world.poller.when_done(work, future.finish)
 
     def _deadline(self, opts: Any) -> float | None:
         timeout = opts.timeout
         return self._timeout_s if timeout.days < 0 else seconds(timeout) or self._timeout_s
 
     def _elsewhere(self, x: torch.Tensor) -> Any:
-        """Torch's own process group for tensors that shared memory does not carry."""
+        """Return torch's own process group for tensors that shared memory does not carry."""
         return self._foreign.group(x.device)
 
     # Its life.
 
     @property
     def ended(self) -> bool:
-        """Whether it has been destroyed or aborted."""
+        """Whether the group has been destroyed or aborted."""
         return isinstance(self._group, _Ended)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Deadline of later operations."""
+        """Set the deadline of later operations."""
         self._timeout_s = seconds(timeout)
         self._foreign.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Give the group back; called by `destroy_process_group`."""
+        """Close the group; called by `destroy_process_group`."""
         self._end(f"the process group {self._name!r} has been destroyed", self._foreign.shutdown)
 
     def abort(self) -> None:
-        """Leave the group in the middle of whatever is under way; the members' waits end with CommError."""
+        """Leave the group amid its operations; the members' waits end with CommError."""
         if not self.ended:
             self._group.abort(f"process group {self._name!r} was aborted")
         self._end(f"the process group {self._name!r} has been aborted", self._foreign.abort)
@@ -239,14 +244,14 @@ class BaseProcessGroup(c10d.ProcessGroup):  # type: ignore[misc]  # see c10d
             return
         group, self._group = self._group, _Ended(text)
         self._now = self._later = self._group
-        for (
-            split
-        ) in self._splits:  # which torch may not know of, and which would keep the home open
+        for split in (
+            self._splits
+        ):  # which torch may not know of, and which would keep the shared_world open
             split.shutdown()
         end_foreign()
-        self._homes.leave(self._home, group)
+        self._shared_worlds.leave(self._shared_world, group)
         # torch keeps ended process groups in its caches, and with them whatever they hold
-        self._home = self._buckets = _Ended(text, "operations")
+        self._shared_world = self._buckets = _Ended(text, "operations")
 
 
 def _nbytes(outputs: list[Any]) -> int:

@@ -1,16 +1,16 @@
-"""Gradient buckets of stock DDP, moved to where all ranks see them.
+"""Gradient buckets of stock DDP, moved to memory that all ranks see.
 
 Problem: DDP allocates its buckets itself, so each all-reduce copies them into shared memory and
 back. They cannot be replaced: gradients may be views of them.
 
 Idea: torch can move a storage into shared memory in place, and all tensors that view it follow
-(`Group.adopt`). A bucket is recognised by what it does: it is a whole storage of 64 KiB or more
-that is reduced inside backward for the second time. When DDP rebuilds its buckets, the new ones are
-recognised in the same way. All of this is this rank's own affair; the all-reduce finds out for
-itself whether all ranks' tensors lie in shared memory.
+(`Group.adopt`). A bucket is recognised by its use: it is a whole storage of 64 KiB or more that is
+reduced inside backward for the second time. When DDP rebuilds its buckets, the new ones are
+recognised in the same way. Each rank decides for itself; the all-reduce detects whether all ranks'
+tensors lie in shared memory.
 
-What does not follow a storage are bare pointers into it, such as a NumPy array made of a gradient.
-Only buckets are moved, and once, at the second step.
+Bare pointers into a storage, such as a NumPy array made of a gradient, do not follow it. Only
+buckets are moved, and once, at the second step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Buckets:
     """Storages that are reduced again and again.
 
     Args:
-        group: Whose memory they move to.
+        group: Group to whose memory they move.
     """
 
     def __init__(self, group: Group) -> None:
@@ -43,7 +43,7 @@ class Buckets:
         self._off = group.size == 1 or not group.engine.capabilities.adopts
 
     def note(self, x: torch.Tensor) -> None:
-        """Look at a tensor that is about to be reduced inside backward; at the second time it is moved."""
+        """Note a tensor to be reduced inside backward, and move it the second time."""
         nbytes = x.numel() * x.element_size()
         if self._off or nbytes < BUCKET_BYTES:
             return

@@ -1,7 +1,7 @@
 """torch's collectives over those of a Group.
 
-Each method turns torch's arguments into the Group's (`shapes`) and a `call` that carries it out,
-here or in the background. What is not in CPU memory, or not strided, goes to a backend of torch's
+Each method turns torch's arguments into the Group's (`shapes`) and a `call` that executes it, here
+or in the background. Tensors that are not in CPU memory, or not strided, go to a backend of torch's
 own (`foreign`).
 
 Names are those of torch 2.13; the older ones follow as aliases. torch's C++ (DDP, functional
@@ -283,7 +283,7 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, [output], opts)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Return when every rank has come."""
+        """Return when every rank has called it."""
         opts = _options(c10d.BarrierOptions, opts)
         if opts.device is not None and opts.device.type != "cpu":
             return self._elsewhere(torch.empty(0, device=opts.device)).barrier(opts)
@@ -297,7 +297,7 @@ class Collectives(BaseProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Like `barrier`, and say which ranks have not come; always of all."""
+        """Wait for all ranks as `barrier` does; the error names all ranks that did not come."""
         del wait_all_ranks
         self._group.monitored_barrier(timeout_s=seconds(timeout) or self._timeout_s)
 
@@ -311,7 +311,7 @@ class Collectives(BaseProcessGroup):
 
 
 def _options(kind: Any, opts: Any) -> Any:
-    """Options of torch; a bare ReduceOp or root counts as well, as in torch's overloads."""
+    """Return options of torch; a bare ReduceOp or root counts as well, as in torch's overloads."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -327,13 +327,13 @@ def _options(kind: Any, opts: Any) -> Any:
 
 
 def _lists(lists: Any) -> list[list[torch.Tensor]]:
-    """A list of lists of tensors, also of a single list."""
+    """Return a list of lists of tensors; a single list becomes a list of it."""
     lists = list(lists)
     return [lists] if lists and isinstance(lists[0], torch.Tensor) else [list(x) for x in lists]
 
 
 def _flat(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """An input in the shape that `rows` gives its output."""
+    """Return an input in the shape that `rows` gives its output."""
     return x.detach().reshape(-1) if out.is_contiguous() else x.detach()
 
 

@@ -1,10 +1,10 @@
-"""torch's own backends, for what shared memory does not carry: GPUs and sparse tensors.
+"""torch's own backends, for tensors that shared memory does not carry: GPUs and sparse tensors.
 
-A creator of a Python process group is asked once, for all devices; torch then makes no other
+torch asks the creator of a Python process group once, for all devices, and then makes no other
 backend ("cpu:braid,cuda:nccl" would lose NCCL). So each group of ours has an ordinary
-`ProcessGroup` inside, which gets NCCL, Gloo or whatever belongs to a device when its first tensor
-comes. All members meet that tensor at the same point of the program, which makes this late start a
-collective like any other.
+`ProcessGroup` inside, which gets NCCL, Gloo or another device's backend with its first tensor. All
+members meet that tensor at the same point of the program, which makes this late start a collective
+like any other.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Foreign:
         timeout: Deadline of later operations.
 
     Args:
-        options: What torch told the creator.
-        ranks: See above.
+        options: Options that torch gave the creator.
+        ranks: Global ranks of the members.
     """
 
     def __init__(self, options: Any, ranks: tuple[int, ...]) -> None:
@@ -50,7 +50,7 @@ class Foreign:
         return [torch.device(device) for device in self._backends]
 
     def group(self, device: torch.device) -> Any:
-        """The process group for tensors on `device`.
+        """Return the process group for tensors on `device`.
 
         Raises:
             ConfigError: torch has no backend for it.
@@ -60,24 +60,24 @@ class Foreign:
         return self._group
 
     def backend(self, device: torch.device) -> Any:
-        """The backend for tensors on `device`."""
+        """Return the backend for tensors on `device`."""
         return self.group(device)._get_backend(device)  # noqa: SLF001 - torch asks ours in the same way
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Deadline of later operations."""
+        """Set the deadline of later operations."""
         self.timeout = timeout
         for backend in self._backends.values():
             backend._set_default_timeout(timeout)  # noqa: SLF001 - as `dist._set_pg_timeout` does
 
     def shutdown(self) -> None:
-        """Give all backends back."""
+        """Close all backends."""
         for backend in self._backends.values():
             backend.shutdown()
         self._backends.clear()
         self._group = None
 
     def abort(self) -> None:
-        """End what is under way."""
+        """Abort all backends and their operations."""
         for backend in self._backends.values():
             with contextlib.suppress(RuntimeError):  # not all can
                 backend.abort()
@@ -99,7 +99,7 @@ class Foreign:
         self._backends[device_type] = backend
 
     def _new(self, device_type: str, store: Any) -> tuple[Any, Any]:
-        """As torch's `_new_process_group_helper` makes them."""
+        """Make a process group as torch's `_new_process_group_helper` does."""
         rank, size = self._options.group_rank, self._options.group_size
         name = dist.Backend.default_device_backend_map.get(device_type, "")
         if name == "nccl" and dist.is_nccl_available():

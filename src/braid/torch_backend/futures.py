@@ -1,13 +1,13 @@
-"""Futures that whoever waits for them can bring about.
+"""Futures that finish through whoever waits for them.
 
 Problem: c10d's futures are set by a thread of the backend. A callback given to `then` may start
-another collective and wait for it (PowerSGD does): if callbacks ran on the thread that carries
-collectives out, it would wait for itself.
+another collective and wait for it (PowerSGD does): if callbacks ran on the thread that executes
+collectives, it would wait for itself.
 
-Idea: a future knows how to wait for its collective. `finish` does that and sets the value; it is
-called by the first who needs the value from Python, by the end of backward, or by the background
-poller, and each of them may go on to wait for other futures inside the callbacks that this
-releases. `then` gives a future that finishes through its origin.
+Idea: a future knows how to wait for its collective. `finish` waits and sets the value. Its callers
+are the first that needs the value from Python, the end of backward, and the background poller; each
+of them may go on to wait for other futures inside the callbacks that this releases. `then` gives a
+future that finishes through its origin.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class WorkFuture(Future[Any]):
     """The value of a collective.
 
     Attributes:
-        error: What kept it, or something that was to be done `then`, from a value.
+        error: Error of the collective or of a callback; None for none.
 
     Args:
-        wait: Returns when the collective has ended, raises what stopped it.
-        value: The value then.
+        wait: Returns when the collective has ended, raises its error.
+        value: Value after that.
     """
 
     def __init__(self, wait: Callable[[], object], value: Any) -> None:
@@ -43,7 +43,7 @@ class WorkFuture(Future[Any]):
         self._claimed = False
 
     def finish(self) -> None:
-        """Wait for the collective and set the value, unless another thread is at it."""
+        """Wait for the collective and set the value, unless another thread does."""
         with self._lock:
             if self._claimed:
                 return
@@ -57,16 +57,16 @@ class WorkFuture(Future[Any]):
             self.set_result(self._value)
 
     def wait(self) -> Any:
-        """The value; brings it about if nobody does."""
+        """Return the value; finish the future if nobody does."""
         self.finish()
         return super().wait()
 
     def value(self) -> Any:
-        """The value, which must be there."""
+        """Return the value of a finished future."""
         return super().value()
 
     def then(self, callback: Callable[[Future[Any]], S]) -> Future[S]:
-        """A future of what `callback` makes of this one."""
+        """Return a future of the result of `callback` on this one."""
         return self._after(self, callback)
 
     def _after(self, before: Future[Any], callback: Callable[[Future[Any]], S]) -> Future[S]:
@@ -86,7 +86,7 @@ class WorkFuture(Future[Any]):
 
 
 class _After(Future[Any]):
-    """What comes of a `WorkFuture`, at any remove."""
+    """A future that depends on a `WorkFuture`, directly or not."""
 
     def __init__(self, origin: WorkFuture) -> None:
         super().__init__()

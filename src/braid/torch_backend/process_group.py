@@ -1,4 +1,4 @@
-"""The process group of torch that every part of torch.distributed calls, over a group of braid."""
+"""The process group over a group of braid that every part of torch.distributed calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from braid.torch_backend.base import c10d
 from braid.torch_backend.collectives import Collectives
 from braid.torch_backend.foreign import Foreign
 from braid.torch_backend.shapes import in_shared_memory, tensors_of
-from braid.torch_backend.shared_world import Homes, Meeting
+from braid.torch_backend.shared_world import Meeting, SharedWorlds
 from braid.torch_backend.work import FinishedWork, PendingWork, seconds
 
 __all__ = ["BraidProcessGroup"]
@@ -28,19 +28,19 @@ class BraidProcessGroup(Collectives):
     """Collectives, messages, batches and groups of some members; torch's docstrings apply."""
 
     @classmethod
-    def open(cls, options: Any, homes: Homes) -> BraidProcessGroup:
-        """Make a group; its members call this.
+    def open(cls, options: Any, shared_worlds: SharedWorlds) -> BraidProcessGroup:
+        """Make a group; collective among its members.
 
         Args:
             options: torch's `_DistributedBackendOptions`.
-            homes: Where this process is a rank.
+            shared_worlds: Shared memory in which this process is a rank.
         """
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         # braid needs a deadline; torch's unset one means its own default
         timeout_s = seconds(options.timeout) or c10d.default_pg_timeout.total_seconds()
         meeting = Meeting(options.store, options.group_id, ranks, options.group_rank, timeout_s)
-        home, group = homes.open(meeting)
-        return cls(home, group, Foreign(options, ranks), options.store, homes)
+        shared_world, group = shared_worlds.open(meeting)
+        return cls(shared_world, group, Foreign(options, ranks), options.store, shared_worlds)
 
     # Messages.
 
@@ -49,7 +49,7 @@ class BraidProcessGroup(Collectives):
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).send([x], dst, tag)
-        if self._home.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
+        if self._shared_world.spare_cores and x.numel() * x.element_size() > SLOTS_BYTES:
             work = self._group.send(x, dst, tag=tag, async_op=True, timeout_s=self._timeout_s)
             return self._started(work, [x], lambda: dst)
         work = self._now.send(x, dst, tag=tag, timeout_s=self._timeout_s)
@@ -64,7 +64,7 @@ class BraidProcessGroup(Collectives):
         return self._passing(work, [x], lambda: src, waited_soon=self._is_waited_for_soon())
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Start receiving from whoever sends first."""
+        """Start receiving from the rank that sends first."""
         (x,) = tensors_of(tensors)
         if not in_shared_memory(x):
             return self._elsewhere(x).recv_anysource([x], tag)
@@ -93,7 +93,7 @@ class BraidProcessGroup(Collectives):
     options = None  # that a new group would inherit
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing to do: those who are in no new group need not take part."""
+        """Do nothing: ranks that are in no new group need not take part."""
 
     def split_group(
         self,
@@ -104,14 +104,14 @@ class BraidProcessGroup(Collectives):
         group_desc: str | None = None,
         device_types: Any = None,  # noqa: ARG002 - as above: a device's backend comes when it is needed
     ) -> BraidProcessGroup | None:
-        """A new group of the members `ranks`, counted in this group; None for others, who need not call this.
+        """Make a group of the members `ranks`, counted here; collective among them.
 
-        It ends with this group, if not before.
+        Other ranks need not call this and get None. The new group ends with this one at the latest.
 
         Raises:
-            ConfigError: Ranks that are no members.
+            ConfigError: Some ranks are no members.
             StaleError: This group has ended.
-            CommTimeout: Some did not come; they are named.
+            CommTimeout: Some ranks did not come; they are named.
         """
         order, size = sorted(set(ranks)), self._group.size
         if not order or len(order) != len(ranks) or not 0 <= order[0] <= order[-1] < size:
@@ -128,7 +128,7 @@ class BraidProcessGroup(Collectives):
         made.group_rank, made.group_size = order.index(self.rank()), len(order)
         made.timeout, made.group_id = timeout or self._foreign.timeout, name
         made.global_ranks_in_group = [self._foreign.ranks[rank] for rank in order]
-        group = self.open(made, self._homes)
+        group = self.open(made, self._shared_worlds)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or f"{self._desc}:split")
         self._splits = [*(split for split in self._splits if not split.ended), group]

@@ -21,7 +21,7 @@ _NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 
 class Reduction(NamedTuple):
-    """A reduction of braid, and what every rank multiplies its own part with before (PREMUL_SUM)."""
+    """A reduction of braid, and the factor of each rank's own part (PREMUL_SUM)."""
 
     op: str
     factor: float | torch.Tensor | None = None
@@ -35,7 +35,7 @@ def reduction(op: Any) -> Reduction:
     """Translate a `ReduceOp` or `RedOpType`.
 
     Raises:
-        ConfigError: torch has invented another one.
+        ConfigError: The operation is unknown to braid.
     """
     known = _REDUCTIONS.get(hash(op))
     if known is not None:

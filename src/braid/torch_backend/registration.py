@@ -1,4 +1,4 @@
-"""How torch comes to know the backend "braid"."""
+"""Registration of the backend "braid" with torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from braid.comm import Group
 from braid.torch_backend.process_group import BraidProcessGroup
-from braid.torch_backend.shared_world import Homes
+from braid.torch_backend.shared_world import SharedWorlds
 
 __all__ = ["create", "register", "share"]
 
 # The one state of this room: where this process is a rank. Nothing below reads it.
-_HOMES = Homes()
+_SHARED_WORLDS = SharedWorlds()
 
 
 def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
@@ -24,14 +24,14 @@ def create(options: Any, _backend_options: Any = None) -> BraidProcessGroup:
 
     Raises:
         RendezvousError: Some members did not come.
-        ConfigError: They are on several hosts that have no secret in common.
+        ConfigError: The members are on several hosts that have no secret in common.
     """
-    return BraidProcessGroup.open(options, _HOMES)
+    return BraidProcessGroup.open(options, _SHARED_WORLDS)
 
 
 def share(world: Group | None) -> None:
-    """Let process groups of as many ranks live in `world` from now on; None before it is closed."""
-    _HOMES.program = world
+    """Let process groups of as many ranks use `world` from now on; None before it is closed."""
+    _SHARED_WORLDS.program = world
 
 
 def register() -> None:

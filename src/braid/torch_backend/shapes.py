@@ -1,8 +1,8 @@
-"""torch's ways of passing tensors -> those of a Group.
+"""Translation of torch's ways of passing tensors to those of a Group.
 
 torch accepts one tensor or a list of one, results that are concatenated or stacked, and lists of
-lists. A `Group` wants tensors whose dim 0 is divided equally, or one tensor per rank. Everything
-here is a view unless it says otherwise.
+lists. A `Group` wants tensors whose dim 0 is divided equally, or one tensor per rank. Results are
+views unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Parts = torch.Tensor | list[torch.Tensor]
 
 
 def in_shared_memory(x: torch.Tensor) -> bool:
-    """Whether a Group carries such tensors."""
+    """Return whether a Group carries such tensors."""
     return x.is_cpu and x.layout is torch.strided
 
 
 def tensors_of(x: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A list, also of a single tensor; `x` itself if it is one."""
+    """Return a list of tensors: `x` itself if it is one, else a list of the tensor `x`."""
     if type(x) is list:
         return x
     return [x] if isinstance(x, torch.Tensor) else list(x)
 
 
 def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
-    """`x`, which has room for `size` times `like`, as a Group takes it.
+    """Return `x`, which has room for `size` times `like`, in the shape that a Group takes.
 
     Args:
         x: Concatenated (size * d0, ...) or stacked (size, d0, ...); flat if it is contiguous.
@@ -48,7 +48,7 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
         size: Number of ranks.
 
     Raises:
-        ConfigError: It has another number of elements, or is neither and not contiguous.
+        ConfigError: `x` has another number of elements, or is neither of both and not contiguous.
     """
     if x.numel() != size * like.numel():
         msg = (
@@ -72,7 +72,7 @@ def rows(x: torch.Tensor, like: torch.Tensor, size: int) -> Parts:
 
 
 def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An input of `size` parts and the result for one of them, both flat where the result can be.
+    """Return an input of `size` parts and the result for one of them, both flat where possible.
 
     The input is copied if it is not contiguous.
     """
@@ -89,7 +89,7 @@ def divided(x: torch.Tensor, like: torch.Tensor, size: int) -> tuple[torch.Tenso
 
 
 def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
-    """One piece of dim 0 per rank, of the lengths in `splits`; equal ones if it is empty."""
+    """Return one piece of dim 0 per rank, of the lengths in `splits`; equal ones if it is empty."""
     x = x.detach()
     if len(splits):
         return list(torch.split(x, list(splits)))
@@ -97,10 +97,10 @@ def cut(x: torch.Tensor, splits: Sequence[int], size: int) -> Parts:
 
 
 def premultiplied(x: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """`x` times this rank's factor, a new tensor unless there is none."""
+    """Return `x` times this rank's factor: a new tensor, or `x` without a factor."""
     return x if factor is None else x.detach() * factor
 
 
 def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors in lists of lists, in order."""
+    """Return the tensors in lists of lists, in order."""
     return [x for item in outputs for x in tensors_of(item)]

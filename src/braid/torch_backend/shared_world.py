@@ -1,19 +1,21 @@
-"""Where a process becomes a rank for torch.distributed: shared memory, met through the store that torch hands over.
+"""Shared memory for torch.distributed: how a process becomes a rank through torch's store.
 
-Problem: `init_process_group` may be the first thing that a program does, under any launcher or
-none, with a rendezvous of its own choice; or the program has said `braid.init()` before; and then
-it makes hundreds of groups. Each must end in the same shared memory.
+Problem: `init_process_group` may be the first call of a program, under any launcher or none, with a
+rendezvous of its own choice; or the program has called `braid.init()` before; and then it makes
+hundreds of groups. Each must end in the same shared memory.
 
-Idea: the first group of a process opens a `Home`; every group whose ranks are all at home there is
-selected from the world of that home, which costs a few words of memory. A home comes about in one
-of three ways:
+Idea: the first group of a process opens a `SharedWorld`. Every group whose ranks all belong to it
+is selected from its world, which costs a few words of memory. A shared world comes about in one of
+three ways:
 
-    braid.init() was called          its world is shared, and stays open when the last process group is destroyed
-    `braid run` started this rank    the job is joined: black box, launcher's word on deaths, error block
+    braid.init() was called          its world is shared, and stays open when the last process
+                                     group is destroyed
+    `braid run` started this rank    the job is joined: black box, launcher's reports of deaths,
+                                     error block
     otherwise                        ranks meet through torch's store
 
-A home is closed with its last group, or at exit, where a comm thread that still runs would abort
-the interpreter.
+A shared world is closed with its last group, or at exit, where a comm thread that still runs would
+abort the interpreter.
 """
 
 from __future__ import annotations
@@ -37,26 +39,26 @@ from braid.store import PrefixStore, Store
 from braid.store.torch_store import TorchStore
 from braid.torch_backend.backward import Backward
 
-__all__ = ["Home", "Homes", "Meeting"]
+__all__ = ["Meeting", "SharedWorld", "SharedWorlds"]
 
 
 class _Owner(Protocol):
-    """What is closed after the groups."""
+    """Resource that is closed after the groups."""
 
     def close(self) -> None:
-        """Leave the job and give everything back."""
+        """Leave the job and release all resources."""
         ...
 
 
 class Meeting(NamedTuple):
-    """How the members of a group find each other.
+    """Rendezvous of the members of a group.
 
     Attributes:
-        store: torch's, with this group's prefix.
+        store: torch's store, with this group's prefix.
         name: torch's name of the group.
         ranks: Global ranks of the members.
-        rank: This rank's index among them.
-        timeout_s: Seconds to wait for the others.
+        rank: Index of this rank among them.
+        timeout_s: Seconds to wait for the other members.
     """
 
     store: Any
@@ -66,23 +68,23 @@ class Meeting(NamedTuple):
     timeout_s: float
 
 
-class Home:
+class SharedWorld:
     """Shared memory of some ranks, and the groups that were made there.
 
     Attributes:
-        ranks: Their global ranks, as torch counts them.
-        world: The group of all of them.
-        poller: Takes the steps of what nobody waits for.
-        backward: Futures that are asked for inside backward.
+        ranks: Global ranks, as torch counts them.
+        world: Group of all these ranks.
+        poller: Takes the steps of operations that nobody waits for.
+        backward: Futures that are requested inside backward.
         spare_cores: Whether every rank can have a core for communication beside those that it
             computes on.
 
     Args:
-        ranks: See above.
-        world: See above; belongs to `owner`.
+        ranks: Global ranks, as torch counts them.
+        world: Group of all these ranks; belongs to `owner`.
         owner: Closed last; None if the world is not ours to close.
-        joining: How often this process has met others here; keeps the keys of an earlier time
-            apart.
+        joining: Number of times that this process has met others here; keeps the keys of an earlier
+            time apart.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Home:
         return self._groups
 
     def select(self, meeting: Meeting) -> Group:
-        """A new group of ranks that are at home here; called by its members only."""
+        """Return a new group of ranks of this world; called by its members only."""
         store = PrefixStore(f"braid/join-{self._joining}", _store(meeting))
         ranks = [self.ranks.index(rank) for rank in meeting.ranks]
         # torch gives a name again when the group that had it is gone; what was said then is still
@@ -119,7 +121,7 @@ class Home:
         return group
 
     def leave(self, group: Group) -> bool:
-        """Give a group back; True if it was the last, with which the home is closed."""
+        """Close a group; return whether it was the last, with which this world is closed."""
         if group in self._groups:
             self._groups.remove(group)
             if os.getpid() == self._pid:
@@ -130,7 +132,7 @@ class Home:
         return True
 
     def close(self) -> None:
-        """Give everything back. Idempotent; nothing happens in a forked child."""
+        """Release all resources. Idempotent; nothing happens in a forked child."""
         atexit.unregister(self.close)
         owner, self._owner = self._owner, None
         if os.getpid() != self._pid:
@@ -146,46 +148,50 @@ class Home:
             owner.close()
 
 
-class Homes:
-    """The homes of this process, by the global ranks that live there.
+class SharedWorlds:
+    """Shared worlds of this process, by their global ranks.
 
     Attributes:
-        program: The world that the program has made itself, if it has.
+        program: World that the program has made itself; None if it has not.
     """
 
     def __init__(self) -> None:
         self.program: Group | None = None
-        self._homes: dict[tuple[int, ...], Home] = {}
+        self._shared_worlds: dict[tuple[int, ...], SharedWorld] = {}
 
-    def open(self, meeting: Meeting) -> tuple[Home, Group]:
-        """A group of the ranks in `meeting`; collective among them.
+    def open(self, meeting: Meeting) -> tuple[SharedWorld, Group]:
+        """Return the shared world and a new group of the ranks in `meeting`; collective among them.
 
         Raises:
-            RendezvousError: Some did not come, or one came twice.
-            ConfigError: They are on several hosts that have no secret in common.
+            RendezvousError: Some ranks did not come, or one came twice.
+            ConfigError: The ranks are on several hosts that have no secret in common.
         """
-        home = next((h for h in self._homes.values() if set(meeting.ranks) <= set(h.ranks)), None)
-        if home is None:
-            home = self._homes[meeting.ranks] = _new_home(meeting, self.program)
+        shared_world = next(
+            (h for h in self._shared_worlds.values() if set(meeting.ranks) <= set(h.ranks)), None
+        )
+        if shared_world is None:
+            shared_world = self._shared_worlds[meeting.ranks] = _new_shared_world(
+                meeting, self.program
+            )
         try:
-            return home, home.select(meeting)
+            return shared_world, shared_world.select(meeting)
         except BaseException:
-            self._drop(home)
+            self._drop(shared_world)
             raise
 
-    def leave(self, home: Home, group: Group) -> None:
-        """Give a group back, and its home if it was the last there."""
-        if home.leave(group):
-            self._homes.pop(home.ranks, None)
+    def leave(self, shared_world: SharedWorld, group: Group) -> None:
+        """Close a group, and its shared world if it was the last one there."""
+        if shared_world.leave(group):
+            self._shared_worlds.pop(shared_world.ranks, None)
 
-    def _drop(self, home: Home) -> None:
-        if not home.groups:
-            home.close()
-            self._homes.pop(home.ranks, None)
+    def _drop(self, shared_world: SharedWorld) -> None:
+        if not shared_world.groups:
+            shared_world.close()
+            self._shared_worlds.pop(shared_world.ranks, None)
 
 
-class _Joined:
-    """The job that `braid run` made us a rank of."""
+class _LauncherJob:
+    """The job of which `braid run` made this process a rank."""
 
     def __init__(self, environment: JobEnvironment, timeout_s: float) -> None:
         self._member = join_job(environment, timeout_s=timeout_s)
@@ -198,7 +204,7 @@ class _Joined:
         self._member.close()
 
 
-class _Met:
+class _StoreMeeting:
     """Ranks that met through torch's store, without a launcher of ours."""
 
     def __init__(self, meeting: Meeting, store: Store) -> None:
@@ -228,25 +234,25 @@ class _Met:
         self._transport.close()
 
 
-def _new_home(meeting: Meeting, program: Group | None) -> Home:
+def _new_shared_world(meeting: Meeting, program: Group | None) -> SharedWorld:
     size = len(meeting.ranks)
     store = _store(meeting)
     joining = claim(PrefixStore("braid", store), meeting.rank)
     if program is not None and (program.rank, program.size) == (meeting.rank, size):
-        return Home(meeting.ranks, program, None, joining)
+        return SharedWorld(meeting.ranks, program, None, joining)
     environment = _environment()
     if environment is not None and (environment.rank, environment.world_size) == (
         meeting.rank,
         size,
     ):
-        joined = _Joined(environment, meeting.timeout_s)
-        return Home(meeting.ranks, joined.world, joined, joining)
-    met = _Met(meeting, PrefixStore(f"braid/join-{joining}", store))
-    return Home(meeting.ranks, met.world, met, joining)
+        joined = _LauncherJob(environment, meeting.timeout_s)
+        return SharedWorld(meeting.ranks, joined.world, joined, joining)
+    met = _StoreMeeting(meeting, PrefixStore(f"braid/join-{joining}", store))
+    return SharedWorld(meeting.ranks, met.world, met, joining)
 
 
 def _failure() -> str:
-    """The exception that is ending the program; empty when none is."""
+    """Return the exception that is ending the program; empty when there is none."""
     exc = getattr(
         sys, "last_value", None
     )  # set by the interpreter before it calls what is registered for exit
@@ -254,13 +260,13 @@ def _failure() -> str:
 
 
 def _has_spare_cores(size: int) -> bool:
-    """Whether the ranks, all on this host, leave one core each."""
+    """Return whether the ranks, all on this host, leave one core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (cores or 1) >= size * (torch.get_num_threads() + 1)
 
 
 def _environment() -> JobEnvironment | None:
-    """What braid's launcher said, None without it."""
+    """Return the settings from braid's launcher; None without it."""
     try:
         environment = JobEnvironment.from_os()
     except ConfigError:  # torch needs none of it when rank and size are passed

@@ -1,8 +1,8 @@
 """braid's Work with the face of torch's.
 
-Two kinds: what a synchronous call returns has ended (`FinishedWork`); anything else wraps something
-that is under way (`PendingWork`). torch's own `_create_work_from_future` will not do: its `wait()`
-swallows the exception.
+There are two kinds: a synchronous call returns an ended one (`FinishedWork`); all others wrap
+a work that is under way (`PendingWork`). torch's own `_create_work_from_future` will not do: its
+`wait()` swallows the exception.
 
 torch's C++ sees only `wait` and `get_future` of these (its trampoline forwards no more); Python
 sees all of it.
@@ -30,7 +30,7 @@ Started = Work | Works  # what a `PendingWork` stands for
 
 
 def seconds(timeout: timedelta | None) -> float | None:
-    """Seconds of a time-out of torch; unset is negative there, none is zero."""
+    """Return a time-out of torch in seconds; unset is negative there, none is zero."""
     if timeout is None:
         return None
     value = timeout.total_seconds()
@@ -38,10 +38,10 @@ def seconds(timeout: timedelta | None) -> float | None:
 
 
 class FinishedWork(TorchWork):
-    """A collective that has ended well.
+    """A collective that has ended without an error.
 
     Args:
-        outputs: The tensors that hold the result, as torch's futures want them.
+        outputs: Tensors that hold the result, as torch's futures want them.
     """
 
     __slots__ = ("_outputs",)
@@ -58,32 +58,32 @@ class FinishedWork(TorchWork):
         """Return at once."""
 
     def block_current_stream(self) -> None:
-        """Nothing to do: results are in CPU memory."""
+        """Do nothing: results are in CPU memory."""
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def exception(self) -> BaseException | None:
-        """None."""
+        """Return None."""
         return None
 
     def result(self) -> list[Any]:
-        """The tensors that hold the result."""
+        """Return the tensors that hold the result."""
         return self._outputs
 
     def get_future(self) -> Future[Any]:
-        """A future that has been set."""
+        """Return a future that has been set."""
         future: Future[Any] = Future()
         future.set_result(self._outputs)
         return future
 
     def get_future_result(self) -> Future[Any]:
-        """A future of torch's `WorkResult`, as a number."""
+        """Return a future of torch's `WorkResult`, as a number."""
         future: Future[Any] = Future()
         future.set_result(_SUCCESS)
         return future
@@ -93,10 +93,10 @@ class PendingWork(TorchWork):
     """A collective that may be under way.
 
     Args:
-        started: What it stands for.
-        outputs: The tensors that will hold the result.
+        started: Work of braid.
+        outputs: Tensors that will hold the result.
         finish_later: Sees to it that a future of `started` is set, whoever waits.
-        source: Group rank that a message came from, once it has come.
+        source: Returns the group rank that a message came from.
     """
 
     def __init__(
@@ -118,38 +118,38 @@ class PendingWork(TorchWork):
 
         Raises:
             CommTimeout: `timeout` passed; the collective goes on.
-            CommError: What stopped it.
+            CommError: The collective failed.
         """
         self._started.wait(seconds(timeout))
         return True
 
     def synchronize(self) -> None:
-        """Same as `wait`."""
+        """Wait as `wait` does."""
         self._started.wait()
 
     def block_current_stream(self) -> None:
-        """Same as `wait`: results are in CPU memory."""
+        """Wait as `wait` does: results are in CPU memory."""
         self._started.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Return whether the collective has ended, with or without an error."""
         return self._started.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether the collective has ended without an error."""
         return self._started.done() and self._started.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What stopped it."""
+        """Return the error of the collective."""
         return self._started.exception()
 
     def result(self) -> list[Any]:
-        """The tensors that hold the result; waits for it."""
+        """Wait, and return the tensors that hold the result."""
         self._started.wait()
         return self._outputs
 
     def source_rank(self) -> int:
-        """Group rank that the message came from."""
+        """Return the group rank that the message came from."""
         if self._source is None:
             msg = "only the work of a recv knows its source: ask the work that recv has returned"
             raise RuntimeError(msg)
@@ -158,14 +158,14 @@ class PendingWork(TorchWork):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """A future of the list of tensors; the same at every call."""
+        """Return a future of the list of tensors; the same at every call."""
         if self._future is None:
             self._future = WorkFuture(self._started.wait, self._outputs)
             self._finish_later(self._started, self._future)
         return self._future
 
     def get_future_result(self) -> Future[Any]:
-        """A future of torch's `WorkResult`, as a number."""
+        """Return a future of torch's `WorkResult`, as a number."""
         started = self._started
 
         def outcome(_future: Future[Any]) -> int:
