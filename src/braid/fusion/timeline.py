@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from braid.fusion.activities import Activity
+from braid.trace_format import Event, complete, metadata, write
 
 __all__ = ["Timeline", "write_timeline"]
 
@@ -35,7 +35,7 @@ class Timeline:
         self.rank = rank
         self._mark_cycles = mark_cycles
         self._threads: dict[str, int] = {}
-        self._events: list[dict[str, Any]] = []
+        self._events: list[Event] = []
 
     def cycle(self, start_ns: int, end_ns: int) -> None:
         """Record an exchange."""
@@ -72,22 +72,16 @@ class Timeline:
 
     def _add(self, thread: str, activity: Activity, about: dict[str, str]) -> None:
         number = self._threads.setdefault(thread, len(self._threads))
+        start_us, duration_us = activity.start_ns / 1e3, (activity.end_ns - activity.start_ns) / 1e3
         self._events.append(
-            {
-                "ph": "X",
-                "name": activity.name,
-                "pid": self.rank,
-                "tid": number,
-                "ts": activity.start_ns / 1e3,
-                "dur": (activity.end_ns - activity.start_ns) / 1e3,
-                "args": about,
-            }
+            complete(activity.name, self.rank, number, start_us, duration_us, args=about)
         )
 
     def encode(self) -> bytes:
         """Return all events as JSON, for the rank that writes."""
-        heads = [_named("process_name", self.rank, 0, f"rank {self.rank}")]
-        heads += [_named("thread_name", self.rank, n, name) for name, n in self._threads.items()]
+        heads = [metadata("process_name", self.rank, 0, name=f"rank {self.rank}")]
+        for name, number in self._threads.items():
+            heads.append(metadata("thread_name", self.rank, number, name=name))
         return msgspec.json.encode(heads + self._events)
 
     def __repr__(self) -> str:
@@ -97,8 +91,5 @@ class Timeline:
 def write_timeline(path: Path, parts: Iterable[bytes]) -> None:
     """Write what all ranks have encoded as one file."""
     events = [event for part in parts for event in msgspec.json.decode(part)]
-    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-
-def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+    with path.open("wb") as file:
+        write(file, events)

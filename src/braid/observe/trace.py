@@ -11,27 +11,22 @@ track of the collective that it blocks.
              channel 5            all_reduce        |  |wait|        | ----.
     rank 1   channel 5            all_reduce                   |     | <---'  arrow to the last rank
 
-Events are written one by one, so the text of the trace is never in memory as a whole. A large trace
-is compressed; both viewers can read it.
-
-Source: Google, "Trace Event Format", 2016: events X (complete), i (instant), s t f (flow), M
-(metadata), microseconds.
+A large trace is compressed; both viewers can read it. `trace_format` writes the events.
 """
 
 from __future__ import annotations
 
 import gzip
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
-
-import msgspec
 
 from braid._version import __version__
 from braid.observe.intervals import Interval, lanes
 from braid.observe.run_directory import Run
 from braid.observe.timeline import RankTimeline, read_timelines
+from braid.trace_format import Event, complete, metadata, write
 
 __all__ = ["trace_events", "write_trace"]
 
@@ -65,7 +60,6 @@ def write_trace(run: Run, path: Path) -> Path:
         path = path.with_name(path.name + ".gz")
     part = path.with_name(path.name + ".part")
     head: dict[str, object] = {
-        "displayTimeUnit": "ms",
         "otherData": {
             "command": run.command_line,
             "braid": __version__,
@@ -76,26 +70,26 @@ def write_trace(run: Run, path: Path) -> Path:
         with part.open("wb") as file:
             if path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=4, mtime=0) as packed:
-                    _write(cast("BinaryIO", packed), head, trace_events(timelines))
+                    write(cast("BinaryIO", packed), trace_events(timelines), **head)
             else:
-                _write(file, head, trace_events(timelines))
+                write(file, trace_events(timelines), **head)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
     return path
 
 
-def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[dict[str, object]]:
+def trace_events(timelines: Sequence[RankTimeline]) -> Iterator[Event]:
     """Yield all events of the trace, in its format."""
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]] = defaultdict(list)
     for timeline in timelines:
         rank = timeline.rank
-        yield _metadata(rank, 0, "process_name", name=f"rank {rank}")
-        yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+        yield metadata("process_name", rank, 0, name=f"rank {rank}")
+        yield metadata("process_sort_index", rank, 0, sort_index=rank)
         seen: Counter[tuple[object, ...]] = Counter()
         for tid, (title, members) in enumerate(_tracks(timeline), start=1):
-            yield _metadata(rank, tid, "thread_name", name=title)
-            yield _metadata(rank, tid, "thread_sort_index", sort_index=tid)
+            yield metadata("thread_name", rank, tid, name=title)
+            yield metadata("thread_sort_index", rank, tid, sort_index=tid)
             for member in members:
                 yield _event(rank, tid, member)
                 if member.role == "collective":
@@ -123,7 +117,7 @@ def _tracks(timeline: RankTimeline) -> Iterator[tuple[str, list[Interval]]]:
             yield f"{title} ({index + 1})" if index else title, lane
 
 
-def _event(rank: int, tid: int, i: Interval) -> dict[str, object]:
+def _event(rank: int, tid: int, i: Interval) -> Event:
     args: dict[str, object] = {"seq": i.seq}
     if i.role in {"collective", "wait"}:
         args["channel"] = i.channel
@@ -133,35 +127,33 @@ def _event(rank: int, tid: int, i: Interval) -> dict[str, object]:
         args["called at"] = i.site
     if i.open:
         args["unfinished"] = "had not ended at the end of the run"
-    event: dict[str, object] = {
-        "ph": "i" if i.role == "instant" else "X",
-        "name": f"{i.name} {i.seq}" if i.role == "step" else i.name,
-        "cat": CATEGORIES.get(i.role, i.role),
-        "pid": rank,
-        "tid": tid,
-        "ts": i.start_ns / 1000,
-        "cname": "terrible" if i.open else COLORS[i.role],
-        "args": args,
-    }
+    name = f"{i.name} {i.seq}" if i.role == "step" else i.name
+    event = complete(
+        f"{name} (unfinished)" if i.open else name,
+        rank,
+        tid,
+        i.start_ns / 1000,
+        i.dur_ns / 1000,
+        cat=CATEGORIES.get(i.role, i.role),
+        cname="terrible" if i.open else COLORS[i.role],
+        args=args,
+    )
     if i.role == "instant":
-        event["s"] = "t"
-    else:
-        event["dur"] = i.dur_ns / 1000
-    if i.open:
-        event["name"] = f"{event['name']} (unfinished)"
+        del event["dur"]
+        event.update(ph="i", s="t")
     return event
 
 
 def _arrows(
     meetings: dict[tuple[object, ...], list[tuple[int, int, int]]],
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Event]:
     """Yield an arrow for each collective, from the rank that began first to the last one."""
     for number, places in enumerate(meetings.values(), start=1):
         if len(places) < 2:
             continue
         places.sort()
         for index, (start_ns, rank, tid) in enumerate(places):
-            arrow: dict[str, object] = {
+            arrow: Event = {
                 "ph": "s" if index == 0 else "f" if index == len(places) - 1 else "t",
                 "id": number,
                 "name": "same collective",
@@ -173,17 +165,3 @@ def _arrows(
             if arrow["ph"] == "f":
                 arrow["bp"] = "e"  # bind to the enclosing slice, not to the next one
             yield arrow
-
-
-def _metadata(rank: int, tid: int, kind: str, **args: object) -> dict[str, object]:
-    return {"ph": "M", "pid": rank, "tid": tid, "name": kind, "args": args}
-
-
-def _write(file: BinaryIO, head: dict[str, object], events: Iterable[dict[str, object]]) -> None:
-    encoder = msgspec.json.Encoder()
-    file.write(encoder.encode(head)[:-1] + b',"traceEvents":[\n')
-    separator = b""
-    for event in events:
-        file.write(separator + encoder.encode(event))
-        separator = b",\n"
-    file.write(b"\n]}\n")

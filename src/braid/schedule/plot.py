@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from braid.schedule.bars import COLOURS, Bar, draw, time_text
 from braid.schedule.program import LOCAL, SEND, Action, Program
 from braid.schedule.simulate import Interval, Timeline
+from braid.trace_format import Event, complete
 
 __all__ = ["lanes", "table", "to_svg", "to_trace"]
 
@@ -122,18 +122,17 @@ def _part(interval: Interval) -> str:
     return "upper" if interval.action.kind.startswith("send") else "lower"
 
 
-def to_trace(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return events of Chrome's trace format, in microseconds; a process per rank."""
+def to_trace(timeline: Timeline) -> list[Event]:
+    """Return events of the trace format; a process per rank."""
     return [
-        {
-            "name": f"{i.action.kind} {i.action.unit}.{i.action.index}",
-            "cat": "simulated",
-            "ph": "X",
-            "pid": i.rank,
-            "tid": i.action.kind,
-            "ts": i.start_s * 1e6,
-            "dur": (i.end_s - i.start_s) * 1e6,
-        }
+        complete(
+            f"{i.action.kind} {i.action.unit}.{i.action.index}",
+            i.rank,
+            i.action.kind,
+            i.start_s * 1e6,
+            (i.end_s - i.start_s) * 1e6,
+            cat="simulated",
+        )
         for i in timeline.intervals
     ]
 
