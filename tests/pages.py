@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from braid.comm.algorithms.programs import names_for
-from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_FAR_COSTS, Selection
+from braid.comm.engines.selection import DEFAULT_COSTS, DEFAULT_NETWORK_COSTS, Selection
 from braid.comm.tensors.node_map import NodeMap
 from braid.cost import Comparison, compare
 from braid.schedule import simulate
@@ -60,7 +60,7 @@ OWN = (  # algorithms of the engine: names, what they do, file
     ("all_reduce direct, two_phase", "through slots, whole or by slices", "all_reduce.py"),
     ("all_reduce pulled", "slices read from private memory by the kernel", "all_reduce.py"),
     ("all_reduce registered", "in place, on tensors of `group.empty`", "all_reduce.py"),
-    ("all_reduce hierarchical", "lanes over hosts, pipelined", "hierarchical.py"),
+    ("all_reduce hierarchical", "slices over hosts, pipelined", "hierarchical.py"),
     (
         "broadcast, all_gather, all_to_all, gather, scatter staged",
         "through slots",
@@ -267,7 +267,7 @@ def chosen() -> str:
     """The page about what groups choose by themselves."""
     near = Selection(DEFAULT_COSTS, NUM_RANKS, may_pull=True)
     nodes = NodeMap.of([0, 0, 1, 1])
-    far = Selection(DEFAULT_FAR_COSTS, NUM_RANKS, may_pull=False, nodes=nodes)
+    far = Selection(DEFAULT_NETWORK_COSTS, NUM_RANKS, may_pull=False, nodes=nodes)
     lines = [
         "# Which algorithm when",
         "",

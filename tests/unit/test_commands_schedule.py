@@ -115,6 +115,13 @@ def test_nothing_is_computed_for_a_picture_that_cannot_be_written(capsys):
     assert (code, "ring all_reduce" in text) == (2, False)
 
 
+def test_what_is_refused_leaves_no_file_behind(capsys, tmp_path):
+    picture = tmp_path / "a.svg"
+    code, _ = ends(capsys, "simulate", "ring", "--ranks", "300", "--svg", str(picture))
+    assert (code, picture.exists()) == (2, False)
+    assert ends(capsys, "simulate", "ring", "--svg", str(tmp_path))[0] == 2
+
+
 def test_a_host_that_holds_all_ranks_makes_no_hierarchy(capsys):
     code, text = ends(capsys, "compare", "all_reduce", "--ranks", "8", "--sizes", "1Ti")
     left_out = "left out: hierarchical, is a ring where one switch holds all ranks"

@@ -310,13 +310,16 @@ def _read(file: str) -> str:
 
 def _check_place(file: str) -> None:
     """Refuse a file that cannot be written, before anything is computed."""
+    import os
     from pathlib import Path
 
-    try:
-        Path(file).open("a").close()
-    except OSError as exc:
-        msg = f"{file} cannot be written: {exc}"
-        raise ConfigError(msg) from exc
+    path = Path(file)
+    problem = "it is a directory" if path.is_dir() else ""
+    if not problem and not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "there is no such directory, or no permission to write to it"
+    if problem:
+        msg = f"{file} cannot be written: {problem}"
+        raise ConfigError(msg)
 
 
 def _write(file: str, text: str) -> None:

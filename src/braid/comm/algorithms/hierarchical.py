@@ -122,9 +122,9 @@ def left_out(
     size = sum(len(members) for members in nodes.hosts)
     for (phase, k, j), kept in residuals.items():
         low, high = places.slice(chunks[j].numel(), nodes.slice(rank))
-        row = k if phase == "near" else nodes.cross_node_peers(rank).index(rank)
+        row = k if phase == "local" else nodes.cross_node_peers(rank).index(rank)
         start, end = places.bounds(high - low)[row]
-        factor = size if phase == "far" and op == "avg" else 1
+        factor = size if phase == "remote" and op == "avg" else 1
         place = chunks[j][low:high][start:end]
         place.add_(kept.state_dict()["residual"], alpha=factor)
     return found
@@ -176,9 +176,9 @@ class _Places(NamedTuple):
         end = done + (0 if alone else _lines(most * size))
         return cls(most, rows, row, row_bytes, sent, summed, done, end)
 
-    def slice(self, numel: int, lane: int) -> tuple[int, int]:
+    def slice(self, numel: int, number: int) -> tuple[int, int]:
         """Return the first element and the end of a slice in a chunk of `numel` elements."""
-        return min(numel, self.most * lane), min(numel, self.most * (lane + 1))
+        return min(numel, self.most * number), min(numel, self.most * (number + 1))
 
     def bounds(self, numel: int) -> list[tuple[int, int]]:
         """Return the first element and the end of each row of a slice of `numel` elements."""
@@ -205,7 +205,7 @@ class _Run:
         self.scale = scale
         self.form = form
         self.residuals = residuals
-        self.lane = nodes.slice(ch.rank)
+        self.own_slice = nodes.slice(ch.rank)
         self.local_peers = nodes.local_peers(ch.rank)
         self.cross_node_peers = nodes.cross_node_peers(ch.rank)
         self.workers = self.local_peers[: nodes.num_slices]
@@ -227,7 +227,7 @@ class _Run:
         """Publish chunk `j` to the local peers."""
         if not 0 <= j < len(self.chunks):
             return
-        if j >= self.num_slots:  # a rank without a lane waits for nobody else
+        if j >= self.num_slots:  # a rank without a slice waits for nobody else
             yield from self.window.reached(self.workers, self.values["sent", j - self.num_slots])
         chunk = self.chunks[j]
         if len(self.local_peers) > 1:
@@ -239,17 +239,17 @@ class _Run:
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
-        if self.lane >= 0:
+        if self.own_slice >= 0:
             yield from self.window.reached(self.local_peers, self.values["staged", j])
             numel = self.chunks[j].numel()
-            low, high = self._slice(j, self.lane)
+            low, high = self._slice(j, self.own_slice)
             sources = [
                 (self.chunks[j] if m == self.ch.rank else self._view(m, j, 0, numel))[low:high]
                 for m in self.local_peers
             ]
             for k, (start, end) in enumerate(self.places.bounds(high - low)):
                 parts = [source[start:end] for source in sources]
-                self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("near", k))
+                self._put(parts, j, self.places.sent + k * self.places.row_bytes, ("local", k))
         self.values["sent", j] = self._send(j, self.places.sent)
 
     def sum_remote(self, j: int) -> Steps:
@@ -257,15 +257,15 @@ class _Run:
         if not 0 <= j < len(self.chunks):
             return
         self.lengths.clear()
-        if self.lane >= 0:
+        if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["sent", j])
             if self.gathers:
-                low, high = self._slice(j, self.lane)
+                low, high = self._slice(j, self.own_slice)
                 own = self.cross_node_peers.index(self.ch.rank)
                 start, end = self.places.bounds(high - low)[own]
                 total = self.ch.own.scratch(end - start, self.dtype)
                 self._add(j, self.places.sent + own * self.places.row_bytes, total)
-                self._put([total], j, self.places.summed, ("far", 0))
+                self._put([total], j, self.places.summed, ("remote", 0))
             else:
                 self._add(j, self.places.sent, self._done(j))
         if self.gathers:
@@ -277,13 +277,13 @@ class _Run:
         """Collect the rows of this rank's slice from the cross-node peers that have summed them."""
         if not 0 <= j < len(self.chunks):
             return
-        if self.lane >= 0:
+        if self.own_slice >= 0:
             yield from self.window.reached(self.cross_node_peers, self.values["summed", j])
             done = self._done(j)
-            for twin, (start, end) in zip(
+            for peer, (start, end) in zip(
                 self.cross_node_peers, self.places.bounds(done.numel()), strict=True
             ):
-                self._get(twin, j, self.places.summed, done[start:end])
+                self._get(peer, j, self.places.summed, done[start:end])
         self.values["done", j] = self.window.publish(self.other_local_peers)
 
     def copy_out(self, j: int) -> Steps:
@@ -293,9 +293,9 @@ class _Run:
         if len(self.local_peers) == 1:  # it is finished where it belongs
             return
         yield from self.window.reached(self.workers, self.values["done", j])
-        for lane, mate in enumerate(self.workers):
-            low, high = self._slice(j, lane)
-            self.chunks[j][low:high].copy_(self._view(mate, j, self.places.done, high - low))
+        for number, worker in enumerate(self.workers):
+            low, high = self._slice(j, number)
+            self.chunks[j][low:high].copy_(self._view(worker, j, self.places.done, high - low))
 
     # Rows cross the network, in the tensor's own numbers or in a wire format.
 
@@ -309,7 +309,7 @@ class _Run:
         """Sum `sources` into a row that will be sent."""
         numel, op = sources[0].numel(), "sum" if self.op == "avg" else self.op
         if self.form is None:
-            factor = self.early if key[0] == "near" else None
+            factor = self.early if key[0] == "local" else None
             combine(sources, self._view(self.ch.rank, j, at, numel), op, factor)
             self.lengths.append(numel * self.dtype.itemsize)
             return
@@ -333,7 +333,7 @@ class _Run:
 
     def _send(self, j: int, at: int) -> int:
         """Send the rows just put: its own to each cross-node peer, or the only one to all."""
-        if not self.lengths:  # no lane
+        if not self.lengths:  # no slice
             return self.window.publish(())
         row_bytes = self.places.row_bytes
         rows = [
@@ -348,8 +348,8 @@ class _Run:
         """Sum the cross-node peers' rows, in their order, and finish the sum."""
         if self.form is not None:
             out.zero_()
-            for twin in self.cross_node_peers:
-                self.form.add(self._came(twin, j, at), out)
+            for peer in self.cross_node_peers:
+                self.form.add(self._came(peer, j, at), out)
             finish(out, self.op, self.ch.size, self.scale)
             return
         sources = [self._view(t, j, at, out.numel()) for t in self.cross_node_peers]
@@ -361,26 +361,26 @@ class _Run:
             combine(sources, out, "sum", None)
             finish(out, self.op, self.ch.size, self.scale)
 
-    def _get(self, twin: int, j: int, at: int, out: torch.Tensor) -> None:
+    def _get(self, peer: int, j: int, at: int, out: torch.Tensor) -> None:
         """Copy one row that is a sum already."""
         if self.form is None:
-            out.copy_(self._view(twin, j, at, out.numel()))
+            out.copy_(self._view(peer, j, at, out.numel()))
         else:
-            self.form.decode(self._came(twin, j, at), out)
+            self.form.decode(self._came(peer, j, at), out)
 
-    def _came(self, twin: int, j: int, at: int) -> torch.Tensor:
-        row = self._bytes(twin, j, at)
+    def _came(self, peer: int, j: int, at: int) -> torch.Tensor:
+        row = self._bytes(peer, j, at)
         length = int(row[:8].view(torch.int64).item())
         return row[HEADER_BYTES : HEADER_BYTES + min(max(length, 0), row.numel())]
 
     # Places.
 
-    def _slice(self, j: int, lane: int) -> tuple[int, int]:
-        return self.places.slice(self.chunks[j].numel(), lane)
+    def _slice(self, j: int, number: int) -> tuple[int, int]:
+        return self.places.slice(self.chunks[j].numel(), number)
 
     def _done(self, j: int) -> torch.Tensor:
         """Return where this rank's finished slice goes."""
-        low, high = self._slice(j, self.lane)
+        low, high = self._slice(j, self.own_slice)
         if len(self.local_peers) == 1:
             return self.chunks[j][low:high]
         return self._view(self.ch.rank, j, self.places.done, high - low)

@@ -99,8 +99,8 @@ def broadcast(ch: Channel, x: torch.Tensor, root: int, nodes: NodeMap) -> Steps:
     relays = nodes.relays(root)
     slots = _Slots(ch, x, 1, x.numel())
     yield from slots.window.open()
-    near = root in local_peers or me == root
-    source = root if near or me in relays else nodes.relay(root, me)
+    is_local = root in local_peers or me == root
+    source = root if is_local or me in relays else nodes.relay(root, me)
     readers = (*local_peers, *relays) if me == root else local_peers if me in relays else ()
     listeners = readers if me == root else (*readers, source)
     values: list[int] = []
@@ -176,7 +176,7 @@ def reduce_scatter(
     slots = _Slots(ch, x, n + 1 + most, max(sizes))  # what all need | own sum | sums for others
     parts = [x[offsets[r] : offsets[r + 1]] for r in range(n)]
     summers = [me if me in host else nodes.relay(me, host[0]) for host in nodes.hosts]
-    far = [m for m in summers if m != me]
+    others = [m for m in summers if m != me]
     step, factor = "sum" if op == "avg" else op, early_factor(x.dtype, op, scale, n)
     yield from slots.window.open()
     shown: list[int] = []
@@ -207,7 +207,7 @@ def reduce_scatter(
             summed.append(slots.publish(relayed, j, rows))
         j -= DEPTH
         if j >= 0:
-            yield from slots.window.reached(far, summed[j])
+            yield from slots.window.reached(others, summed[j])
             part = slots.part(out, j)
             sources = []
             for summer in summers:
@@ -216,7 +216,7 @@ def reduce_scatter(
             combine(sources, part, step, None)
             if factor is None:
                 finish(part, op, n, scale)
-            ended.append(slots.publish(far, j))
+            ended.append(slots.publish(others, j))
     yield from slots.window.close()
 
 

@@ -35,7 +35,7 @@ from braid.transport import Steps, Wait, WaitAny
 
 __all__ = [
     "DEFAULT_COSTS",
-    "DEFAULT_FAR_COSTS",
+    "DEFAULT_NETWORK_COSTS",
     "NUM_SYNCS",
     "Costs",
     "Selection",
@@ -88,7 +88,7 @@ DEFAULT_COSTS = Costs(
     ((64 << 10, 0.08e-9), (512 << 10, 0.08e-9), (4 << 20, 0.12e-9)),
 )
 # of a network of 10 Gbit/s
-DEFAULT_FAR_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 10, 0.8e-9),))
+DEFAULT_NETWORK_COSTS = DEFAULT_COSTS._replace(sync_s=60e-6, pull=(), send=((64 << 10, 0.8e-9),))
 
 
 def predicted_s(

@@ -26,7 +26,7 @@ from braid.comm.engines.operation import Operation
 from braid.comm.engines.progress import Progress
 from braid.comm.engines.selection import (
     DEFAULT_COSTS,
-    DEFAULT_FAR_COSTS,
+    DEFAULT_NETWORK_COSTS,
     NUM_SYNCS,
     Costs,
     Selection,
@@ -97,9 +97,9 @@ class SharedMemoryEngine:
     def capabilities(self) -> Capabilities:
         """All capabilities; private memory is read only where the host permits it."""
         shares = self.shares
-        near = ("registered",) if shares else ("hierarchical",)
+        between_hosts = ("registered",) if shares else ("hierarchical",)
         pulled = ("pulled",) if shares and self.transport.may_pull else ()
-        algorithms = ("direct", "two_phase", *near, "staged", *pulled, *PROGRAMS)
+        algorithms = ("direct", "two_phase", *between_hosts, "staged", *pulled, *PROGRAMS)
         alone = len(self.nodes.hosts) == self.pages.size
         ordered = shares or alone or self.in_order
         return Capabilities(algorithms=algorithms, adopts=shares, rank_order=ordered)
@@ -231,7 +231,9 @@ class SharedMemoryEngine:
             self.pages.close()
 
     def _select(self) -> Selection:
-        costs = self._costs.get(self.shares, DEFAULT_COSTS if self.shares else DEFAULT_FAR_COSTS)
+        costs = self._costs.get(
+            self.shares, DEFAULT_COSTS if self.shares else DEFAULT_NETWORK_COSTS
+        )
         return Selection(
             costs,
             self.pages.size,
