@@ -1,7 +1,7 @@
 """The command `braid`: one small function per subcommand, each importing its room when it runs.
 
-`braid --help` must be quick and `braid run` must not import torch, so this module imports nothing
-but the standard library and tyro, which makes options and help from the functions' signatures and
+`braid --help` must be quick and `braid run` must not import torch, so this module imports only the
+standard library and tyro. tyro makes options and help from the functions' signatures and
 docstrings. A new command is a function, here or with its family in `commands`, and a line of
 `COMMANDS`.
 """
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
     Args:
-        arguments: What stands behind `braid`; that of this process when None.
+        arguments: Arguments after `braid`; those of this process when None.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     return ending_well(lambda: _answer(given))
 
 
 def _answer(given: list[str]) -> int:
-    """Do what `given` asks for, or say why it cannot be done."""
+    """Run the command that `given` names, or print why it cannot run."""
     if given[:1] in (["--version"], ["-V"]):
         print(f"braid {__version__}")
         return 0
@@ -94,12 +94,12 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
     """Put `--` before the script: everything after it belongs to the script."""
     index = 0
     while index < len(arguments):
-        word = arguments[index]
-        if word == "--":
+        argument = arguments[index]
+        if argument == "--":
             return list(arguments)
-        if not word.startswith("-"):
+        if not argument.startswith("-"):
             return [*arguments[:index], "--", *arguments[index:]]
-        index += 1 if word in RUN_FLAGS or "=" in word else 2
+        index += 1 if argument in RUN_FLAGS or "=" in argument else 2
     return list(arguments)
 
 
@@ -127,14 +127,14 @@ def run(
     resume: Annotated[str, tyro.conf.arg(metavar="PATH", help_behavior_hint=TOLD)] = "",
     on: Annotated[HostOptions, tyro.conf.arg(name="")] = HostOptions(),  # noqa: B008 - frozen
 ) -> int:
-    """Run a program on N ranks of one or several hosts, and say which rank made it fail.
+    """Run a program on N ranks of one or several hosts, and name the rank that made it fail.
 
     Programs written for torchrun run unchanged. Standard input is empty.
 
     Args:
-        command: What to run. Everything after it belongs to it.
+        command: Script and its arguments: everything after SCRIPT belongs to it.
         n: Number of ranks (default: 1); with -H of all hosts (default: all slots), with --nnodes of
-            this one.
+            this host.
         module: SCRIPT is the name of a Python module.
         no_python: SCRIPT is a program of any kind.
         log_dir: Directory for logs, events and the record of the run (default:
@@ -143,12 +143,12 @@ def run(
         timeout: Longest duration of the run, in seconds; then programs that called braid.init()
             give their stacks.
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        stopped_limit: How long a rank may be stopped (SIGSTOP) before it is killed, in seconds.
-        hang_report: How long ranks may wait for one that does not come before it is reported, in
-            seconds; 0 for never.
-        grace: After a failure, how long the other ranks may end by themselves, in seconds.
+        stopped_limit: Seconds that a rank may be stopped (SIGSTOP) before it is killed.
+        hang_report: Seconds that ranks may wait for another rank before it is reported; 0 for
+            never.
+        grace: Seconds that the other ranks have to end by themselves after a failure.
         resume: Checkpoint to resume from; auto for the last complete one.
-        on: On which hosts.
+        on: Hosts to run on.
     """
     from braid.commands.several_hosts import choose_where, run_on
     from braid.launch import JobSpec, Supervisor, TerminalConsole
@@ -157,9 +157,9 @@ def run(
         msg = "-m and --no-python exclude each other: SCRIPT is either a module or a program"
         raise ConfigError(msg)
     if port != "auto" and not port.isdecimal():
-        msg = f"--port is auto or a number, got {port!r}"
+        msg = f"--port must be auto or a number, got {port!r}"
         raise ConfigError(msg)
-    where, told = choose_where(on, n)
+    where, options = choose_where(on, n)
     job = JobSpec(
         command=command,
         kind="module" if module else "program" if no_python else "script",
@@ -172,7 +172,7 @@ def run(
         hang_report_s=hang_report,
         grace_s=grace,
         resume=resume,
-        where=told,
+        where=options,
     )
     prefixed = where is not None or job.num_ranks > 1
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
@@ -214,29 +214,29 @@ def train(
 ) -> int:
     """Train a GPT on bytes, on N ranks of this host.
 
-    Ctrl-C and SIGTERM save a checkpoint at the next step; the line that resumes from it is printed.
+    Ctrl-C and SIGTERM save a checkpoint at the next step and print the line that resumes from it.
 
     Args:
         n: Number of ranks.
         data: Text files; Python's own standard library when there are none.
         model: tiny, mini, small, medium, gpt2, gpt2-medium or gpt2-large.
-        steps: Optimizer steps in all.
+        steps: Number of optimizer steps in all.
         batch: Sequences of a global batch; a multiple of N.
         context: Bytes of a sequence.
         lr: Peak learning rate.
         warmup: Steps of linear warm-up (default: a twentieth of all).
-        weight_decay: Of matrices.
+        weight_decay: Weight decay of matrices.
         clip: Largest global norm of the gradient.
-        seed: Chooses initial weights and order of samples.
+        seed: Seed of the initial weights and of the order of samples.
         eval_every: Steps between evaluations on held-out text; 0 for one at the end.
-        eval_samples: Sequences of an evaluation, at most.
+        eval_samples: Largest number of sequences of an evaluation.
         checkpoint_every: Steps between checkpoints; 0 for one at the end.
         keep: Number of checkpoints to keep.
         resume: Checkpoint or run to resume from; auto for the last complete one.
         log_dir: Directory for logs, metrics and checkpoints (default: ./runs/<date>_<hex>; with
             --resume auto the last run).
         threads: OMP_NUM_THREADS of each rank (default: your own, or physical cores / N).
-        reference_shards: On one rank, run this many shards in turn: the same bits as that many
+        reference_shards: Run this many shards in turn on one rank: the same bits as that many
             ranks.
         sample_bytes: Length of the text that is generated at the end.
     """
@@ -298,7 +298,7 @@ def checkpoint_ls(
     """List the checkpoints of a run.
 
     Args:
-        directory: The run's directory, or its checkpoints'.
+        directory: Directory of the run, or of its checkpoints.
     """
     from pathlib import Path
 
@@ -308,13 +308,13 @@ def checkpoint_ls(
         msg = f"there is no directory of a run or of its checkpoints at {directory}"
         raise ConfigError(msg)
     inner = Path(directory) / "checkpoints"
-    found = ls(inner if inner.is_dir() else directory)
-    for line in found:
+    checkpoints = ls(inner if inner.is_dir() else directory)
+    for line in checkpoints:
         size = f"{line.num_tensors:>5} tensors {line.nbytes:>15,} bytes  {line.world_size} ranks"
         print(f"step {line.step:>9}  {line.problem or size}  {line.path}")
-    if not found:
+    if not checkpoints:
         print(f"no checkpoints in {directory}", file=sys.stderr)
-    return 0 if found else 1
+    return 0 if checkpoints else 1
 
 
 def checkpoint_verify(
@@ -327,8 +327,8 @@ def checkpoint_verify(
     """Check every file of checkpoints against its sha256.
 
     Args:
-        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs for all
-            of theirs.
+        paths: Checkpoints, such as runs/2026-01-01_abc/checkpoints/step-00000200, or runs, whose
+            checkpoints are all checked.
     """
     from pathlib import Path
 
@@ -338,12 +338,12 @@ def checkpoint_verify(
     if not paths:
         msg = "no checkpoints to verify: name directories such as step-00000200"
         raise ConfigError(msg)
-    found: list[str] = []
+    checkpoints: list[str] = []
     for path in paths:
         inner = Path(path) / "checkpoints"
-        found += [line.path for line in ls(inner if inner.is_dir() else path)] or [path]
+        checkpoints += [line.path for line in ls(inner if inner.is_dir() else path)] or [path]
     bad = 0
-    for path in found:
+    for path in checkpoints:
         try:
             manifest = verify(path)
         except CheckpointError as exc:
@@ -360,9 +360,9 @@ def report(
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint=TOLD)] = None,
     show: Annotated[bool, tyro.conf.arg(name="open")] = False,
 ) -> int:
-    """Write a run's report (one HTML file) and its trace, and say the most telling facts.
+    """Write a run's report (one HTML file) and its trace, and print the most telling facts.
 
-    Exit code 1 means that both are written, but something of the run could not be read.
+    Exit code 1 means that both are written, but some file of the run could not be read.
 
     Args:
         run_directory: Directory of the run, as `braid run` printed it.
@@ -376,20 +376,20 @@ def report(
 
     from braid.observe import print_summary, publish
 
-    found = publish(Path(run_directory), Path(out) if out else None)
-    print_summary(found.story, Console(), report=found.report, trace=found.trace)
+    published = publish(Path(run_directory), Path(out) if out else None)
+    print_summary(published.story, Console(), report=published.report, trace=published.trace)
     if show:
-        webbrowser.open(found.report.resolve().as_uri())
-    return 1 if found.story.run.notices else 0
+        webbrowser.open(published.report.resolve().as_uri())
+    return 1 if published.story.run.notices else 0
 
 
 def doctor(
     *,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
-    """Say whether braid can work on this machine, and what would make it work better.
+    """Check whether braid can work on this machine, and print what would make it work better.
 
-    Exit code 1 means that something is in the way of any run.
+    Exit code 1 means that a problem prevents every run.
 
     Args:
         as_json: Print the findings as JSON.
@@ -399,14 +399,14 @@ def doctor(
 
     from braid.doctor import examine, show
 
-    found = examine()
+    diagnosis = examine()
     if as_json:
-        rows = [finding._asdict() for finding in found.findings]
-        text = msgspec.json.encode({"usable": found.usable, "findings": rows})
+        rows = [finding._asdict() for finding in diagnosis.findings]
+        text = msgspec.json.encode({"usable": diagnosis.usable, "findings": rows})
         print(msgspec.json.format(text, indent=2).decode())
     else:
-        show(found, Console())
-    return 0 if found.usable else 1
+        show(diagnosis, Console())
+    return 0 if diagnosis.usable else 1
 
 
 COMMANDS: Mapping[str, Callable[..., int]] = {

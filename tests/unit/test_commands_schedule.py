@@ -158,7 +158,7 @@ def test_many_ranks_are_computed_without_writing_them_out(capsys):
         (("check", "/nowhere/at/all"), "No such file"),
         (
             ("simulate", "ring", "--nbytes", "5Q"),
-            "a number of bytes is written like 1000, 64Ki or 1.5G, got",
+            "a number of bytes must be written like 1000, 64Ki or 1.5G, got",
         ),
         (("simulate", "ring", "--svg", "/nowhere/a.svg"), "/nowhere/a.svg cannot be written"),
         (("simulate", "ring", "--ranks", "300", "--svg", "a.svg"), "at most 256 ranks"),

@@ -70,14 +70,14 @@ def test_all_that_is_wrong_is_said_at_once():
             }
         )
     assert str(caught.value) == (
-        "HOROVOD_AUTOTUNE is 'maybe', expected 0 or 1; HOROVOD_CYCLE_TIME is '-1', expected milliseconds, 0 or more; "
-        "HOROVOD_FUSION_THRESHOLD is '64MB', expected a number of bytes, 0 or more; "
-        "HOROVOD_LOG_LEVEL is 'loud', expected one of trace, debug, info, warning, error, fatal"
+        "HOROVOD_AUTOTUNE must be 0 or 1, got 'maybe'; HOROVOD_CYCLE_TIME must be milliseconds, 0 or more, got '-1'; "
+        "HOROVOD_FUSION_THRESHOLD must be a number of bytes, 0 or more, got '64MB'; "
+        "HOROVOD_LOG_LEVEL must be one of trace, debug, info, warning, error, fatal, got 'loud'"
     )
 
 
 def test_a_negative_field_is_refused():
-    with pytest.raises(ConfigError, match="cycle_time_ms is -1, expected 0 or more"):
+    with pytest.raises(ConfigError, match="cycle_time_ms must be 0 or more, got -1"):
         Environment(cycle_time_ms=-1)
 
 

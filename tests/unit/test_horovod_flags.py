@@ -170,10 +170,10 @@ def test_all_values_that_are_wrong_are_said_at_once():
             "--fusion-threshold-mb", "x", "--log-level", "loud",
         )  # fmt: skip
     assert str(caught.value) == (
-        "--fusion-threshold-mb is 'x', expected megabytes, 0 or more; "
-        "--log-level is 'loud', expected one of trace, debug, info, warning, error, fatal; "
-        "--num-proc is '0', expected a whole number, 1 or more; --ssh-port is '70000', expected a port, 1 to 65535; "
-        "--start-timeout is 'nan', expected seconds, more than 0; --hosts and --hostfile both name the hosts; "
+        "--fusion-threshold-mb must be megabytes, 0 or more, got 'x'; "
+        "--log-level must be one of trace, debug, info, warning, error, fatal, got 'loud'; "
+        "--num-proc must be a whole number, 1 or more, got '0'; --ssh-port must be a port, 1 to 65535, got '70000'; "
+        "--start-timeout must be seconds, more than 0, got 'nan'; --hosts and --hostfile both name the hosts; "
         "command is missing: end with one such as `python train.py`"
     )
 
@@ -188,9 +188,9 @@ def test_all_values_that_are_wrong_are_said_at_once():
             ["--no-hierarchical=1"],
             "--no-hierarchical: did you mean --no-hierarchical-allreduce?",
         ),
-        (["-np", "2", "-H", "", "x.py"], "--hosts is '', expected HOSTS: hosts with their slots"),
-        (["-np", "2", "--hostfile", "", "x.py"], "--hostfile is '', expected FILE"),
-        (["-np", "", "x.py"], "--num-proc is '', expected N"),
+        (["-np", "2", "-H", "", "x.py"], "--hosts needs a value, HOSTS (hosts with their slots"),
+        (["-np", "2", "--hostfile", "", "x.py"], "--hostfile needs a value, FILE"),
+        (["-np", "", "x.py"], "--num-proc needs a value, N"),
         (["--xyzzy"], "--xyzzy (see --help)"),
         (["-np", "2", "-H", "a:1", "x.py"], "-n 2 does not fit a:1, with slots for 1 to 1 ranks"),
         (["-np", "2", "--min-np", "1", "x.py"], "--min-np: elastic training is not there yet"),
@@ -204,7 +204,9 @@ def test_a_line_that_cannot_work_says_why(arguments, message):
 
 
 def test_a_variable_that_cannot_work_is_refused_before_the_start():
-    with pytest.raises(ConfigError, match="HOROVOD_CYCLE_TIME is 'x', expected milliseconds"):
+    with pytest.raises(
+        ConfigError, match="HOROVOD_CYCLE_TIME must be milliseconds, 0 or more, got 'x'"
+    ):
         planned("-np", "1", *TRAIN, environ={"HOROVOD_CYCLE_TIME": "x"})
 
 
@@ -216,7 +218,9 @@ def test_the_start_timeout_of_the_environment_stands_below_that_of_the_line():
         for more in ([], ["--start-timeout", "8"])
     ]
     assert [where and where.start_limit_s for where in found] == [7.0, 8.0]
-    with pytest.raises(ConfigError, match="HOROVOD_START_TIMEOUT is 'soon', expected seconds"):
+    with pytest.raises(
+        ConfigError, match="HOROVOD_START_TIMEOUT must be seconds, more than 0, got 'soon'"
+    ):
         planned(*line, *TRAIN, environ={"HOROVOD_START_TIMEOUT": "soon"})
 
 
@@ -266,8 +270,8 @@ def test_all_that_is_wrong_with_a_configuration_file_is_said_at_once():
         with_config(Flags(), content, "c.yaml")
     assert str(caught.value) == (
         "c.yaml cannot be used: parms is not known: did you mean params?; "
-        "params.cycle-time is not known: did you mean cycle-time-ms?; params.cache-capacity is [1], expected one value; "
-        "timeline.mark-cycles is 'yes', expected true or false; autotune is True, expected keys below it, such as enabled; "
+        "params.cycle-time is not known: did you mean cycle-time-ms?; params.cache-capacity must be one value, got [1]; "
+        "timeline.mark-cycles must be true or false, got 'yes'; autotune must have keys below it, such as enabled, got True; "
         "help is not known; config-file is not known"
     )
 

@@ -134,7 +134,7 @@ def test_separating_twice_is_separating_once(words):
         (["run"], "nothing to run: give a script"),
         (["run", "-n", "0", "t.py"], "number of ranks must be 1 to 4096, got 0"),
         (["run", "nix.py"], "cannot read the script nix.py: No such file or directory"),
-        (["run", "--port", "x", "t.py"], "--port is auto or a number, got 'x'"),
+        (["run", "--port", "x", "t.py"], "--port must be auto or a number, got 'x'"),
         (["run", "-m", "--no-python", "t"], "-m and --no-python exclude each other"),
     ],
 )

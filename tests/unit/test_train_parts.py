@@ -69,13 +69,13 @@ def test_every_bad_number_is_listed():
     with pytest.raises(ConfigError) as caught:
         TrainConfig(model="huge", steps=0, keep=0, lr=math.nan)
     parts = str(caught.value).split("; ")
-    assert parts[0] == f"model is 'huge', expected one of {', '.join(MODELS)}"
-    assert parts[1:3] == ["steps is 0, expected at least 1", "keep is 0, expected at least 1"]
-    assert parts[3].startswith("lr is nan")
+    assert parts[0] == f"model must be one of {', '.join(MODELS)}, got 'huge'"
+    assert parts[1:3] == ["steps must be at least 1, got 0", "keep must be at least 1, got 0"]
+    assert parts[3].startswith("lr, clip and weight_decay must be positive numbers, got nan")
 
 
 def test_a_bad_configuration_of_a_rank_says_what_is_wrong():
-    with pytest.raises(ConfigError, match="steps is 0"):
+    with pytest.raises(ConfigError, match="steps must be at least 1, got 0"):
         TrainConfig.from_json('{"steps": 0}')
     with pytest.raises(ConfigError, match="is not valid JSON"):
         TrainConfig.from_json("nonsense")
@@ -86,7 +86,7 @@ def test_a_batch_is_shared_by_ranks_or_shards():
     assert TrainConfig(batch=8, reference_shards=2).check_ranks(1) == 2
     with pytest.raises(ConfigError, match="3 ranks cannot share a batch of 8 samples equally"):
         TrainConfig(batch=8).check_ranks(3)
-    with pytest.raises(ConfigError, match="the number of ranks is 0, expected 1 or more"):
+    with pytest.raises(ConfigError, match="the number of ranks must be at least 1, got 0"):
         TrainConfig(batch=8).check_ranks(0)
     with pytest.raises(ConfigError, match="use -n 1"):
         TrainConfig(batch=8, reference_shards=2).check_ranks(2)
@@ -165,8 +165,8 @@ def test_a_bar_is_as_long_as_its_width():
 def test_a_report_is_recognised_among_other_lines(tmp_path):
     out = io.StringIO()
     with Reporter(tmp_path / "a" / "metrics.jsonl", out, VirtualClock(10**12)) as reporter:
-        reporter.tell(started())
-        reporter.tell(stepped())
+        reporter.write(started())
+        reporter.write(stepped())
     line = out.getvalue().splitlines()[0].encode()
     assert parse_report(line) == started()
     for other in (b"", b"hello", b'{"kind":"unknown"}', b'{"kind":"step"', b'{"a": 1}'):
@@ -178,7 +178,7 @@ def test_every_step_is_recorded_and_few_are_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with Reporter(path, out, clock) as reporter:
         for step in range(100):
-            reporter.tell(stepped(step))
+            reporter.write(stepped(step))
             clock.advance(10**7)
     recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
     assert recorded == [stepped(step) for step in range(100)]
@@ -196,7 +196,7 @@ def test_half_a_line_of_a_killed_rank_does_not_spoil_the_next(tmp_path):
     path.write_bytes(b'{"kind":"st')
     for _ in range(2):
         with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
-            reporter.tell(stepped())
+            reporter.write(stepped())
     recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
     assert recorded == [None, stepped(), stepped()]
 
@@ -209,9 +209,9 @@ def test_steps_that_will_come_again_are_dropped(tmp_path, step, kept):
     path = tmp_path / "metrics.jsonl"
     with Reporter(path, io.StringIO(), VirtualClock()) as reporter:
         for report in (started(), stepped(1), stepped(2), stepped(3)):
-            reporter.tell(report)
+            reporter.write(report)
         reporter.rewind(step)
-        reporter.tell(stepped(step + 1))
+        reporter.write(stepped(step + 1))
     recorded = [parse_report(line) for line in path.read_bytes().splitlines()]
     assert (recorded, list(tmp_path.iterdir())) == ([*kept, stepped(step + 1)], [path])
 
@@ -227,7 +227,7 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path):
 def test_other_ranks_report_nothing():
     out = io.StringIO()
     with Reporter(None, out, VirtualClock()) as reporter:
-        reporter.tell(stepped())
+        reporter.write(stepped())
     assert not out.getvalue()
 
 
@@ -259,7 +259,7 @@ def _encoded(*reports: object) -> list[bytes]:
     clock = VirtualClock(10**12)
     with Reporter(Path("/dev/null"), out, clock) as reporter:
         for report in reports:
-            reporter.tell(report)
+            reporter.write(report)
             clock.advance(10**9)
     return out.getvalue().encode().splitlines()
 

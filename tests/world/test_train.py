@@ -263,7 +263,7 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_not_one_bit(conf
 def test_bad_input_is_refused_before_anything_starts(config, capfd, tmp_path):
     cases = {
         "3 ranks cannot share a batch of 8 samples equally": command(config, "--batch", "8", n=3),
-        "model is 'huge', expected one of tiny": command(config, "--model", "huge"),
+        "model must be one of tiny": command(config, "--model", "huge"),
         "does not exist": command(config, "--data", str(tmp_path / "nothing.txt")),
         "no directory of a run at nowhere": command(config, "--resume", "nowhere"),
     }

@@ -29,11 +29,11 @@ def bench_comm(
 
     Args:
         n: Number of ranks; several are measured one after the other.
-        operations: Which; all when empty.
+        operations: Collectives to measure; all when empty.
         sizes_kib: KiB of the largest full buffer of a rank.
         dtypes: Such as float32 bfloat16 int64.
-        complete: 2 and 4 ranks, 1 KiB to 256 MiB, float32, bfloat16 and int64, whatever else is
-            said; takes long.
+        complete: Measure 2 and 4 ranks, 1 KiB to 256 MiB, float32, bfloat16 and int64, whatever the
+            other options are; takes long.
         rounds: Alternating rounds for each row; the ratios shown are medians over them.
         out: Directory for comm.json and comm.png.
         no_plot: Do not draw comm.png, which needs matplotlib.
@@ -57,7 +57,7 @@ def bench_comm(
     if not no_plot:
         try:
             print(f"plot  {comm.plot(report, bench.out / 'comm.png')}")
-        except ConfigError as exc:  # the figures are there, only the picture is not
+        except ConfigError as exc:  # the figures are written; only the picture is missing
             print(f"plot  none: {exc}")
     return 0
 
@@ -84,10 +84,10 @@ def bench_ddp(
         n: Number of ranks.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv (11
             million, with batch norm).
-        rounds: Steps of each wrapper, in turns, at most; what is shown are medians over them.
+        rounds: Largest number of steps of each wrapper, in turns; figures are medians over them.
         budget: Seconds for a case, about.
-        busy: Processes that compute beside it, one core each: what is left of it on a machine that
-            others use, too.
+        busy: Number of processes that compute at the same time, one core each, to measure on a
+            machine that others use, too.
         out: Directory for ddp.json.
     """
     from pathlib import Path
@@ -127,7 +127,7 @@ def bench_horovod(
         n: Number of ranks.
         cases: Models with the batch of a rank: mlp and gpt (25 million parameters), conv, and tiny
             (a step of some milliseconds).
-        rounds: Of each, in turns; what is shown are medians over them.
+        rounds: Number of steps of each engine, in turns; figures are medians over them.
         budget: Seconds for a case, about.
         out: Directory for fusion.json.
     """
@@ -166,12 +166,12 @@ def bench_hooks(
     """Measure communication hooks over a slow network of namespaces (as root).
 
     Args:
-        hooks: Names, as DistributedDataParallel takes them.
+        hooks: Names, as DistributedDataParallel accepts them.
         gbit: Rate of each host's link, Gbit/s.
-        num_hosts: Of one rank each.
-        batch: Samples of a rank in a step.
-        rounds: Steps of each, in turns; times are medians over them, losses are those after the
-            last.
+        num_hosts: Number of hosts, with one rank each.
+        batch: Number of samples of a rank in a step.
+        rounds: Number of steps of each hook, in turns; times are medians over them, losses are
+            those after the last step.
         out: Directory for hooks.json.
     """
     from pathlib import Path
@@ -217,13 +217,13 @@ def bench_net(
         ranks_per_host: Ranks of each host; every number is measured at every rate.
         sizes_kib: KiB of the tensors.
         wires: Formats in which numbers cross the network, besides their own.
-        turns: Repetitions of each library, at least; what is shown are medians over them.
+        turns: Least number of repetitions of each library; figures are medians over them.
         budget: Seconds of one library and size, about.
         hosts: Measure between these hosts instead, with so many ranks each; braid must be installed
             there.
         rsh: Command that reaches {host} (default: ssh without questions).
-        link_gbit: What their links carry, Gbit/s, for the share of it that is shown.
-        model: Hold the cost model against measured algorithms instead, on 4 namespaces at the first
+        link_gbit: Rate of the links between --hosts, Gbit/s, to show which share of it is used.
+        model: Compare the cost model with measured algorithms instead, on 4 namespaces at the first
             rate and on 2 ranks in shared memory.
         out: Directory for net.json, or model.json.
     """

@@ -1,4 +1,4 @@
-"""The options of `braid run` that say on which hosts a job runs."""
+"""Options of `braid run` that choose the hosts of a job."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Seconds = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostOptions:
-    """As typed; nothing is checked.
+    """Options for several hosts, as typed and unchecked.
 
     Attributes:
         hosts: Run on these hosts, with so many ranks each; braid must be installed there.
-        hostfile: A file that names them, in lines such as `a slots=2`.
+        hostfile: File that lists the hosts, in lines such as `a slots=2`.
         rsh: Command that reaches {host} (default: ssh without questions).
         remote_python: Interpreter on the hosts (default: the path of this one).
-        env: Names of environment variables that ranks on hosts shall have from here, with commas.
-        nnodes: You start `braid run` on so many hosts yourself, with the same command.
-        node_rank: Number of this one; 0 shows what all of them do.
-        rdzv: Where they meet: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env:// (default).
-        rdzv_timeout: How long hosts may take to answer (default: 60), or nodes to come (default:
+        env: Names of environment variables to copy from here to ranks on hosts, with commas.
+        nnodes: Number of hosts on which you start `braid run` yourself, with the same command.
+        node_rank: Number of this host; 0 shows the output of all of them.
+        rdzv: Meeting place of the hosts: tcp://HOST:PORT of node 0, file:///SHARED/PATH, or env://
+            (default).
+        rdzv_timeout: Longest time for hosts to answer (default: 60), or for nodes to come (default:
             300), in seconds.
-        insecure_network: Nodes trust whoever comes, without BRAID_SECRET_FILE.
+        insecure_network: Trust every node that comes, without BRAID_SECRET_FILE.
         network_interface: Interfaces (eth0) or networks (10.0.0.0/8) that ranks of several hosts
             may use, with commas.
         listen: Address on which the launcher listens for other hosts, such as 0.0.0.0 (default: the
-            one they reach it at).
+            address at which they reach it).
     """
 
     hosts: Annotated[

@@ -1,4 +1,4 @@
-"""`braid probe`: measure what messages cost here, for simulations and plans."""
+"""`braid probe`: measure the cost of messages on this machine, for simulations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def probe(
         rsh: Command that reaches {host} (default: ssh without questions).
         remote_python: Interpreter on the hosts (default: the path of this one).
         out: File that `braid schedule simulate --cluster` and `compare` read.
-        rounds: Turns through all sizes, at least; medians count.
+        rounds: Least number of turns through all sizes; results are medians over them.
         no_pin: Let ranks run on any processor, rather than on those of one NUMA node each.
         log_dir: Directory for the logs of the ranks.
     """

@@ -1,4 +1,4 @@
-"""`braid prove`: does training on N ranks give what one process gives, bit by bit?"""
+"""`braid prove`: compare training on N ranks with one process, bit by bit."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def prove(
 ) -> int:
     """Train on N ranks and in one process, and compare all parameters after every step, bit by bit.
 
-    FILE defines model() and loss(model, rank, size, step), which is the loss of one rank's share of
-    a step; optimizer(params) and wrap(model, group) if they shall be others than SGD and
-    DistributedDataParallel. Exit code 1 means that the two differ.
+    FILE defines model() and loss(model, rank, size, step), the loss of one rank's share of a step.
+    It may define optimizer(params) and wrap(model, group) to replace SGD and
+    DistributedDataParallel. Exit code 1 means that the two runs differ.
 
     Args:
         file: Python file.
@@ -37,16 +37,16 @@ def prove(
     from braid.bench.harness.one_host import run_here
     from braid.prove.show import show
     from braid.prove.task import load_task
-    from braid.prove.worker import Plan, Told
+    from braid.prove.worker import ProofConfig, ProofLine
 
     problems = [f"--num-ranks {n}"] * (n < 1) + [f"--steps {steps}"] * (steps < 1)
     if problems:
-        msg = f"these numbers begin at 1: {' and '.join(problems)}"
+        msg = f"--num-ranks and --steps must be at least 1, got {' and '.join(problems)}"
         raise ConfigError(msg)
-    load_task(Path(file))  # so that a task that cannot be read is told once, not by every rank
+    load_task(Path(file))  # reports an unreadable task once, not on every rank
     lines: list[str] = []
-    plan = msgspec.json.encode(Plan(file=str(Path(file).resolve()), steps=steps))
-    run_here(n, "braid.prove.worker", plan, log_dir=Path(log_dir), on_line=lines.append)
-    proof = msgspec.json.decode(lines[-1], type=Told).proof
+    config = msgspec.json.encode(ProofConfig(file=str(Path(file).resolve()), steps=steps))
+    run_here(n, "braid.prove.worker", config, log_dir=Path(log_dir), on_line=lines.append)
+    proof = msgspec.json.decode(lines[-1], type=ProofLine).proof
     show(proof)
     return 0 if proof.holds else 1

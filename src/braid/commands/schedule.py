@@ -50,12 +50,12 @@ def schedule_show(
     """Print a program, such as ring, tree, hierarchical, 1f1b or gpipe.
 
     Args:
-        name: Of the algorithm.
+        name: Name of the algorithm.
         ranks: World size, or number of stages.
-        operation: What it carries out (default: all_reduce where it can, else what it is for).
-        root: Rank that has or gets everything, for operations that have one (default: 0).
+        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
+        root: Rank that sends or receives everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical.
-        microbatches: For 1f1b and gpipe.
+        microbatches: Number of micro-batches, for 1f1b and gpipe.
         table: Draw a table of rounds instead.
     """
     from braid.schedule import to_text
@@ -74,18 +74,18 @@ def schedule_check(
     """Validate a program: matching, deadlock, every contribution exactly once.
 
     Args:
-        file: As `braid schedule show` prints it.
+        file: Program, as `braid schedule show` prints it.
     """
     from braid.schedule import validate
     from braid.schedule.known import RULES
 
     program = _from_file(file)
-    found = validate(program, RULES)
-    for violation in found:
+    violations = validate(program, RULES)
+    for violation in violations:
         print(violation)
-    if not found:
+    if not violations:
         print(f"valid: {program}")
-    return 1 if found else 0
+    return 1 if violations else 0
 
 
 def schedule_simulate(
@@ -105,22 +105,22 @@ def schedule_simulate(
     svg: Told = "",
     trace: Told = "",
 ) -> int:
-    """Say how long a program takes on a cluster, and draw its timeline.
+    """Compute how long a program takes on a cluster, and draw its timeline.
 
     Args:
-        name: Of the algorithm, or a file as `braid schedule show` prints it.
-        ranks: World size, or number of stages; of a file its own.
-        operation: What it carries out (default: all_reduce where it can, else what it is for).
-        root: Rank that has or gets everything, for operations that have one (default: 0).
+        name: Name of the algorithm, or a file as `braid schedule show` prints it.
+        ranks: World size, or number of stages; a file has its own.
+        operation: Collective to carry out (default: all_reduce if the algorithm can, else its own).
+        root: Rank that sends or receives everything, for operations that have one (default: 0).
         row: Ranks of a host, for hierarchical (default: those of the first level of the cluster).
         nbytes: Bytes of the largest full buffer of a rank, such as 64Mi or 1G; of the activations
             of a micro-batch.
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
         latency_us: Microseconds before the first byte.
         gbytes_per_s: Bandwidth of a rank's link, in 10^9 bytes per second.
-        microbatches: For 1f1b and gpipe.
-        forward_ms: Of a micro-batch on a stage.
-        backward_ms: Likewise.
+        microbatches: Number of micro-batches, for 1f1b and gpipe.
+        forward_ms: Milliseconds of the forward pass of a micro-batch on a stage.
+        backward_ms: Milliseconds of the backward pass of a micro-batch on a stage.
         svg: File for a picture.
         trace: File for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
@@ -180,7 +180,7 @@ def schedule_compare(
     """Show which algorithm is fastest for which size on a cluster, up to 100,000 ranks.
 
     Args:
-        operation: Such as all_reduce.
+        operation: Collective, such as all_reduce.
         ranks: World size.
         sizes: Bytes of the largest full buffer of a rank.
         cluster: TOML file of the cluster (default: all ranks at one switch, with the next two).
@@ -197,22 +197,22 @@ def schedule_compare(
         msg = "--sizes lists no size: give at least one, such as 1Mi"
         raise ConfigError(msg)
     net = _cluster(cluster, ranks, latency_us, gbytes_per_s)
-    found = compare(operation, ranks, [_bytes(size) for size in sizes], net)
+    comparison = compare(operation, ranks, [_bytes(size) for size in sizes], net)
     levels = ", ".join(f"{level.size} per {level.name}" for level in net.levels)
     print(f"{operation} on {ranks} ranks ({levels}); the fastest is marked *")
     grid = Table(box=box.SIMPLE_HEAD)
     grid.add_column("algorithm", no_wrap=True)
     for size in sizes:
         grid.add_column(size, justify="right", no_wrap=True)
-    for name, estimates in found.estimates.items():
-        marks = ["*" if found.is_best(name, i) else " " for i in range(len(sizes))]
+    for name, estimates in comparison.estimates.items():
+        marks = ["*" if comparison.is_best(name, i) else " " for i in range(len(sizes))]
         cells = (f"{time_text(e.seconds)}{mark}" for e, mark in zip(estimates, marks, strict=True))
         grid.add_row(name, *cells)
     _wide_console().print(grid)
     for level in net.levels[1:]:
         if (times := net.oversubscription(level.name)) > 1:
             print(f"links to the {level.name} are oversubscribed {times:g} : 1")
-    for name, why in found.left_out.items():
+    for name, why in comparison.left_out.items():
         print(f"left out: {name}, {why}")
     return 0
 
@@ -233,7 +233,7 @@ def _program(
 
 
 def _is_known(name: str) -> bool:
-    """Whether it is the name of an algorithm; else it is taken for a file, if there is one."""
+    """Whether `name` is the name of an algorithm; any other name is a file's, if there is one."""
     from pathlib import Path
 
     from braid.schedule.collective import ALGORITHMS
@@ -250,10 +250,10 @@ def _valid(program: Program, file: str) -> Program:
     from braid.schedule import validate
     from braid.schedule.known import RULES
 
-    found = validate(program, RULES)
-    if found:
+    violations = validate(program, RULES)
+    if violations:
         msg = (
-            f"the program in {file} is not valid: {'; '.join(map(str, found[:3]))}. See braid "
+            f"the program in {file} is not valid: {'; '.join(map(str, violations[:3]))}. See braid "
             "schedule check"
         )
         raise ConfigError(msg)
@@ -333,17 +333,17 @@ def _write(file: str, text: str) -> None:
 
 
 def _bytes(text: str) -> int:
-    """Of `64Mi`, `1.5G`, `1000`."""
+    """Parse a number of bytes such as `64Mi`, `1.5G` or `1000`."""
     digits = text.rstrip("bB").rstrip("iIkKmMgGtT")
     unit = text.rstrip("bB")[len(digits) :].lower()
     try:
-        found = round(float(digits) * KILO[unit])
+        nbytes = round(float(digits) * KILO[unit])
     except (ValueError, KeyError, OverflowError):
-        found = -1
-    if found < 0:
-        msg = f"a number of bytes is written like 1000, 64Ki or 1.5G, got {text!r}"
+        nbytes = -1
+    if nbytes < 0:
+        msg = f"a number of bytes must be written like 1000, 64Ki or 1.5G, got {text!r}"
         raise ConfigError(msg)
-    return found
+    return nbytes
 
 
 def _costs(program: Program, nbytes: int, forward_s: float, backward_s: float) -> Costs:
@@ -381,20 +381,20 @@ def _estimate(rounds: Rounds, nbytes: int, net: Cluster) -> int:
     from braid.cost import simulate_rounds
     from braid.schedule.bars import time_text
 
-    found = simulate_rounds(rounds, nbytes, net)
+    estimate = simulate_rounds(rounds, nbytes, net)
     print(
         f"{rounds.name} {rounds.operation} on {rounds.num_ranks} ranks, {rounds.num_rounds} "
-        f"rounds: {time_text(found.seconds)}"
+        f"rounds: {time_text(estimate.seconds)}"
     )
-    _print_bytes(found.level_bytes)
+    _print_bytes(estimate.level_bytes)
     return 0
 
 
 def _by_level(timeline: Timeline, net: Cluster) -> dict[str, float]:
-    found = {level.name: 0.0 for level in net.levels}
+    by_level = {level.name: 0.0 for level in net.levels}
     for link, nbytes in timeline.link_bytes.items():
-        found[net.level_of_link(link).name] += nbytes
-    return found
+        by_level[net.level_of_link(link).name] += nbytes
+    return by_level
 
 
 def _print_bytes(by_level: dict[str, float]) -> None:
@@ -403,7 +403,7 @@ def _print_bytes(by_level: dict[str, float]) -> None:
 
 
 def _wide_console() -> Console:
-    """As wide as the terminal; wide enough for tables where there is none."""
+    """Console of the terminal's width, or wide enough for tables without a terminal."""
     from rich.console import Console
 
     console = Console()

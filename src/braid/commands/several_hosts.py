@@ -1,4 +1,4 @@
-"""Reads the options of `braid run` that say on which hosts a job runs."""
+"""Reads the options of `braid run` that choose the hosts of a job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ NODES_LIMIT_S = 300.0  # a person at another keyboard, a batch system
 def choose_where(
     options: HostOptions, num_ranks: int | None, environ: Mapping[str, str] | None = None
 ) -> tuple[Hosts | Nodes | None, tuple[str, ...]]:
-    """Return on which hosts to run, None for this one, and the options that say so again.
+    """Choose the hosts to run on, None for this host, and the options that repeat the choice.
 
     Args:
-        options: As typed.
+        options: Options as typed.
         num_ranks: Value of -n.
         environ: The environment; that of this process when None.
 
     Raises:
-        ConfigError: Options that exclude or need each other.
+        ConfigError: Options exclude or need each other.
     """
     o = options
     reached = {"-H": o.hosts, "--hostfile": o.hostfile}
@@ -41,11 +41,11 @@ def choose_where(
         "--rdzv": o.rdzv,
         "--insecure-network": o.insecure_network,
     }
-    _refuse_contradictions(reached, how, ways, [name for name, said in by_hand.items() if said])
+    _refuse_contradictions(reached, how, ways, [name for name, value in by_hand.items() if value])
     if any(reached.values()):
         again = {"-n": str(num_ranks or ""), **reached, **how, **ways}
-        told = tuple(word for name, said in again.items() if said for word in (name, said))
-        return _hosts(o, num_ranks), told
+        given = tuple(part for name, value in again.items() if value for part in (name, value))
+        return _hosts(o, num_ranks), given
     if any(by_hand.values()):
         return _nodes(
             o, 1 if num_ranks is None else num_ranks, os.environ if environ is None else environ
@@ -54,7 +54,7 @@ def choose_where(
 
 
 def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, str]:
-    """Run a job where `choose_where` said; return the exit code and the error block."""
+    """Run a job on the hosts of `choose_where`; return the exit code and the error block."""
     from braid.launch.cluster.several_hosts import HostsSupervisor
 
     supervisor = HostsSupervisor(console)
@@ -67,19 +67,19 @@ def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, s
 def _refuse_contradictions(
     reached: Mapping[str, str], how: Mapping[str, str], ways: Mapping[str, str], by_hand: list[str]
 ) -> None:
-    told = [f"{name} {said}" for name, said in {**reached, **how}.items() if said]
+    given = [f"{name} {value}" for name, value in {**reached, **how}.items() if value]
     is_reached = any(reached.values())
     problems = []
     if is_reached and by_hand:
         problems.append(
-            f"{told[0]} lets braid reach the hosts, {by_hand[0]} means that you start it there"
+            f"{given[0]} lets braid reach the hosts, {by_hand[0]} means that you start it there"
         )
     if all(reached.values()):
         problems.append("-H and --hostfile both name the hosts")
     if any(how.values()) and not is_reached:
-        problems.append(f"{told[0]} needs hosts: name them with -H or --hostfile")
+        problems.append(f"{given[0]} needs hosts: name them with -H or --hostfile")
     if any(ways.values()) and not is_reached and not by_hand:
-        named = " and ".join(name for name, said in ways.items() if said)
+        named = " and ".join(name for name, value in ways.items() if value)
         problems.append(f"{named} needs several hosts")
     if problems:
         msg = f"options exclude each other: {'; '.join(problems)}"

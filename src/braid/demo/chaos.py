@@ -1,7 +1,7 @@
-"""A rank is killed in the middle of a training, which then goes on from its last checkpoint.
+"""Kill a rank in the middle of a training, to show that the training resumes from its checkpoint.
 
-The kill is a real one: SIGKILL, which no program can catch, from outside, when the training has
-come so far.
+The kill is a real one: SIGKILL from outside, which no program can catch, once the training has
+reached a given step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Assassin(TrainConsole):
     """Shows a training, and kills one of its ranks after a step.
 
     Args:
-        out: Where the training is drawn.
-        title: Before it.
-        rank: Whom to kill.
-        after: Step.
+        out: Console on which the training is drawn.
+        title: Text before the moving line.
+        rank: Rank to kill.
+        after: Step after which to kill it.
 
     Attributes:
-        struck_at: Step that had been reported when it was killed; 0 while it lives.
+        struck_at: Last reported step when the rank was killed; 0 before.
     """
 
     def __init__(self, out: Console, *, title: str, rank: int, after: int) -> None:

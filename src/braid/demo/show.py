@@ -2,11 +2,11 @@
 
     1 reference   one process runs the shards of each batch in turn, in the order of ranks
     2 parallel    one process for each shard
-    3 chaos       the same, but a rank is killed on the way, and the training goes on from its last checkpoint
+    3 chaos       the same, but a rank is killed, and the training resumes from its last checkpoint
     proof         the last checkpoints, weights and optimizer, are compared bit by bit
 
-Everything that is printed was measured in this run. The data is Python's own standard library, so
-nothing is downloaded.
+All printed figures are measured in this run. The data is Python's own standard library, so nothing
+is downloaded.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LR = 6e-3  # as high as this model bears
 SEQUENCES = 16  # of a batch, or the next lower multiple of the number of ranks
 BAR_WIDTH = 40
 SAMPLE_ROWS = 6
-CHECKPOINTS = 5  # on the way, where a rank is killed
+CHECKPOINTS = 5  # of the run in which a rank is killed
 KILLED_AFTER = 0.3  # of the steps; the rest leaves time to strike
 PROOF_FAILED_EXIT_CODE = 1
 
 
 class _Stage(NamedTuple):
-    """What came of a training."""
+    """Outcome of one training."""
 
     outcome: Outcome
     finished: Finished | None
@@ -62,18 +62,18 @@ def show(
     """Run the demonstration.
 
     Args:
-        out: Where to show it.
-        num_ranks: Processes of the parallel training; at most two, and no more than cores, when
-            None.
-        log_dir: Where the two runs go.
-        steps: Steps of each training.
+        out: Console to show it on.
+        num_ranks: Number of processes of the parallel training; at most two, and no more than
+            cores, when None.
+        log_dir: Directory of the runs.
+        steps: Number of steps of each training.
         chaos: Whether to kill a rank, too.
 
     Returns:
         0 if the proof holds; 1 if it does not; the exit code of a stage that failed.
 
     Raises:
-        ConfigError: Nothing was started.
+        ConfigError: The configuration cannot work; nothing was started.
     """
     began_s = time.monotonic()
     cores = (
@@ -90,20 +90,22 @@ def show(
         log_dir=f"{log_dir}/parallel",
     )
     config.check_ranks(size)
-    _say(out, _header(size, cores), style="bold")
+    _print(out, _header(size, cores), style="bold")
 
     reference = replace(config, log_dir=f"{log_dir}/reference", reference_shards=size)
     alone = _train(out, "1 reference", reference, 1)
     if alone.finished is None:
         return _failed(out, alone)
-    _tell(out, "1 reference", f"1 process, {size} shards in turn", alone.finished)
+    _print_stage(out, "1 reference", f"1 process, {size} shards in turn", alone.finished)
 
     parallel = _train(out, "2 parallel", config, size)
     if parallel.finished is None:
         return _failed(out, parallel)
     proof = _prove(alone.finished, parallel.finished)
     noun = "process" if size == 1 else "processes"
-    _tell(out, "2 parallel", f"{size} {noun}, data parallel", parallel.finished, _verdict(proof))
+    _print_stage(
+        out, "2 parallel", f"{size} {noun}, data parallel", parallel.finished, _verdict(proof)
+    )
 
     survived, code = True, 0
     if chaos:
@@ -119,7 +121,10 @@ def show(
 
 
 def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
-    """A rank's time as `width` characters: # compute, = wait, . transfer; the largest remainders are rounded up."""
+    """Draw a rank's time as `width` characters: # compute, = wait, . transfer.
+
+    The shares with the largest remainders are rounded up.
+    """
     exact = [share * width for share in shares]
     counts = [int(x) for x in exact]
     by_rest = sorted(range(3), key=lambda i: counts[i] - exact[i])
@@ -130,7 +135,7 @@ def bar(shares: Shares, width: int = BAR_WIDTH) -> str:
 
 def _header(size: int, cores: int) -> str:
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    load = os.getloadavg()[0]  # what others use is missing from the figures below
+    load = os.getloadavg()[0]  # cores that other programs use are missing below
     return (
         f"braid {__version__} | torch {torch.__version__} | {cores} "
         f"core{'s' if cores > 1 else ''} (load {load:.1f}), "
@@ -143,33 +148,37 @@ def _train(
     out: Console, name: str, config: TrainConfig, num_ranks: int, resume: str = ""
 ) -> _Stage:
     with TrainConsole(out, title=name) as console:
-        # One thread a rank in both: how many there are decides how matrix products are split.
+        # One thread a rank in all runs: the number of threads decides how products are split.
         outcome = launch(config, num_ranks=num_ranks, console=console, resume=resume, threads=1)
     return _Stage(outcome, console.finished if outcome.ok else None, console)
 
 
 def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tuple[bool, int]:
-    """Kill a rank, resume, compare; whether the proof holds, and the exit code of what failed otherwise."""
+    """Kill a rank, resume and compare.
+
+    Returns:
+        Whether the proof holds, and the exit code of a failed training, otherwise 0.
+    """
     config = replace(config, checkpoint_every=max(1, config.steps // CHECKPOINTS))
     victim, after = size - 1, max(1, int(config.steps * KILLED_AFTER))
     assassin = Assassin(out, title="3 chaos", rank=victim, after=after)
     with assassin:
         broken = launch(config, num_ranks=size, console=assassin, threads=1)
     if broken.ok:
-        _say(
+        _print(
             out,
-            f"  3 chaos       rank {victim} could not be killed: it was done before",
+            f"  3 chaos       rank {victim} could not be killed: it had finished before",
             style="red",
         )
         return False, PROOF_FAILED_EXIT_CODE
     block = str(broken).splitlines()
-    _say(
+    _print(
         out,
         f"  3 chaos       rank {victim} was killed (SIGKILL) after step {assassin.struck_at}; the "
         "launcher said",
     )
     for row in block[:2]:
-        _say(out, f"    | {row.strip()[:110]}", style="italic")
+        _print(out, f"    | {row.strip()[:110]}", style="italic")
     stage = _train(out, "3 chaos, resumed", config, size, resume="auto")
     if stage.finished is None:
         return False, _failed(out, stage)
@@ -184,7 +193,7 @@ def _chaos(out: Console, config: TrainConfig, size: int, alone: Finished) -> tup
     return proof.equal, 0
 
 
-def _tell(
+def _print_stage(
     out: Console, name: str, what: str, finished: Finished, verdict: Text | None = None
 ) -> None:
     line = Text(
@@ -195,7 +204,7 @@ def _tell(
 
 
 def _prove(alone: Finished, parallel: Finished) -> Comparison:
-    """Both checkpoints are what was written, and hold the same bits."""
+    """Verify both checkpoints and compare them."""
     try:
         for finished in (alone, parallel):
             verify(finished.checkpoint)
@@ -217,7 +226,7 @@ def _explain(
     assert finished is not None
     if proof.equal:
         speedup = alone.seconds / max(finished.seconds, 1e-9)
-        _say(
+        _print(
             out,
             f"  proof         {proof.num_tensors} tensors (weights and AdamW's moments) of both "
             "last checkpoints have "
@@ -225,43 +234,43 @@ def _explain(
         )
     else:
         first = proof.differing[0]
-        _say(
+        _print(
             out,
             f"  no proof      {len(proof.differing)} of {proof.num_tensors} differ, first {first}",
         )
     if console.started is not None and console.evaluated is not None:
         start = console.started
-        _say(
+        _print(
             out,
             f"  what was done {start.model} GPT, {start.num_params:,} parameters, {start.steps} "
             "steps of "
             f"{start.tokens_per_step:,} bytes of {start.data}; loss on held-out text "
             f"{console.evaluated.eval_loss:.3f} nats/byte",
         )
-    _say(out, "  where the time went     # compute  = wait  . transfer")
+    _print(out, "  where the time went     # compute  = wait  . transfer")
     for rank, shares in enumerate(finished.shares):
         figures = "  ".join(f"{name} {share:.0%}" for name, share in shares._asdict().items())
-        _say(out, f"    rank {rank:<4}{bar(shares)}  {figures}")
+        _print(out, f"    rank {rank:<4}{bar(shares)}  {figures}")
     if console.sampled is not None:
-        _say(out, "  what it writes now")
+        _print(out, "  what it writes now")
         for row in console.sampled.text.splitlines()[:SAMPLE_ROWS]:
-            _say(out, f"    | {row[:100]}", style="italic")
+            _print(out, f"    | {row[:100]}", style="italic")
 
 
 def _next(out: Console, log_dir: str, size: int, took_s: float) -> None:
-    _say(
+    _print(
         out,
         f"  next          open the timeline   braid report {log_dir}/parallel\n"
         f"                train for longer    braid train -n {size} --model mini --steps 2000\n"
         f"                run your own        braid run -n {size} train.py",
     )
-    _say(out, f"  all in all    {took_s:.0f} s")
+    _print(out, f"  all in all    {took_s:.0f} s")
 
 
-def _say(out: Console, text: str, style: str = "") -> None:
+def _print(out: Console, text: str, style: str = "") -> None:
     out.print(Text(text, style=style), soft_wrap=True, highlight=False)
 
 
 def _failed(out: Console, stage: _Stage) -> int:
-    _say(out, str(stage.outcome))
+    _print(out, str(stage.outcome))
     return stage.outcome.exit_code or PROOF_FAILED_EXIT_CODE

@@ -1,4 +1,4 @@
-"""Whether training on N ranks is what one process would have done: the same bits, or where they first differ."""
+"""prove: compare training on N ranks with one process, bit by bit; see README.md."""
 
 from braid.prove.compare import Difference, ulps_between
 from braid.prove.proving import Proof, prove

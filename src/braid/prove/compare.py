@@ -1,8 +1,8 @@
-"""How far apart two tensors are, in units that say whether it is rounding.
+"""Distance of two tensors, in a unit that tells rounding from mistakes.
 
-An absolute difference says nothing without the size of the numbers, and a relative one nothing near
-zero. The number of floating-point numbers between two of them (ulps, units in the last place) does:
-0 is the same number, a handful is another order of additions, and millions are a bug.
+An absolute difference means nothing without the size of the numbers, and a relative one nothing
+near zero. The count of floating-point numbers between two numbers (ulps, units in the last place)
+does: 0 is the same number, a handful is another order of additions, and millions are a bug.
 
 Source: D. Goldberg, "What Every Computer Scientist Should Know About Floating-Point Arithmetic",
 ACM Computing Surveys 23 (1991).
@@ -26,24 +26,24 @@ _BITS = {
 
 
 class Difference(NamedTuple):
-    """Where two tensors differ most.
+    """The largest difference of two tensors.
 
     Attributes:
-        parameter: Name.
+        parameter: Name of the parameter.
         place: Index of the number.
-        found: In the parallel run, as text.
-        expected: In one process, likewise.
-        ulps: Floating-point numbers between them.
-        differing: Numbers of the parameter that differ.
-        numel: Numbers that it has.
-        ranks: Ranks that have others than `usual` has, the one of `found` first; empty where all
-            ranks have the same, and one process another.
-        usual: Rank of `expected` where ranks differ.
+        value: The number in the parallel run, as text.
+        expected: The number in one process, as text.
+        ulps: Number of floating-point numbers between the two.
+        differing: Number of elements of the parameter that differ.
+        numel: Number of elements of the parameter.
+        ranks: Ranks whose numbers differ from those of rank `usual`, the rank of `value` first.
+            Empty if all ranks agree and differ from one process.
+        usual: Rank of `expected`, if ranks differ from each other.
     """
 
     parameter: str
     place: tuple[int, ...]
-    found: str
+    value: str
     expected: str
     ulps: int
     differing: int
@@ -58,20 +58,22 @@ class Difference(NamedTuple):
         if self.ranks:
             sides = (f"on rank {self.ranks[0]}", f"on rank {self.usual}")
             rest = ", ".join(map(str, self.ranks[1:]))
-            also = f"; on rank {rest} there are others, too" if rest else ""
+            also = f"; on rank {rest} there are other numbers, too" if rest else ""
         return (
-            f"{self.parameter}{at} is {self.found} {sides[0]} and {self.expected} {sides[1]}, "
+            f"{self.parameter}{at} is {self.value} {sides[0]} and {self.expected} {sides[1]}, "
             f"{self.ulps:,} ulps apart; "
             f"{self.differing:,} of its {self.numel:,} numbers differ{also}"
         )
 
 
 def ulps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Floating-point numbers between each two elements, as int64; of other dtypes the absolute difference.
+    """Count the floating-point numbers between each two elements, as int64.
 
-    Both zeros are the same number; NaN is as far as can be from all but NaN.
+    For dtypes without a point it is the absolute difference. Both zeros are the same number. NaN is
+    at the largest distance from all numbers but NaN.
 
-    >>> ulps_between(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0 + 2**-23, -0.0, -2.0])).tolist()
+    >>> a, b = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1.0 + 2**-23, -0.0, -2.0])
+    >>> ulps_between(a, b).tolist()
     [1, 0, 2147483648]
     """
     if a.is_complex():
@@ -80,52 +82,51 @@ def ulps_between(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a.to(torch.int64) - b.to(torch.int64)).abs()
     x, y = _ordered(a), _ordered(b)
     apart = (x - y).abs()
-    far = torch.full_like(apart, torch.iinfo(torch.int64).max)
-    apart = torch.where(
-        (x.double() - y.double()).abs() >= float(1 << 62), far, apart
-    )  # more than an int64 holds
+    most = torch.full_like(apart, torch.iinfo(torch.int64).max)
+    overflows = (x.double() - y.double()).abs() >= float(1 << 62)
+    apart = torch.where(overflows, most, apart)
     nan_a, nan_b = a.isnan(), b.isnan()
-    apart = torch.where(nan_a | nan_b, far, apart)
+    apart = torch.where(nan_a | nan_b, most, apart)
     return torch.where(nan_a & nan_b, torch.zeros_like(apart), apart)
 
 
-def difference(name: str, found: torch.Tensor, expected: torch.Tensor) -> Difference | None:
-    """Where they differ most; None where they do not."""
-    found, expected = found.detach().cpu(), expected.detach().cpu()
-    if torch.equal(found, expected):
+def difference(name: str, actual: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+    """Return the largest difference of two tensors, or None if they are equal."""
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    if torch.equal(actual, expected):
         return None
-    apart = ulps_between(found, expected).flatten()
+    apart = ulps_between(actual, expected).flatten()
     if not bool(apart.any()):
         return None
     worst = int(apart.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), found.shape))
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), actual.shape))
     return Difference(
         name,
         index,
-        repr(found.flatten()[worst].item()),
+        repr(actual.flatten()[worst].item()),
         repr(expected.flatten()[worst].item()),
         int(apart[worst]),
         int((apart > 0).sum()),
-        found.numel(),
+        actual.numel(),
     )
 
 
 def difference_of_ranks(
     name: str, rows: Sequence[torch.Tensor], ranks: Sequence[int]
 ) -> Difference | None:
-    """Where ranks differ most from what most of them have; None where they do not.
+    """Return the largest difference of a rank from the majority of ranks, or None if all agree.
 
     Args:
-        name: Of the parameter.
-        rows: Its values, by rank.
-        ranks: Their numbers.
+        name: Name of the parameter.
+        rows: Values of the parameter, by rank.
+        ranks: Rank of each row.
     """
     alike = [sum(torch.equal(row, other) for other in rows) for row in rows]
     usual = alike.index(max(alike))
-    found = [
+    compared = [
         (difference(name, row, rows[usual]), rank) for row, rank in zip(rows, ranks, strict=True)
     ]
-    odd = [(one, rank) for one, rank in found if one is not None]
+    odd = [(one, rank) for one, rank in compared if one is not None]
     if not odd:
         return None
     worst, its = max(odd, key=lambda pair: pair[0].ulps)
@@ -134,7 +135,7 @@ def difference_of_ranks(
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the numbers, neighbours one apart."""
+    """Map floating-point numbers to integers of the same order; neighbours are one apart."""
     bits = x.contiguous().view(_BITS[x.dtype]).to(torch.int64)
     width = x.element_size() * 8
     magnitude = bits & ((1 << (width - 1)) - 1)

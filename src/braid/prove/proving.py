@@ -1,10 +1,10 @@
-"""The same steps on N ranks and in one process, compared after each.
+"""Take the same steps on N ranks and in one process, and compare them after each.
 
-The ranks train as they would; the first one also runs the shares of all, one after the other, in
-one process with the same number of threads (`data_parallel.accumulate`), and compares parameters
-bit by bit after each step. So the first step, and the first parameter in the order of the module,
-at which they part ways are known, and how far apart they are; likewise where ranks have no longer
-the same as each other.
+The ranks train as they would. The first rank also runs the shares of all ranks, one after the
+other, in one process with the same number of threads (`data_parallel.accumulate`). After each step
+it compares the parameters bit by bit. So the proof names the first step, and the first parameter
+in the order of the module, at which the two runs differ, and by how much. Parameters that differ
+among ranks are reported in the same way.
 Memory: two models and their optimizers' state on the first rank.
 """
 
@@ -28,17 +28,17 @@ __all__ = ["Proof", "prove"]
 
 
 class Proof(NamedTuple):
-    """What has been found.
+    """Result of a comparison.
 
     Attributes:
         ranks: World size.
-        steps: Steps that were compared, the differing one included.
-        num_params: Parameters.
-        numel: Numbers in them.
-        step: The first one, from 1, after which a parameter differed; 0 if none did.
-        difference: Of the first such parameter of the module.
-        others: Names of further ones that differ in this step.
-        losses: (parallel run, one process) of the first rank's share, by step, as text.
+        steps: Number of compared steps, including the differing one.
+        num_params: Number of parameters.
+        numel: Number of elements of all parameters.
+        step: First step (from 1) after which a parameter differed; 0 if none did.
+        difference: Difference of the first such parameter of the module.
+        others: Names of further parameters that differ after this step.
+        losses: Losses of the first rank's share (parallel run, one process), by step, as text.
     """
 
     ranks: int
@@ -60,18 +60,18 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
     """Train in parallel and in one process, and compare; a collective.
 
     Args:
-        group: The ranks.
-        task: What is trained.
-        steps: How many steps.
+        group: Group of all ranks.
+        task: Model, loss and optimizer to train.
+        steps: Number of steps.
 
     Returns:
-        On the first rank what was found, None on the others.
+        The proof on the first rank, None on the others.
 
     Raises:
-        ConfigError: No steps.
+        ConfigError: `steps` is less than 1.
     """
     if steps < 1:
-        msg = f"a proof compares at least one step, got steps={steps}"
+        msg = f"steps must be at least 1, got {steps}"
         raise ConfigError(msg)
     model = task.model()
     wrapped = task.wrap(model, group)
@@ -113,7 +113,7 @@ def prove(group: Group, task: Task, steps: int) -> Proof | None:
 
 
 class _Alone:
-    """The run in one process, from the parameters that the ranks begin with."""
+    """The run in one process, which begins with the same parameters as the ranks."""
 
     def __init__(self, task: Task, size: int, begin: nn.Module) -> None:
         self._task = task
@@ -123,7 +123,7 @@ class _Alone:
         self._optimizer = task.optimizer(self._model.parameters())
 
     def step(self, number: int) -> float:
-        """One step; the loss of the first share."""
+        """Take one step; returns the loss of the first share."""
         shares = [
             lambda rank=rank: _seeded(self._task, self._model, rank, self._size, number)
             for rank in range(self._size)
@@ -133,27 +133,27 @@ class _Alone:
         return losses[0].item()
 
     def compare(self, model: nn.Module) -> list[Difference]:
-        """Parameters that differ, in the order of the module."""
+        """Return the parameters that differ, in the order of the module."""
         pairs = zip(model.named_parameters(), self._model.parameters(), strict=True)
-        found = (difference(name, param, expected) for (name, param), expected in pairs)
-        return [one for one in found if one is not None]
+        differences = (difference(name, param, expected) for (name, param), expected in pairs)
+        return [one for one in differences if one is not None]
 
 
 def _drifted(group: Group, records: Sequence[ParamRecord], step: int) -> list[Difference]:
-    """Parameters that ranks have different numbers of, in the order of the module; a collective.
+    """Return the parameters that differ among ranks, in the order of the module; a collective.
 
-    Cost: a checksum of each; where these differ, an all_gather of all.
+    Cost: a checksum of each parameter; where checksums differ, an all_gather of all parameters.
     """
     try:
         compare_values(group, records, f"after step {step}")
     except MismatchError:
-        found = []
+        differences = []
         for record in records:
             flat = record.param.detach().contiguous()
             rows = group.all_gather(flat.view(1, -1))
             shaped = [row.view(record.param.shape) for row in rows]
-            found.append(difference_of_ranks(record.name, shaped, group.ranks))
-        return [one for one in found if one is not None]
+            differences.append(difference_of_ranks(record.name, shaped, group.ranks))
+        return [one for one in differences if one is not None]
     return []
 
 

@@ -1,4 +1,4 @@
-"""A proof for people."""
+"""A proof as text for people."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def show(proof: Proof, console: Console | None = None) -> None:
         console.print(f"         likewise {names}", soft_wrap=True)
     if proof.difference.ranks:
         console.print(
-            "         ranks have no longer the same parameters as each other: what wrap() returns "
-            "must average all gradients, and nothing but the "
-            "optimizer may change parameters, on all ranks alike",
+            "         the ranks' parameters differ from each other: the module that wrap() returns "
+            "must average all gradients, and only the optimizer may change parameters, in the "
+            "same way on all ranks",
             soft_wrap=True,
         )
         return
     console.print(
-        "         a few ulps are another order of additions (a hook, a format, hosts), millions a "
-        "mistake: a share that is not the same in both "
-        "runs, state that one of them has not, a parameter that is not averaged",
+        "         a few ulps mean another order of additions (a hook, a format, hosts), millions "
+        "mean a mistake: a share that differs between the runs, state that only one run has, or a "
+        "parameter that is not averaged",
         soft_wrap=True,
     )

@@ -1,9 +1,9 @@
-"""What is trained in a proof: a file of the user's with a few functions.
+"""The task of a proof: a user's Python file with a few functions.
 
     def model(): ...                            # built anew, equal in every process
     def loss(model, rank, size, step): ...      # forward on the share of `rank`; the mean over it
-    def optimizer(params): ...                  # torch.optim.SGD(params, lr=0.1) if there is none
-    def wrap(model, group): ...                 # braid.DistributedDataParallel if there is none
+    def optimizer(params): ...                  # default: torch.optim.SGD(params, lr=0.1)
+    def wrap(model, group): ...                 # default: braid.DistributedDataParallel
 
 Every share of every step begins with the same state of the default random generator in the parallel
 run and in one process.
@@ -37,13 +37,13 @@ def _replicate(model: nn.Module, group: Group) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained; see the module.
+    """The functions that describe a training; see the module.
 
     Attributes:
-        model: Makes the model.
-        loss: (model, rank, size, step) -> loss of the share of `rank`.
-        optimizer: Makes the optimizer of given parameters.
-        wrap: (model, group) -> what is called and differentiated in its place in the parallel run.
+        model: Function that makes the model.
+        loss: Function (model, rank, size, step) that returns the loss of the share of `rank`.
+        optimizer: Function that makes the optimizer of the given parameters.
+        wrap: Function (model, group) that returns the module to train in the parallel run.
     """
 
     model: Callable[[], nn.Module]
@@ -53,7 +53,7 @@ class Task:
 
 
 def load_task(path: Path) -> Task:
-    """The task of a file.
+    """Load the task in a file.
 
     Raises:
         ConfigError: There is no such file, it raises, or lacks a function.
@@ -65,16 +65,16 @@ def load_task(path: Path) -> Task:
         )
         raise ConfigError(msg)
     try:
-        found: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
+        names: dict[str, Any] = runpy.run_path(str(path), run_name="__braid_prove__")
     except Exception as exc:
         msg = f"{path} raises {type(exc).__name__} when it is imported: {exc}"
         raise ConfigError(msg) from exc
-    lacking = [name for name in ("model", "loss") if not callable(found.get(name))]
+    lacking = [name for name in ("model", "loss") if not callable(names.get(name))]
     if lacking:
         msg = (
             f"{path} defines no {' and no '.join(lacking)}: a task needs model() and "
             "loss(model, rank, size, step)"
         )
         raise ConfigError(msg)
-    options = {name: found[name] for name in ("optimizer", "wrap") if callable(found.get(name))}
-    return Task(found["model"], found["loss"], **options)
+    options = {name: names[name] for name in ("optimizer", "wrap") if callable(names.get(name))}
+    return Task(names["model"], names["loss"], **options)

@@ -1,4 +1,4 @@
-"""One rank of `braid prove`; the first prints what was found."""
+"""The program of each rank of `braid prove`; the first rank prints the proof."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ from braid.context import init, shutdown
 from braid.prove.proving import Proof, prove
 from braid.prove.task import load_task
 
-__all__ = ["Plan", "Told", "main"]
+__all__ = ["ProofConfig", "ProofLine", "main"]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to prove.
+class ProofConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The task to prove and the number of steps.
 
     Attributes:
         file: Path of the task.
-        steps: How many.
+        steps: Number of steps.
     """
 
     file: str
     steps: int
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first rank prints."""
+class ProofLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The line that the first rank prints.
+
+    Attributes:
+        proof: Result of the comparison.
+    """
 
     proof: Proof
 
 
-def main(plan: Plan) -> None:
-    """Prove it."""
+def main(config: ProofConfig) -> None:
+    """Compare the two runs and print the proof on the first rank."""
     group = init()
-    found = prove(group, load_task(Path(plan.file)), plan.steps)
-    if found is not None:
-        print(msgspec.json.encode(Told(proof=found)).decode(), flush=True)
+    proof = prove(group, load_task(Path(config.file)), config.steps)
+    if proof is not None:
+        print(msgspec.json.encode(ProofLine(proof=proof)).decode(), flush=True)
     shutdown()
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=Plan))
+    main(msgspec.json.decode(sys.argv[1], type=ProofConfig))

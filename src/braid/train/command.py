@@ -1,4 +1,4 @@
-"""`braid train`: check, start the ranks, draw what they say, and say how to go on."""
+"""`braid train`: check the configuration, start the ranks, show progress, print how to resume."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def train(
     resume: str = "",
     threads: int | None = None,
 ) -> Outcome:
-    """Train on ranks of this host, showing progress.
+    """Train on ranks of this host and show progress.
 
     Args:
-        config: What to do.
+        config: Configuration of the training.
         num_ranks: Number of ranks.
-        out: Where progress is drawn.
-        resume: A checkpoint, a directory of them, a run, or auto: the last complete one of the log
-            directory.
-        threads: Threads of each rank.
+        out: Console on which progress is drawn.
+        resume: A checkpoint, a directory of checkpoints, the directory of a run, or "auto" for the
+            last complete checkpoint of the log directory.
+        threads: Number of threads of each rank; the launcher's choice when None.
 
     Returns:
-        What came of it; printed, it is the error block, whose resume line is a `braid train`
+        Outcome of the run. Printed, it is the error block, whose resume line is a `braid train`
         command.
 
     Raises:
-        ConfigError: It cannot work; nothing was started.
+        ConfigError: The training cannot work; nothing was started.
     """
     with TrainConsole(out) as console:
         return launch(config, num_ranks=num_ranks, console=console, resume=resume, threads=threads)
@@ -59,10 +59,10 @@ def launch(
     resume: str = "",
     threads: int | None = None,
 ) -> Outcome:
-    """Check a training and run it to its end; the console gets what it says.
+    """Check a training and run it to its end; the console receives its reports.
 
     Raises:
-        ConfigError: It cannot work; nothing was started.
+        ConfigError: The training cannot work; nothing was started.
     """
     config.check_ranks(num_ranks)
     if config.data:
@@ -83,9 +83,12 @@ def launch(
 
 
 def choose_log_dir(resume: str, prefix: str = "") -> str:
-    """Directory of a run that was not given one: that of the last run to continue, else a new one below ./runs."""
-    if resume == "auto" and (found := last_run(Path("runs"))):
-        return found
+    """Choose the directory of a run for which none was given.
+
+    With `resume="auto"` it is the directory of the last run, else a new one below ./runs.
+    """
+    if resume == "auto" and (last := last_run(Path("runs"))):
+        return last
     today = datetime.now().astimezone().date().isoformat()
     while True:
         name = f"./runs/{prefix}{today}_{secrets.token_hex(2)[:3]}"
@@ -94,17 +97,17 @@ def choose_log_dir(resume: str, prefix: str = "") -> str:
 
 
 def last_run(runs: Path) -> str:
-    """The run whose checkpoint is the latest; empty when there is none."""
-    found: list[tuple[float, str]] = []
+    """Path of the run with the latest checkpoint; empty when there is none."""
+    runs_by_time: list[tuple[float, str]] = []
     for directory in runs.glob("*/checkpoints"):
         complete = [line.path for line in ls(directory) if not line.problem]
         if complete:
-            found.append((Path(complete[-1]).stat().st_mtime, str(directory.parent)))
-    return f".{os.sep}{max(found)[1]}" if found else ""
+            runs_by_time.append((Path(complete[-1]).stat().st_mtime, str(directory.parent)))
+    return f".{os.sep}{max(runs_by_time)[1]}" if runs_by_time else ""
 
 
 def _resume_line(config: TrainConfig, num_ranks: int, threads: int | None) -> str:
-    """The command that goes on from the last checkpoint; options that have their default are left out."""
+    """Command that continues from the last checkpoint, without options at their default value."""
     words = ["braid", "train", "--resume", "auto", "-n", str(num_ranks)]
     default = TrainConfig()
     for name in TrainConfig.__dataclass_fields__:

@@ -1,7 +1,6 @@
-"""What a training is told: one frozen value that travels to every rank as JSON.
+"""The configuration of a training: one frozen value that travels to every rank as JSON.
 
-Everything that can be found wrong by looking at the numbers is found here, before a process is
-started.
+All problems that the numbers alone reveal are reported here, before a process is started.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ __all__ = ["MODELS", "ModelSize", "TrainConfig"]
 
 
 class ModelSize(NamedTuple):
-    """Extent of a GPT.
+    """Size of a GPT.
 
     Attributes:
         layers: Number of blocks.
         width: Width of the residual stream.
-        heads: Attention heads; they divide the width.
+        heads: Number of attention heads; divides the width.
     """
 
     layers: int
@@ -48,26 +47,26 @@ MODELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """One training.
+    """Configuration of one training.
 
     Attributes:
         model: Name of a size in `MODELS`.
         data: Text files; Python's standard library when empty.
-        steps: Optimizer steps in all.
-        batch: Sequences of a global batch; a multiple of the number of shards.
-        context: Tokens (bytes) of a sequence.
+        steps: Number of optimizer steps in all.
+        batch: Number of sequences of a global batch; a multiple of the number of shards.
+        context: Number of tokens (bytes) of a sequence.
         lr: Peak learning rate.
-        warmup: Steps of linear warm-up; a twentieth of all when None.
-        weight_decay: For matrices; AdamW.
+        warmup: Number of steps of linear warm-up; a twentieth of all steps when None.
+        weight_decay: Weight decay of AdamW for matrices.
         clip: Largest global norm of the gradient.
-        seed: Chooses initial weights and order of samples.
+        seed: Seed of the initial weights and of the order of samples.
         eval_every: Steps between evaluations; 0 for one at the end only.
-        eval_samples: Sequences of an evaluation, at most.
+        eval_samples: Largest number of sequences of an evaluation.
         checkpoint_every: Steps between checkpoints; 0 for one at the end only.
         keep: Number of checkpoints to keep.
-        log_dir: Where metrics and checkpoints go.
-        reference_shards: On one rank: run this many shards in rank order, as that many ranks would;
-            0 for as many shards as ranks.
+        log_dir: Directory of metrics and checkpoints.
+        reference_shards: Number of shards that a single rank runs in rank order, as that many ranks
+            would; 0 for as many shards as ranks.
         sample_bytes: Length of the text that is generated at the end.
     """
 
@@ -92,7 +91,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         problems = []
         if self.model not in MODELS:
-            problems.append(f"model is {self.model!r}, expected one of {', '.join(MODELS)}")
+            problems.append(f"model must be one of {', '.join(MODELS)}, got {self.model!r}")
         least = {
             "steps": 1,
             "batch": 1,
@@ -109,24 +108,24 @@ class TrainConfig:
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
-                problems.append(f"{name} is {value}, expected at least {low}")
+                problems.append(f"{name} must be at least {low}, got {value}")
         if not 0 < self.lr < math.inf or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append(
-                f"lr is {self.lr:g}, clip {self.clip:g}, weight_decay {self.weight_decay:g}; "
-                "expected positive numbers"
+                f"lr, clip and weight_decay must be positive numbers, got {self.lr:g}, "
+                f"{self.clip:g} and {self.weight_decay:g}"
             )
         if problems:
             raise ConfigError("; ".join(problems))
 
     def check_ranks(self, num_ranks: int) -> int:
-        """Number of shards of a batch on this many ranks.
+        """Check that this many ranks can train, and return the number of shards of a batch.
 
         Raises:
-            ConfigError: There are no ranks, the batch cannot be shared, or a reference shall run on
+            ConfigError: There are no ranks, the batch cannot be shared, or a reference would run on
                 several ranks.
         """
         if num_ranks < 1:
-            msg = f"the number of ranks is {num_ranks}, expected 1 or more"
+            msg = f"the number of ranks must be at least 1, got {num_ranks}"
             raise ConfigError(msg)
         if self.reference_shards and num_ranks != 1:
             msg = (
@@ -144,7 +143,7 @@ class TrainConfig:
         return f"{self.log_dir}/checkpoints"
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of the step with this number (the first is 0): linear warm-up, then half a cosine to a tenth.
+        """Learning rate of a step (the first is 0): linear warm-up, then half a cosine to a tenth.
 
         Source: I. Loshchilov, F. Hutter, "SGDR", ICLR 2017; without restarts.
         """
@@ -155,15 +154,15 @@ class TrainConfig:
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def to_json(self) -> str:
-        """As one argument of a command line."""
+        """The configuration as one argument of a command line."""
         return msgspec.json.encode(asdict(self)).decode()
 
     @classmethod
     def from_json(cls, text: str) -> TrainConfig:
-        """Inverse of `to_json`.
+        """Parse the text that `to_json` returned.
 
         Raises:
-            ConfigError: Says which part is wrong.
+            ConfigError: The text is not valid; the message names the wrong part.
         """
         try:
             return msgspec.json.decode(text, type=cls)

@@ -2,17 +2,18 @@
 
     B sequences, T tokens, V = 256 bytes, D width, H heads, K = D / H, L layers
 
-                                          shape          parameters       FLOPs of a token, forward
-    x = token[i] + position               B T D          V D + T D        0
+                                          shape      parameters   FLOPs of a token, forward
+    x = token[i] + position               B T D      V D + T D    0
     L times
-        x += project(attend(norm(x)))     B T D          4 D D            8 D D + 4 T D  (scores, sums; causal: half of it)
-        x += down(gelu(up(norm(x))))      B T 4D         8 D D            16 D D
-    logits = norm(x) token^T              B T V          0 (tied)         2 V D
+        x += project(attend(norm(x)))     B T D      4 D D        8 D D + 4 T D  (half if causal)
+        x += down(gelu(up(norm(x))))      B T 4D     8 D D        16 D D
+    logits = norm(x) token^T              B T V      0 (tied)     2 V D
 
-Backward costs twice the forward, so a token of training costs 6 N + 12 L T D with N = 12 L D D + V
-D. MFU counts that, the full square of attention included, as is the custom.
+Backward costs twice the forward, so a token of training costs 6 N + 12 L T D floating point
+operations, with N = 12 L D D + V D. MFU counts these, with the full square of attention, as is
+the custom.
 
-Initial values are drawn per parameter from a generator keyed by (seed, name): they are the same on
+Initial values are drawn per parameter from a generator keyed by (seed, name). They are the same on
 every rank and do not depend on the order in which modules are made.
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019 (pre-norm, GELU,
@@ -37,7 +38,7 @@ VOCABULARY = 256
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each added to the residual stream."""
+    """An attention layer, then a perceptron, each added to the residual stream."""
 
     def __init__(self, size: ModelSize) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Map activations of shape (B, T, D) to activations of the same shape."""
         b, t, d = x_btd.shape
         qkv = self.attend(self.norm1(x_btd)).view(b, t, 3, self.heads, d // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H T K
@@ -62,18 +63,18 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte.
+    """A transformer that predicts the next byte.
 
     Args:
-        size: Layers, width and heads.
-        context: Longest sequence.
-        seed: Chooses the initial values.
+        size: Number of layers, width and number of heads.
+        context: Length of the longest sequence.
+        seed: Seed of the initial values.
     """
 
     def __init__(self, size: ModelSize, context: int, seed: int = 0) -> None:
         super().__init__()
         self.context = context
-        with torch.device("meta"):  # values are drawn below: the default generator stays untouched
+        with torch.device("meta"):  # values are drawn below, not from the default generator
             self.token = nn.Embedding(VOCABULARY, size.width)
             self.position = nn.Embedding(context, size.width)
             self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
@@ -103,14 +104,14 @@ class GPT(nn.Module):
 
 
 def flops_per_token(size: ModelSize, context: int) -> int:
-    """Floating point operations of one token of training, see the module."""
+    """Number of floating point operations of one token of training; the module has the formula."""
     weights = 12 * size.layers * size.width**2 + VOCABULARY * size.width
     return 6 * weights + 12 * size.layers * context * size.width
 
 
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, count: int, *, seed: int, temperature: float = 0.8) -> str:
-    """`count` bytes that continue `prompt`, as text that a terminal can take."""
+    """Generate `count` bytes that continue `prompt`, as text that a terminal can show."""
     generator = torch.Generator().manual_seed(text_digest(f"{seed}/sample"))
     tokens = list(prompt)
     for _ in range(count):

@@ -3,8 +3,8 @@
     batch of this step -> shards: forward, backward, average -> all ranks know all losses and
     whether to stop -> clip, optimizer -> now and then: evaluate, checkpoint
 
-Every decision that ranks must take together (stop, checkpoint, give up on NaN) is drawn from the
-same exchanged numbers, so no rank is ever left alone in a collective.
+Every decision that ranks must make together (stop, checkpoint, give up on NaN) follows from the
+same exchanged numbers, so no rank is ever alone in a collective.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from braid.train.shards import ParallelShards, ReferenceShards, Round, Shards
 
 __all__ = ["Stopping", "Trainer", "TrainingDivergedError"]
 
-PROMPT = b"\0"  # what begins each document of a corpus
+PROMPT = b"\0"  # the byte with which each document of a corpus begins
 PROBE_SIZE = 512
 PROBE_RUNS = 12
 
 
 class TrainingDivergedError(BraidError, ArithmeticError):
-    """The loss or a gradient is no longer a finite number."""
+    """The loss or a gradient is nonfinite."""
 
 
 class Stopping:
-    """Whether this rank has been asked to stop; set by a signal handler."""
+    """The signal that asked this rank to stop, if any; set by a signal handler."""
 
     def __init__(self) -> None:
         self.signum = 0
 
     def __call__(self, signum: int, _frame: object) -> None:
-        """Note the signal; the loop acts on it when the step is done."""
+        """Record the signal; the loop acts on it after the current step."""
         self.signum = signum
 
 
@@ -70,14 +70,14 @@ class Trainer:
     """One training on one rank.
 
     Args:
-        config: What to do.
+        config: Configuration of the training.
         corpus: Text; the same on all ranks.
-        group: The ranks.
-        reporter: Gets the reports.
-        stopping: Asks to stop.
+        group: Group of all ranks that train.
+        reporter: Writes the reports.
+        stopping: Says whether this rank has been asked to stop.
 
     Raises:
-        ConfigError: Data and configuration do not fit each other.
+        ConfigError: The data does not suffice for the configuration.
     """
 
     def __init__(
@@ -120,7 +120,8 @@ class Trainer:
         """Continue from a checkpoint.
 
         Raises:
-            CheckpointError: It is of another model, other data or another order of samples.
+            CheckpointError: The checkpoint is of another model, other data or another order of
+                samples.
         """
         state = loaded.manifest.state
         if state.get("data") != self._corpus.digest:
@@ -145,16 +146,17 @@ class Trainer:
         """Train to the end, or until asked to stop.
 
         Returns:
-            The signal that ended it early, or 0.
+            The signal that ended the training early, or 0.
 
         Raises:
-            TrainingDivergedError: Names rank and step; the same on every rank.
+            TrainingDivergedError: The loss or a gradient is nonfinite. The message names rank and
+                step and is the same on every rank.
             CheckpointError: A checkpoint could not be written.
         """
         config, clock = self._config, self._group.context.clock
         self._peak = self._probe_peak()
         self._reporter.rewind(self._step)
-        self._reporter.tell(self._started(resumed_from, notes))
+        self._reporter.write(self._started(resumed_from, notes))
         start_ns, before = clock.now_ns(), self._group.statistics()
         signum = 0
         while self._step < config.steps and not signum:
@@ -169,7 +171,7 @@ class Trainer:
         shares = self._shares_of_all(clock.now_ns() - start_ns, before, after)
         if not signum and config.sample_bytes:
             self._sample()
-        self._reporter.tell(
+        self._reporter.write(
             Finished(
                 step=self._step,
                 first_loss=self._losses[0],
@@ -183,7 +185,7 @@ class Trainer:
         return signum
 
     def numerics(self) -> dict[str, Any]:
-        """What the bits of the result depend on, besides configuration and data."""
+        """Facts on which the bits of the result depend, besides configuration and data."""
         return {
             "world_size": self._group.size,
             "shards": self._num_shards,
@@ -197,7 +199,7 @@ class Trainer:
     # One step
 
     def _one_step(self) -> int:
-        """Returns the signal to stop with, or 0."""
+        """Take one optimizer step; returns the signal to stop with, or 0."""
         config, events, clock = self._config, self._group.context.events, self._group.context.clock
         start_ns, before = clock.now_ns(), self._group.statistics()
         lr = config.lr_at(self._step)
@@ -217,7 +219,7 @@ class Trainer:
         wall_ns = clock.now_ns() - start_ns
         shares = _shares(wall_ns, before, after)
         wall_s = max(wall_ns, 1) / 1e9
-        self._reporter.tell(
+        self._reporter.write(
             Stepped(
                 step=self._step,
                 loss=answers.loss,
@@ -229,7 +231,7 @@ class Trainer:
                 mfu=self._flops_per_step / self._group.size / wall_s / self._peak,
             )
         )
-        # What ranks have exchanged counts, not what this one has heard since.
+        # The exchanged flag decides, not a signal that has reached this rank since.
         return (self._stopping.signum or signal.SIGTERM) if answers.stop else 0
 
     def _refuse_not_finite(self, answers: Round) -> None:
@@ -266,7 +268,7 @@ class Trainer:
     def _evaluate(self) -> None:
         with self._group.context.events.span("evaluate", seq=self._step):
             loss = self._shards.evaluate(self._held_out, self._eval_indices)
-        self._reporter.tell(Evaluated(step=self._step, eval_loss=loss))
+        self._reporter.write(Evaluated(step=self._step, eval_loss=loss))
 
     def _checkpoint_is_due(self) -> bool:
         every = self._config.checkpoint_every
@@ -298,18 +300,18 @@ class Trainer:
                 on_saved=self.on_saved,
             )
         self._saved_step = self._step
-        self._reporter.tell(Checkpointed(step=self._step, path=str(path)))
+        self._reporter.write(Checkpointed(step=self._step, path=str(path)))
 
     def _sample(self) -> None:
         if self._group.rank == 0:
             text = generate(self._model, PROMPT, self._config.sample_bytes, seed=self._config.seed)
-            self._reporter.tell(Sampled(step=self._step, text=text))
+            self._reporter.write(Sampled(step=self._step, text=text))
         self._group.barrier()
 
     # Figures
 
     def _choose_eval(self, available: int) -> list[int]:
-        """Evenly spread samples, a multiple of the number of shards."""
+        """Choose evenly spread samples for evaluations, a multiple of the number of shards."""
         count = min(self._config.eval_samples, available) // self._num_shards * self._num_shards
         if not count:
             msg = (
@@ -321,7 +323,10 @@ class Trainer:
         return [i * available // count for i in range(count)]
 
     def _probe_peak(self) -> float:
-        """Floating point operations a second of a matrix product, all ranks at the same time: what MFU compares with."""
+        """Measure the rate of a matrix product on all ranks at once, in operations a second.
+
+        MFU compares with this rate.
+        """
         clock = self._group.context.clock
         a = torch.ones(PROBE_SIZE, PROBE_SIZE)
         self._group.barrier()
@@ -362,7 +367,10 @@ class Trainer:
 
 
 def _adamw(model: GPT, config: TrainConfig) -> torch.optim.Optimizer:
-    """Weight decay for matrices only. Source: I. Loshchilov, F. Hutter, ICLR 2019; betas of GPT-3."""
+    """Make an AdamW that decays matrices only.
+
+    Source: I. Loshchilov, F. Hutter, ICLR 2019; betas of GPT-3.
+    """
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": config.weight_decay},

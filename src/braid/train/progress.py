@@ -1,8 +1,8 @@
-"""What one sees of a training: one moving line on a terminal, a plain line every two seconds elsewhere.
+"""Progress of a training: a moving line on a terminal, a plain line every two seconds elsewhere.
 
-The launcher hands every line of its ranks to a console. This one recognises rank 0's reports and
-draws them; whatever else ranks print is shown above, with the rank before it. Drawing happens on a
-thread of its own, so that a terminal that is not read does not hold up the launcher.
+The launcher hands every line of its ranks to a console. `TrainConsole` recognises rank 0's reports
+and draws them; all other output of ranks appears above, prefixed with the rank. A separate thread
+draws, so that a terminal that is not read does not hold up the launcher.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ CLOSE_LIMIT_S = 2.0
 
 
 class TrainConsole:
-    """A `braid.launch.Console` that knows trainings; a context manager.
+    """A `braid.launch.Console` that shows a training; a context manager.
 
     Attributes:
-        started: What rank 0 said at the start; None before.
-        evaluated: The last evaluation.
-        sampled: The text of the end.
-        finished: What rank 0 said at the end.
+        started: Rank 0's report of the start; None before it.
+        evaluated: Report of the last evaluation.
+        sampled: Report with the text that the model generated at the end.
+        finished: Rank 0's report of the end.
 
     Args:
-        out: Where to draw.
-        title: Show no more than this and the moving line; for a caller that tells the rest itself.
-        clock: Decides when a plain line is due.
+        out: Console to draw on.
+        title: Show only this title and the moving line, for a caller that prints the rest.
+        clock: Clock that decides when a plain line is due.
     """
 
     def __init__(self, out: Console, *, title: str = "", clock: Clock | None = None) -> None:
@@ -60,17 +60,16 @@ class TrainConsole:
         self._title = title
         self._clock = clock or MonotonicClock()
         self._shown_ns = 0
-        self._failing: set[int] = (
-            set()
-        )  # their tracebacks are in the logs, the cause in the error block
+        # Tracebacks of these ranks are in the logs, the cause is in the error block.
+        self._failing: set[int] = set()
         self._left_s = LeftTime()
         self._progress: Progress | None = None
         self._queue: queue.Queue[Report | Text | None] = queue.Queue(MAX_WAITING)
         self._thread = threading.Thread(target=self._draw, name="braid-train-view", daemon=True)
         self._thread.start()
 
-    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002 - whole lines only
-        """Take a line of a rank."""
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
+        """Show a line that a rank has printed."""
         report = parse_report(text) if rank == 0 and stream == 1 else None
         if report is None:
             if stream == 2 and text.startswith(TRACEBACK):
@@ -82,12 +81,12 @@ class TrainConsole:
         self._put(report)
 
     def notice(self, text: str) -> None:
-        """Take a message of the launcher."""
+        """Show a message of the launcher."""
         if not self._title:
             self._put(Text(f"braid: {text}"))
 
     def close(self) -> None:
-        """Draw what waits and end the thread. Idempotent."""
+        """Draw the pending items and end the thread. Idempotent."""
         with suppress(queue.Full):
             self._queue.put(None, timeout=CLOSE_LIMIT_S)
             self._thread.join(CLOSE_LIMIT_S)
@@ -152,9 +151,9 @@ class TrainConsole:
         elif isinstance(item, Stepped):
             self._advance(item)
         elif not self._title:
-            self._tell(item)
+            self._show_report(item)
 
-    def _tell(self, report: Report) -> None:
+    def _show_report(self, report: Report) -> None:
         if isinstance(report, Evaluated):
             self._print(
                 Text(f"step {report.step}: loss on held-out text {report.eval_loss:.3f} nats/byte")
@@ -200,13 +199,13 @@ class TrainConsole:
 
 
 class LeftTime:
-    """Estimates the time left from the steps seen so far."""
+    """Estimates the time left from the past steps."""
 
     def __init__(self) -> None:
         self._first: tuple[int, int] | None = None
 
     def after(self, step: int, total: int, now_ns: int) -> float | None:
-        """Seconds left after `step` of `total`; None while it cannot be told."""
+        """Estimate the seconds left after `step` of `total`; None while there are too few steps."""
         if self._first is None:
             self._first = (step, now_ns)
         done, elapsed_ns = step - self._first[0], now_ns - self._first[1]
@@ -214,14 +213,14 @@ class LeftTime:
 
 
 class _Figures(ProgressColumn):
-    """The text behind the bar; not through markup, which brackets in it would upset."""
+    """Column with the text behind the bar; no markup, which brackets in the text would upset."""
 
     def render(self, task: Task) -> Text:
         return Text(str(task.fields["figures"]), no_wrap=True, overflow="ellipsis")
 
 
 def describe_start(start: Started) -> list[str]:
-    """What is being trained, on what, by whom."""
+    """Lines that describe the model, the data and the ranks of a training."""
     shards = "" if start.shards == start.num_ranks else f" running {start.shards} shards in turn"
     lines = [
         f"model    {start.model}, {_count(start.num_params)} parameters, torch {start.torch}",
@@ -242,7 +241,7 @@ def describe_start(start: Started) -> list[str]:
 
 
 def describe_step(step: Stepped, left_s: float | None) -> str:
-    """The figures of a step in one short line."""
+    """Figures of a step in one short line."""
     parts = [f"loss {step.loss:.3f}", f"{_count(step.tokens_per_s)} tok/s"]
     if left_s is not None:
         parts.append(f"{left_s:.0f} s left")

@@ -1,8 +1,8 @@
-"""What a training says while it runs: one JSON object a line, in the metrics file and to whoever watches.
+"""Reports of a running training: one JSON object a line, in the metrics file and on stdout.
 
 Rank 0 appends every report to `metrics.jsonl`, where each step stands once, also after a resume.
-Its standard output carries the same lines, thinned out, so that the parent of `braid train` can
-draw a progress bar without another channel; a person who reads the log can read them as well.
+Its standard output carries some of the same lines, so that the parent of `braid train` can draw a
+progress bar without another channel. The log is readable for people as well.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ __all__ = [
     "parse_report",
 ]
 
-TELL_NS = 200_000_000
+SHOW_NS = 200_000_000
 MARK = b'{"kind":"'
 
 
 class Shares(NamedTuple):
-    """Where the time of a rank went; the three add up to 1.
+    """Shares of a rank's time, which add up to 1.
 
     Attributes:
-        compute: Outside of collectives.
-        wait: In collectives, waiting for others.
-        transfer: In collectives, moving and adding data.
+        compute: Share of time outside of collectives.
+        wait: Share of time in collectives, waiting for other ranks.
+        transfer: Share of time in collectives, moving and adding data.
     """
 
     compute: float
@@ -50,14 +50,14 @@ class Shares(NamedTuple):
 
     @classmethod
     def of(cls, wall_ns: int, spent_ns: int, waited_ns: int) -> Shares:
-        """From the counters of a group over an interval."""
+        """Compute the shares from the counters of a group over an interval."""
         wall = max(wall_ns, spent_ns, 1)
         waited = min(waited_ns, spent_ns)
         return cls(1 - spent_ns / wall, waited / wall, (spent_ns - waited) / wall)
 
 
 class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_only=True):
-    """Everything is ready; the first step comes next."""
+    """Report that everything is ready; the first step comes next."""
 
     first_step: int
     steps: int
@@ -78,7 +78,7 @@ class Started(msgspec.Struct, tag_field="kind", tag="start", frozen=True, kw_onl
 
 
 class Stepped(msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only=True):
-    """A step is done; shares and MFU are those of rank 0."""
+    """Report of a completed step; shares and MFU are those of rank 0."""
 
     step: int
     loss: float
@@ -93,28 +93,28 @@ class Stepped(msgspec.Struct, tag_field="kind", tag="step", frozen=True, kw_only
 
 
 class Evaluated(msgspec.Struct, tag_field="kind", tag="eval", frozen=True, kw_only=True):
-    """Loss on held-out text."""
+    """Report of the loss on held-out text."""
 
     step: int
     eval_loss: float
 
 
 class Checkpointed(msgspec.Struct, tag_field="kind", tag="checkpoint", frozen=True, kw_only=True):
-    """A checkpoint is complete."""
+    """Report that a checkpoint is complete."""
 
     step: int
     path: str
 
 
 class Sampled(msgspec.Struct, tag_field="kind", tag="sample", frozen=True, kw_only=True):
-    """Text that the model has written."""
+    """Report with text that the model has generated."""
 
     step: int
     text: str
 
 
 class Finished(msgspec.Struct, tag_field="kind", tag="end", frozen=True, kw_only=True):
-    """The training has ended; `stopped_by` is empty when it is complete."""
+    """Report that the training has ended; `stopped_by` is empty when all steps are done."""
 
     step: int
     first_loss: float
@@ -131,7 +131,7 @@ _DECODER = msgspec.json.Decoder(Started | Stepped | Evaluated | Checkpointed | S
 
 
 def parse_report(line: bytes) -> Report | None:
-    """The report in a line of output; None when it is something else."""
+    """Parse a line of output as a report; None for any other line."""
     if not line.startswith(MARK):
         return None
     try:
@@ -142,7 +142,7 @@ def parse_report(line: bytes) -> Report | None:
 
 
 def _is_of_past(report: Report | None, step: int) -> bool:
-    """Whether a report stays true when the training goes on from `step`."""
+    """Whether a report stays true when the training continues from `step`."""
     if isinstance(report, Started):
         return report.first_step < step
     return report is not None and report.step <= step
@@ -158,7 +158,7 @@ def _values_by_name(path: Path) -> Iterator[None]:
 
 
 def _end_last_line(file: BinaryIO) -> None:
-    """A rank that was killed may have left half a line; the next report begins a new one."""
+    """End the half line that a killed rank may have left; the next report begins a new one."""
     if file.seek(0, SEEK_END):
         file.seek(-1, SEEK_END)
         if file.read(1) != b"\n":
@@ -166,12 +166,14 @@ def _end_last_line(file: BinaryIO) -> None:
 
 
 class Reporter:
-    """Writes reports; a context manager. Ranks other than 0 have one that writes nothing.
+    """Writes reports to a file and to stdout; a context manager.
+
+    Ranks other than 0 have a reporter that writes nothing.
 
     Args:
-        path: The metrics file; appended to. None to write nothing.
-        out: Where lines go for whoever watches.
-        clock: Decides when a step is worth telling.
+        path: The metrics file, which is appended to. None to write nothing.
+        out: Stream for lines that show progress.
+        clock: Clock that decides when the next step is shown.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -180,7 +182,7 @@ class Reporter:
     def __init__(self, path: Path | None, out: TextIO, clock: Clock) -> None:
         self._out = out
         self._clock = clock
-        self._told_ns = 0
+        self._shown_ns = 0
         self._file: BinaryIO | None = None
         if path is None:
             return
@@ -190,7 +192,9 @@ class Reporter:
             _end_last_line(self._file)
 
     def rewind(self, step: int) -> None:
-        """Drop what the file says of later steps, whole or not at all: they will be done, and reported, again.
+        """Drop the reports of steps after `step` from the file, because they will be done again.
+
+        The file is replaced as a whole or not at all.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -210,16 +214,16 @@ class Reporter:
             self._file.close()
             self._file = path.open("ab+")
 
-    def tell(self, report: Report) -> None:
-        """Record a report; steps reach the watcher a few times a second, all others at once."""
+    def write(self, report: Report) -> None:
+        """Write a report; `out` shows five steps a second at most, and all other reports."""
         if self._file is None:
             return
         line = msgspec.json.encode(report) + b"\n"
         self._file.write(line)
         now_ns = self._clock.now_ns()
-        if isinstance(report, Stepped) and now_ns - self._told_ns < TELL_NS:
+        if isinstance(report, Stepped) and now_ns - self._shown_ns < SHOW_NS:
             return
-        self._told_ns = now_ns
+        self._shown_ns = now_ns
         self._file.flush()
         self._out.write(line.decode())
         self._out.flush()

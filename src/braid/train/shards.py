@@ -1,8 +1,8 @@
-"""The shards of a batch: each on a rank of its own, or all of them in one process, in the order of ranks.
+"""The shards of a batch: one on each rank, or all in one process in the order of ranks.
 
-Both leave the same bits in `.grad`, which is what `braid demo` proves. Everything else of a
-training (order of samples, clipping, optimizer, evaluation) is one path, and asks its shards for
-two things only: gradients, and losses.
+Both leave the same bits in `.grad`, which `braid demo` proves. The rest of a training (order of
+samples, clipping, optimizer, evaluation) is the same code for both. It asks its shards for two
+things only: gradients and losses.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["ParallelShards", "ReferenceShards", "Round", "Shards"]
 
 
 class Round(NamedTuple):
-    """What all ranks know after a step's backward.
+    """Values that all ranks know after a step's backward.
 
     Attributes:
         losses: Loss of each shard, in the order of ranks.
-        stop: Some rank wants to stop after this step.
+        stop: Whether some rank wants to stop after this step.
     """
 
     losses: tuple[float, ...]
@@ -34,40 +34,43 @@ class Round(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean over the shards, summed in their order."""
+        """Mean loss of the shards, summed in their order."""
         return sum(self.losses) / len(self.losses)
 
 
 class Shards(Protocol):
-    """Carries out a batch."""
+    """Computes gradients and losses of a batch."""
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
-        """Leave the averaged gradients in `.grad`."""
+        """Compute the averaged gradients and leave them in `.grad`."""
         ...
 
     def evaluate(self, windows: Windows, indices: Sequence[int]) -> float:
-        """Mean loss without gradients."""
+        """Compute the mean loss without gradients."""
         ...
 
 
 class ParallelShards:
-    """Each rank has a shard; also on a world of one.
+    """Shards of which each rank has one; a world of one rank is allowed.
 
     Args:
         model: The model, equal on all ranks.
         windows: Samples to train on.
-        group: The ranks.
+        group: Group of all ranks that train.
     """
 
     def __init__(self, model: GPT, windows: Windows, group: Group) -> None:
         self._model = model
-        # losses are looked at, and told, before gradients are used
+        # the trainer checks and reports losses before it uses gradients
         self._parallel = DistributedDataParallel(model, process_group=group, nonfinite="ignore")
         self._windows = windows
         self._group = group
 
     def backward(self, batch: Sequence[int], *, stop: bool) -> Round:
-        """See `Shards`. Cost: the all_reduce of the gradients and one all_gather of 16 bytes a rank."""
+        """See `Shards`.
+
+        Cost: the all_reduce of the gradients and one all_gather of 16 bytes a rank.
+        """
         events = self._group.context.events
         with events.span("data"):
             inputs, targets = self._windows.batch(self._share(batch))
@@ -91,12 +94,12 @@ class ParallelShards:
 
 
 class ReferenceShards:
-    """One process runs every shard in turn.
+    """Shards that one process runs in turn.
 
     Args:
         model: The model.
         windows: Samples to train on.
-        group: A world of one, for its events.
+        group: A world of one rank, for its events.
         num: Number of shards.
     """
 

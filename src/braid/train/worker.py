@@ -1,7 +1,7 @@
-"""What each rank of `braid train` runs: `python -m braid.train.worker CONFIG_AS_JSON`.
+"""The program that each rank of `braid train` runs: `python -m braid.train.worker CONFIG_AS_JSON`.
 
-The launcher says through the environment who this rank is and what to resume from; the rest is in
-the one argument.
+The launcher passes the rank and the checkpoint to resume from in the environment. The
+configuration is the one argument.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
-    """Be a rank; returns the exit code."""
+    """Run one rank; returns the exit code."""
     if len(arguments) != 1:
         msg = (
             "a worker of `braid train` takes one argument, the configuration as JSON, got "
@@ -42,22 +42,22 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, stopping)
     torch.use_deterministic_algorithms(True)
     signum = run(config, context.init(), stopping, context.membership())
-    context.shutdown()  # not after an exception: that rank has failed, it has not left
+    context.shutdown()  # not after an exception: such a rank has failed, not left
     return 128 + signum if signum else 0
 
 
 def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membership) -> int:
-    """Train on this rank; returns the signal that ended it early, or 0."""
+    """Train on this rank; returns the signal that ended the training early, or 0."""
     corpus = from_files(config.data) if config.data else standard_library()
     metrics = Path(config.log_dir) / "metrics.jsonl" if group.rank == 0 else None
     with Reporter(metrics, sys.stdout, group.context.clock) as reporter:
         trainer = Trainer(config, corpus, group, reporter, stopping)
 
-        def tell_launcher(step: int, path: Path, sha256_ok: bool) -> None:
+        def report_saved(step: int, path: Path, sha256_ok: bool) -> None:
             if member.control is not None and group.rank == 0:
                 member.control.send(Saved(step, str(path), sha256_ok))
 
-        trainer.on_saved = tell_launcher
+        trainer.on_saved = report_saved
         resumed_from, notes = _resume(trainer, config, member.environment.resume, group)
         return trainer.run(resumed_from=resumed_from, notes=notes)
 
@@ -65,7 +65,7 @@ def run(config: TrainConfig, group: Group, stopping: Stopping, member: Membershi
 def _resume(
     trainer: Trainer, config: TrainConfig, where: str, group: Group
 ) -> tuple[str, tuple[str, ...]]:
-    """Load what `--resume` asks for; returns its path and what the user should know."""
+    """Load the checkpoint that `--resume` names; returns its path and notes for the user."""
     if not where:
         return "", ()
     if where == "auto" and not ls(config.checkpoints):
@@ -84,9 +84,9 @@ def _resume(
         )
         raise ConfigError(msg)
     trainer.resume(loaded)
-    notes = [f"passed over {path}: {reason}" for path, reason in loaded.skipped]
+    notes = [f"skipped {path}: {reason}" for path, reason in loaded.skipped]
     then, now = loaded.manifest.numerics, trainer.numerics()
-    del now["world_size"]  # the number of shards is what counts
+    del now["world_size"]  # the number of shards matters instead
     del now["algorithms"]  # measured anew in every run; none of them changes the order of sums
     if differing := [f"{k} {then.get(k)} (now {now[k]})" for k in now if then.get(k) != now[k]]:
         notes.append(f"last bits may differ, the checkpoint was made with {', '.join(differing)}")
@@ -94,7 +94,7 @@ def _resume(
 
 
 def _checkpoints_in(where: str) -> Path:
-    """A checkpoint or a directory of them as it is; of a run's directory, its checkpoints."""
+    """Directory of the checkpoints of a run; any other path is returned as it is."""
     inner = Path(where) / "checkpoints"
     return inner if inner.is_dir() else Path(where)
 

@@ -82,12 +82,12 @@ class Environment:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name} is {value!r}, expected 0 or more"
+            f"{name} must be 0 or more, got {value!r}"
             for name in self.__slots__
             if isinstance(value := getattr(self, name), (int, float)) and not value >= 0
         ]
         if self.log_level not in LEVELS:
-            problems.append(f"log_level is {self.log_level!r}, expected one of {', '.join(LEVELS)}")
+            problems.append(f"log_level must be one of {', '.join(LEVELS)}, got {self.log_level!r}")
         if problems:
             raise ConfigError("; ".join(problems))
 

@@ -75,7 +75,7 @@ def read_variables(environ: Mapping[str, str]) -> VariablesRead:
             try:
                 values[variable.field] = variable.read(text)
             except ValueError:
-                problems.append(f"{name} is {text!r}, expected {variable.expected}")
+                problems.append(f"{name} must be {variable.expected}, got {text!r}")
         elif name in WITHOUT_MEANING or name.startswith(BUILDING):
             ignored.append(name)
         else:

@@ -116,7 +116,7 @@ def _dial(
                 return connect(address, secret, identity, timeout_s=share_s / len(addresses))
             except RendezvousError as exc:
                 if exc.__cause__ is None:  # a program answered and refused this node
-                    msg = f"node {node} was turned away at {address}: {exc}"
+                    msg = f"node {node} was refused at {address}: {exc}"
                     raise ConfigError(msg) from exc
                 problems[address] = getattr(exc.__cause__, "strerror", None) or "timed out"
         before, failures = failures, "; ".join(f"{a}: {why.lower()}" for a, why in problems.items())

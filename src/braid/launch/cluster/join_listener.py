@@ -113,7 +113,7 @@ class JoinListener:
         self._reported[listener.address] = refusals
         self._num_notices += 1
         if self._num_notices <= MAX_NOTICES:
-            self._notice(f"turned away {refusals[-1]}")
+            self._notice(f"refused {refusals[-1]}")
 
     def _on_message(
         self,
@@ -129,9 +129,7 @@ class JoinListener:
             return
         agent.send(Refused(reason))  # the launcher closes the connection when it reads this
         if self._notice is not None:
-            self._notice(
-                f"turned away {agent.name} ({message.hostname}, pid {message.pid}): {reason}"
-            )
+            self._notice(f"refused {agent.name} ({message.hostname}, pid {message.pid}): {reason}")
 
     def _on_lost(self, agent: AgentHandle, why: str) -> None:  # noqa: ARG002 - not yet admitted
         if agent in self._pending:

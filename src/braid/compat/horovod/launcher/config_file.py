@@ -74,10 +74,10 @@ def _plain(key: object) -> str:
 def _text(option: Option, value: object, path: str, problems: list[str]) -> str:
     if not option.metavar:
         if not isinstance(value, bool):
-            problems.append(f"{path} is {value!r}, expected true or false")
+            problems.append(f"{path} must be true or false, got {value!r}")
         return str(int(value is True))
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        problems.append(f"{path} is {value!r}, expected one value")
+        problems.append(f"{path} must be one value, got {value!r}")
     return str(value)
 
 
@@ -86,7 +86,7 @@ def _unknown(path: tuple[str, str], value: object) -> str:
     keys = [k for s, k in PATHS if s == section]
     if not section and key in SECTIONS:
         inner = next(k for s, k in PATHS if s == key)
-        return f"{key} is {value!r}, expected keys below it, such as {inner}"
+        return f"{key} must have keys below it, such as {inner}, got {value!r}"
     if not section:
         keys += SECTIONS
     return f"{'.'.join(filter(None, path))} is not known{closest(key, keys)}"

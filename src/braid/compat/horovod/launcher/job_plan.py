@@ -164,7 +164,7 @@ def _empty(flags: Flags) -> list[str]:
     """Return values that are missing, such as those of unset shell variables."""
     rows = [BY_NAME[name] for name, text in flags.values.items() if not text]
     return [
-        f"--{row.name} is '', expected {row.metavar}: {row.help}"
+        f"--{row.name} needs a value, {row.metavar} ({row.help}), got ''"
         for row in rows
         if row.metavar and row.use == "here" and not row.variable
     ]
@@ -184,7 +184,7 @@ def _variables(flags: Flags, problems: list[str]) -> dict[str, str]:
                 row.read(value)
         except ValueError:
             expected = "megabytes, 0 or more" if name.endswith("-mb") else row and row.expected
-            problems.append(f"--{name} is {text!r}, expected {expected}")
+            problems.append(f"--{name} must be {expected}, got {text!r}")
         variables[option.variable] = value
     return variables
 
@@ -197,7 +197,7 @@ def _number(
         return None
     if re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= highest:
         return int(text)
-    problems.append(f"--{name} is {text!r}, expected {expected}")
+    problems.append(f"--{name} must be {expected}, got {text!r}")
     return None
 
 
@@ -211,7 +211,7 @@ def _start_limit(flags: Flags, environ: Mapping[str, str], problems: list[str]) 
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        problems.append(f"{name} is {text!r}, expected seconds, more than 0")
+        problems.append(f"{name} must be seconds, more than 0, got {text!r}")
     return value
 
 
