@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training import said_by
 
 from braid.comm import Group
 from braid.data_parallel import DistributedDataParallel, Join, Joinable, JoinHook
 from braid.data_parallel.finite import MANY, NonFinite, nonfinite_handler
-from braid.errors import BraidError
 from braid.params.lost_requests import reclaim_lost_requests
 
 EXTRA = 2  # inputs that each rank has more than the one before
@@ -30,14 +29,6 @@ def net() -> nn.Linear:
 
 def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(20 * rank + step))
-
-
-def said_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except BraidError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
 
 
 class _Shadow(JoinHook):

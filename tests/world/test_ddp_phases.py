@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import batch, linear, said_by, values
 
 from braid.comm import Group
 from braid.data_parallel import (
@@ -26,44 +27,16 @@ from braid.params import grad_bucket
 LR = 0.1
 
 
-def linear(width: int, out: int) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, width, out)
-    generator = torch.Generator().manual_seed(width * out)
-    with torch.no_grad():
-        for param in layer.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
-    return layer
-
-
 def net() -> nn.Sequential:
     return nn.Sequential(linear(4, 6), nn.Tanh(), linear(6, 2))
-
-
-def batch(rank: int, number: int, rows: int = 3) -> torch.Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(50 * rank + number))
 
 
 def loss_of(module: nn.Module, rank: int, number: int) -> torch.Tensor:
     return module(batch(rank, number)).square().mean()
 
 
-def values(module: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in module.parameters()]
-
-
 def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=LR)
-
-
-def said_by(
-    call: Callable[[], object],
-    kind: type[BaseException] | tuple[type[BaseException], ...] = BraidError,
-) -> str:
-    try:
-        call()
-    except kind as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
 
 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import values
 
 from braid.comm import Group
 from braid.data_parallel import (
@@ -41,10 +42,6 @@ def net(width: int = 5) -> nn.Sequential:
 def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * rank + step))
     return module(x).square().mean()
-
-
-def values(module: nn.Module) -> list[torch.Tensor]:
-    return [param.detach().clone() for param in module.parameters()]
 
 
 def reference(size: int) -> list[torch.Tensor]:
