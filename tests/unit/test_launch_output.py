@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from braid.launch import QuietConsole, TerminalConsole
 from braid.launch.process.interrupt_filter import Line
-from braid.launch.process.output import LineBudget, LineSplitter, RankOutput
+from braid.launch.process.output import LAST_LINES, LineBudget, LineSplitter, RankOutput
 
 S = 1_000_000_000
 
@@ -108,7 +108,8 @@ def console() -> QuietConsole:
     return QuietConsole()
 
 
-def test_what_is_not_shown_is_counted_and_logged(tmp_path: Path, console):
+def test_what_is_not_shown_is_counted_and_logged(tmp_path: Path):
+    console = QuietConsole(limited=True)
     output = RankOutput(1, tmp_path / "rank1.log", console, LineBudget(per_s=1, burst=2))
     output.feed(1, b"a\nb\nc\nd\n", S)
     output.feed(1, b"e\n", 3 * S)
@@ -116,6 +117,29 @@ def test_what_is_not_shown_is_counted_and_logged(tmp_path: Path, console):
     note = f"... 2 lines not shown, see {tmp_path}/rank1.log".encode()
     shown = [(1, 1, b"a"), (1, 1, b"b"), (1, 2, note), (1, 1, b"e")]
     assert (console.lines, (tmp_path / "rank1.log").read_bytes()) == (shown, b"a\nb\nc\nd\ne\n")
+    assert output.num_omitted == 2
+
+
+def test_the_last_lines_of_a_rank_are_shown_whatever_the_rate(tmp_path: Path):
+    console = QuietConsole(limited=True)
+    output = RankOutput(1, tmp_path / "rank1.log", console, LineBudget(per_s=1, burst=2))
+    output.feed(1, b"".join(b"%d\n" % number for number in range(100)), S)
+    output.close(S)
+    note = f"... {98 - LAST_LINES} lines not shown, see {tmp_path}/rank1.log".encode()
+    last = [b"%d" % number for number in range(100 - LAST_LINES, 100)]
+    assert [text for _, _, text in console.lines] == [b"0", b"1", note, *last]
+
+
+def test_a_file_gets_every_line(tmp_path: Path):
+    with (
+        (tmp_path / "out").open("w") as out,
+        TerminalConsole(out, io.StringIO(), prefixed=True) as console,
+    ):
+        output = RankOutput(1, tmp_path / "log", console, LineBudget(per_s=1, burst=2))
+        output.feed(1, b"".join(b"%d\n" % number for number in range(30_000)), S)
+        output.close(S)
+    assert (tmp_path / "out").read_text().count("[rank 1] ") == 30_000
+    assert output.num_omitted == 0
 
 
 def test_progress_bars_of_several_ranks_show_two_states_a_second(tmp_path: Path, console):

@@ -151,8 +151,22 @@ def test_the_log_is_complete_and_the_ranks_are_not_blocked(run, tmp_path, consol
     run("print_much", "20000", n=2)
     wanted = "".join(f"line {number} of rank 1\n" for number in range(20000))
     assert (tmp_path / "run/rank1.log").read_text() == wanted
-    shown = lines(console, 1)
-    assert re.fullmatch(r"\.\.\. [\d,]+ lines not shown, see .*rank1.log", shown[-1])
+    assert len(lines(console, 1)) == 20000
+
+
+def test_a_terminal_gets_the_last_lines_of_each_rank_and_one_total(tmp_path):
+    console = QuietConsole(limited=True)
+    job = JobSpec(command=(JOBS, "print_much", "20000"), num_ranks=2, log_dir=str(tmp_path / "run"))
+    assert Supervisor(console).run(job).ok
+    for rank in range(2):
+        shown = lines(console, rank)
+        assert shown[-1] == f"line 19999 of rank {rank}"
+        assert any(
+            re.fullmatch(rf"\.\.\. [\d,]+ lines not shown, see .*rank{rank}.log", x) for x in shown
+        )
+    assert re.fullmatch(
+        r"[\d,]+ lines not shown in all: the logs in .* have every line", console.notices[-1]
+    )
 
 
 def test_the_record_of_a_run_says_what_happened(run, tmp_path):

@@ -80,6 +80,10 @@ class TrainConsole:
         self._keep(report)
         self._put(report)
 
+    def is_limited(self, stream: int) -> bool:
+        """Whether the rate of lines is limited: not on stdout, which brings the reports."""
+        return stream == 2
+
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
         if not self._title:

@@ -1,13 +1,16 @@
 """Consoles for rank output: the user's terminal, and a list in memory.
 
-A thread of its own writes to the terminal, so that a terminal that nobody reads blocks no rank.
+A thread of its own writes to the terminal, so that a terminal that nobody reads blocks no rank. A
+regular file takes every line: the launcher waits for it. A pipe has a long queue.
 Lines of several ranks are prefixed with `[rank 1]`, in colour on a terminal. `NO_COLOR` and
 `TERM=dumb` are honoured (through rich).
 """
 
 from __future__ import annotations
 
+import os
 import queue
+import stat
 import threading
 from typing import TextIO
 
@@ -18,13 +21,19 @@ from rich.style import Style
 __all__ = ["QuietConsole", "TerminalConsole"]
 
 MAX_WAITING = 20_000  # lines, some 2 MB, queued while nobody reads the terminal
+MAX_WAITING_PIPE = 1_000_000  # lines, some 100 MB, queued for a reader that is slow
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
 class QuietConsole:
-    """Console that keeps lines and notices in memory; for libraries and tests."""
+    """Console that keeps lines and notices in memory; for libraries and tests.
 
-    def __init__(self) -> None:
+    Args:
+        limited: Whether it gets lines at the rate of a terminal.
+    """
+
+    def __init__(self, *, limited: bool = False) -> None:
+        self._limited = limited
         self.lines: list[tuple[int, int, bytes]] = []
         self.notices: list[str] = []
 
@@ -35,6 +44,10 @@ class QuietConsole:
     def notice(self, text: str) -> None:
         """Keep a message of the launcher."""
         self.notices.append(text)
+
+    def is_limited(self, stream: int) -> bool:  # noqa: ARG002 - both alike
+        """Whether it gets lines at the rate of a terminal."""
+        return self._limited
 
 
 class TerminalConsole:
@@ -54,7 +67,12 @@ class TerminalConsole:
         }
         self._prefixed = prefixed
         self._lost = 0
-        self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue(MAX_WAITING)
+        self._terminals = {
+            stream for stream, file in self._streams.items() if not file.closed and file.isatty()
+        }
+        self._files = {stream for stream, file in self._streams.items() if _is_regular(file)}
+        limit = MAX_WAITING if self._terminals else MAX_WAITING_PIPE
+        self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue(limit)
         self._thread = threading.Thread(target=self._show, name="braid-launch-console", daemon=True)
         self._thread.start()
 
@@ -71,13 +89,17 @@ class TerminalConsole:
         """Show a message of the launcher."""
         self._put(2, f"braid: {text}\n")
 
+    def is_limited(self, stream: int) -> bool:
+        """Whether the stream is a terminal."""
+        return stream in self._terminals
+
     def close(self) -> None:
         """Show the queued lines and end the thread; waits for the terminal. Idempotent."""
         if not self._thread.is_alive():
             return
         if self._lost:
             self._queue.put(
-                (2, f"braid: {self._lost:,} lines not shown: nobody read the terminal\n")
+                (2, f"braid: {self._lost:,} lines not shown: nobody read the output in time\n")
             )
         self._queue.put(None)
         self._thread.join()
@@ -99,7 +121,7 @@ class TerminalConsole:
 
     def _put(self, stream: int, text: str) -> None:
         try:
-            self._queue.put_nowait((stream, text))
+            self._queue.put((stream, text), block=stream in self._files)
         except queue.Full:
             self._lost += 1
 
@@ -113,3 +135,11 @@ class TerminalConsole:
                     file.flush()
             except (OSError, ValueError):  # a closed pipe: `braid run ... | head`; logs go on
                 continue
+
+
+def _is_regular(file: TextIO) -> bool:
+    """Return whether `file` is a file on a disk, which takes what is written without a reader."""
+    try:
+        return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError):  # a stream in memory, or a closed one
+        return False

@@ -5,13 +5,15 @@ hides all other ranks, and progress bars write `\r` a hundred times a second. A 
 reads blocks the training.
 
 Idea: each rank writes to two pipes, which the launcher drains at once. The log gets every byte. The
-console gets whole lines prefixed with the rank, at a limited rate, and one state of a progress bar
-every half second. Omitted lines are counted.
+console gets whole lines prefixed with the rank, and one state of a progress bar every half second.
+A terminal gets them at a limited rate: omitted lines are counted, and the last ones of a rank are
+always shown. A file or a pipe gets all lines.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -26,6 +28,7 @@ MAX_PARTIAL_BYTES = 64 << 10  # a longer line is passed on in pieces
 PROGRESS_NS = 500_000_000
 LINES_PER_S = 200
 BURST_LINES = 1000
+LAST_LINES = 10  # of a rank's output that are shown whatever the rate
 TAIL_BYTES = 64 << 10  # of stderr: more than the longest traceback that is worth reading
 
 
@@ -45,6 +48,10 @@ class Console(Protocol):
 
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
+        ...
+
+    def is_limited(self, stream: int) -> bool:
+        """Whether a person reads this stream (1 or 2) as it moves, as on a terminal."""
         ...
 
 
@@ -108,10 +115,11 @@ class RankOutput:
         rank: Rank that writes the output.
         log_path: Path of the log file; an existing file is truncated.
         console: Console that shows the lines.
-        budget: Rate limit of the console; None shows everything.
+        budget: Rate limit of the console's limited streams; None shows everything.
 
     Attributes:
         log_problem: Why the log is incomplete; empty if it is complete.
+        num_omitted: Number of lines that the console did not get.
     """
 
     def __init__(
@@ -120,13 +128,15 @@ class RankOutput:
         self.rank = rank
         self.log_path = log_path
         self.log_problem = ""
+        self.num_omitted = 0
         self._log: BinaryIO = log_path.open("wb", buffering=0)
         self._console = console
         self._budget = budget
         self._splitters = {1: LineSplitter(), 2: LineSplitter()}
         self._progress_ns = {1: 0, 2: 0}
         self._stderr_tail = b""
-        self._dropped = 0
+        self._last: deque[tuple[int, Line]] = deque(maxlen=LAST_LINES)
+        self._num_dropped = 0
         self._interrupt: InterruptFilter | None = None
 
     @property
@@ -153,7 +163,7 @@ class RankOutput:
             self._accept(stream, splitter.flush(), now_ns)
         if self._interrupt is not None:
             self._show(2, self._interrupt.flush(), now_ns)
-        self._show_dropped()
+        self._show_dropped(LAST_LINES)
         self._log.close()
 
     def _accept(self, stream: int, lines: list[Line], now_ns: int) -> None:
@@ -170,18 +180,27 @@ class RankOutput:
                 if now_ns - self._progress_ns[stream] < PROGRESS_NS or not text:
                     continue
                 self._progress_ns[stream] = now_ns
-            if self._budget is None or self._budget.allow(now_ns):
+            limited = self._budget is not None and self._console.is_limited(stream)
+            if not limited or (self._budget is not None and self._budget.allow(now_ns)):
                 self._show_dropped()
                 self._console.line(self.rank, stream, text, end)
             else:
-                self._dropped += 1
+                self._num_dropped += 1
+                self._last.append((stream, Line(text, end)))
 
-    def _show_dropped(self) -> None:
-        if self._dropped:
-            dropped, self._dropped = self._dropped, 0
-            plural = "s" if dropped > 1 else ""
-            note = f"... {dropped:,} line{plural} not shown, see {self.log_path}"
+    def _show_dropped(self, num_shown: int = 0) -> None:
+        """Count the lines that were dropped, and show the last `num_shown` of them after all."""
+        shown = list(self._last)[-num_shown:] if num_shown else []
+        omitted = self._num_dropped - len(shown)
+        self._last.clear()
+        self._num_dropped = 0
+        if omitted:
+            self.num_omitted += omitted
+            plural = "s" if omitted > 1 else ""
+            note = f"... {omitted:,} line{plural} not shown, see {self.log_path}"
             self._console.line(self.rank, 2, note.encode())
+        for stream, (text, end) in shown:
+            self._console.line(self.rank, stream, text, end)
 
     def _write(self, data: bytes) -> None:
         if self.log_problem:

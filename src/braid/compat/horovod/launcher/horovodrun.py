@@ -44,6 +44,10 @@ class TimedConsole:
         """Show a message of the launcher."""
         self._inner.notice(text)
 
+    def is_limited(self, stream: int) -> bool:
+        """Whether the stream is a terminal."""
+        return self._inner.is_limited(stream)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
