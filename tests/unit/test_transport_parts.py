@@ -164,7 +164,7 @@ def test_a_fault_script_is_its_own_text():
     "text", ["kill rank=1", "explode rank=1 step=2", "kill rank=1 step=2 at=3"]
 )
 def test_a_wrong_fault_script_is_refused(text):
-    with pytest.raises(ConfigError, match="expected"):
+    with pytest.raises(ConfigError, match="a fault must be"):
         FaultScript.from_text(text)
 
 

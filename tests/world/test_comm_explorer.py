@@ -251,7 +251,7 @@ def test_ranks_that_wait_for_each_other_are_found():
         yield from ch.await_step(1 - port.rank, 1)
         ch.publish()
 
-    with pytest.raises(AssertionError, match="waiting for each other"):
+    with pytest.raises(AssertionError, match="wait for each other"):
         record(2, crossed)
 
 

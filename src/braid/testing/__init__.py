@@ -1,1 +1,1 @@
-"""Worlds, faults and conformance suites for tests; nothing in braid imports this."""
+"""testing: worlds, faults and conformance suites for tests; no other room of braid imports it."""

@@ -1,8 +1,7 @@
-"""Counts the Python calls that braid makes while a piece of code runs, and the files that they lie in.
+"""Count the Python calls into braid that a piece of code makes, and the files in which they lie.
 
-How far an operation travels through the source is what a reader has to follow and what a small
-collective costs. Tests hold the counts of the common operations to a limit, so that they stay
-short.
+The way of an operation through the source is what a reader has to follow and what a small
+collective costs. Tests limit the counts of common operations, so that they stay low.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PACKAGE = str(Path(__file__).resolve().parents[1]) + "/"
 
 
 class CallCounts(NamedTuple):
-    """Calls of functions of braid.
+    """Counts of the calls into braid's functions.
 
     Attributes:
         calls: Number of calls; each resumption of a generator counts.
@@ -42,7 +41,7 @@ def count_calls(run: Callable[[], object]) -> CallCounts:
     seen: Counter[tuple[str, str]] = Counter()
     testing = _PACKAGE + "testing/"
 
-    def note(frame: FrameType, event: str, arg: object) -> None:  # noqa: ARG001 - sys.setprofile passes it
+    def note(frame: FrameType, event: str, arg: object) -> None:  # noqa: ARG001 - of setprofile
         code = frame.f_code
         path = code.co_filename
         if event == "call" and path.startswith(_PACKAGE) and not path.startswith(testing):

@@ -1,7 +1,7 @@
-"""What claims about groups are made of: inputs that any rank can compute, a reference, a comparison to the bit.
+"""Building blocks of claims about groups: computable inputs, a reference, a comparison of bits.
 
 Each claim is a function that every rank calls with its group. It computes all ranks' inputs itself,
-so it can hold its own result against a loop in one process.
+so it can compare its own result with a loop in one process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def needs(capability: str) -> Callable[[Claim], Claim]:
 
 
 def possible(claims: Sequence[Claim], capabilities: Capabilities) -> list[Claim]:
-    """Those of `claims` that an engine with `capabilities` has to keep."""
+    """Select the claims that an engine with `capabilities` has to keep."""
     return [
         claim
         for claim in claims
@@ -54,7 +54,7 @@ def possible(claims: Sequence[Claim], capabilities: Capabilities) -> list[Claim]
 
 
 def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The input of `rank`: any rank can compute it."""
+    """Make the input of `rank`, which any rank can compute."""
     generator = torch.Generator().manual_seed(1000 * rank + numel)
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator).to(dtype)
@@ -62,7 +62,10 @@ def of_rank(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The reference: one loop in the order of ranks, 16-bit floats in float32 when there are more than two."""
+    """Reduce in one loop in the order of ranks, as the reference.
+
+    16-bit floats are added in float32 when there are more than two.
+    """
     short = inputs[0].dtype in (torch.bfloat16, torch.float16)
     wide = short and (len(inputs) > 2 or (op == "avg" and len(inputs) > 1))
     combine: dict[str, Callable[..., torch.Tensor]] = {
@@ -81,16 +84,16 @@ def reduced(inputs: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     return out.to(inputs[0].dtype)
 
 
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Fail unless shape, dtype and every bit agree."""
-    assert found.shape == expected.shape, (found.shape, expected.shape)
-    assert found.dtype == expected.dtype, (found.dtype, expected.dtype)
-    bits = [x.clone(memory_format=torch.contiguous_format) for x in (found, expected)]
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Fail unless shape, dtype and every bit of the two tensors agree."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    assert actual.dtype == expected.dtype, (actual.dtype, expected.dtype)
+    bits = [x.clone(memory_format=torch.contiguous_format) for x in (actual, expected)]
     bits = [x.as_strided((x.numel(),), (1,)).view(torch.uint8) for x in bits]
     differs = bits[0] != bits[1]
-    assert not differs.any(), f"{int(differs.sum())} bytes differ: {found} != {expected}"
+    assert not differs.any(), f"{int(differs.sum())} bytes differ: {actual} != {expected}"
 
 
 def ways(group: Group) -> list[str | None]:
-    """The engine's own choice, and every algorithm that it has."""
+    """List None for the engine's own choice, and every algorithm of the engine."""
     return [None, *(way for way in WAYS if way in group.engine.capabilities.algorithms)]

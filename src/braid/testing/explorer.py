@@ -1,25 +1,26 @@
-"""Every interleaving of a collective on two or three ranks.
+"""Explore every interleaving of a collective on two or three ranks.
 
 Problem: a collective over shared memory can be wrong in ways that no amount of running shows: a
-slot overwritten while a slow peer still reads it, a wait that nobody answers. Tests see the few
+slot overwritten while a slow peer still reads it, a wait that is never answered. Tests see the few
 interleavings that the machine happens to produce.
 
-Idea: what a rank does does not depend on timing, only *when* it does it. So one run in a single
-thread records each rank's actions:
+Idea: a rank's actions do not depend on timing, only *when* it takes them does. So one run in a
+single thread records each rank's actions:
 
     Post(channel, value)             the counter is set
     Acquire(peer, channel, value)    blocks until the peer's counter is there
-    Access(...)                      memory read and written since the last of the above; seen by intercepting every
-                                     torch operation and looking up where its tensors lie
+    Access(...)                      memory read and written since the last of the above; seen
+                                     by intercepting every torch operation and looking up where
+                                     its tensors lie
 
-and then all interleavings of these lists are enumerated. A state is how far each rank has come.
-There is a *deadlock* if some state has unfinished ranks and none can move; there is a *race* (which
-includes early reuse of a slot) if in some state two ranks are both about to access the same bytes
-and one of them writes. Since counters only grow, the absence of races means that every interleaving
-computes what the recorded one did.
+Then all interleavings of these lists are enumerated. A state is the position of each rank in its
+list. There is a *deadlock* if some state has unfinished ranks and none can move. There is a *race*
+(which includes early reuse of a slot) if in some state two ranks are both about to access the same
+bytes and one of them writes. Since counters only grow, the absence of races means that every
+interleaving computes what the recorded one did.
 
-Who does which block of a work that is claimed does depend on timing: there the caller deals them
-out, and explores one deal after the other.
+The assignment of claimed blocks of work to ranks does depend on timing. There the caller deals the
+blocks out, and explores one deal after the other.
 
 Source: the recording is the dynamic part of Flanagan and Godefroid, "Dynamic Partial-Order
 Reduction" (2005); with two or three ranks nothing has to be reduced.
@@ -42,7 +43,7 @@ __all__ = ["Access", "Acquire", "Exploration", "Post", "Span", "explore", "recor
 
 
 class Span(NamedTuple):
-    """Bytes of shared memory: owner, extent, first byte, end."""
+    """A range of bytes of shared memory: owner, extent, first byte, end."""
 
     rank: int
     extent: int
@@ -50,20 +51,20 @@ class Span(NamedTuple):
     end: int
 
     def overlaps(self, other: Span) -> bool:
-        """Whether they share a byte."""
+        """Whether both spans share a byte."""
         same = self[:2] == other[:2]
         return same and self.start < other.end and other.start < self.end
 
 
 class Post(NamedTuple):
-    """The rank's counter on `channel` becomes `value`."""
+    """The action that sets the rank's counter on `channel` to `value`."""
 
     channel: int
     value: int
 
 
 class Acquire(NamedTuple):
-    """The rank waits until `peer` has posted `value` on `channel`."""
+    """The action that waits until `peer` has posted `value` on `channel`."""
 
     peer: int
     channel: int
@@ -71,13 +72,13 @@ class Acquire(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Shared memory that is read and written, in one go."""
+    """The action that reads and writes shared memory, in one go."""
 
     reads: frozenset[Span]
     writes: frozenset[Span]
 
     def conflicts(self, other: Access) -> Span | None:
-        """Bytes that both touch and one of them writes."""
+        """List the bytes that both accesses touch and at least one writes."""
         for mine, theirs in (
             (self.writes, other.writes | other.reads),
             (self.reads, other.writes),
@@ -92,11 +93,11 @@ Action = Post | Acquire | Access
 
 
 class Exploration(NamedTuple):
-    """What was found.
+    """Result of an exploration.
 
     Attributes:
-        num_states: States that can be reached.
-        deadlocks: How far each rank had come in states where nobody can move.
+        num_states: Number of reachable states.
+        deadlocks: Positions of all ranks in states in which no rank can move.
         races: (ranks, span, positions) of simultaneous conflicting accesses.
     """
 
@@ -111,13 +112,13 @@ def record(
     *,
     deal: Callable[[int], int] | None = None,
 ) -> list[list[Action]]:
-    """Run a collective on `size` ranks in this thread and write down what each rank does.
+    """Run a collective on `size` ranks in this thread and record what each rank does.
 
     Args:
         size: Number of ranks.
-        make_steps: Called once per rank with its port; several collectives may be chained with
+        make_steps: Called once per rank with its channel; several collectives may be chained with
             `yield from`.
-        deal: Which member does a block that any may claim; in turns when None.
+        deal: Rank of each block of work that any member may claim; in turns when None.
 
     Returns:
         The actions of each rank, in its order.
@@ -164,7 +165,7 @@ def explore(programs: Sequence[Sequence[Action]]) -> Exploration:
 
 
 def _counters(program: Sequence[Action]) -> list[dict[int, int]]:
-    """Counter per channel before each action, and at the end."""
+    """Compute the counter per channel before each action, and at the end."""
     counters: list[dict[int, int]] = [{}]
     for action in program:
         latest = dict(counters[-1])
@@ -192,20 +193,20 @@ def _races(
     programs: Sequence[Sequence[Action]], state: tuple[int, ...], movable: list[int]
 ) -> list[tuple[tuple[int, int], Span, tuple[int, ...]]]:
     accesses = [(r, programs[r][state[r]]) for r in movable]
-    found = []
+    races = []
     for index, (first, one) in enumerate(accesses):
         for second, other in accesses[index + 1 :]:
             if isinstance(one, Access) and isinstance(other, Access):
                 span = one.conflicts(other)
                 if span is not None:
-                    found.append(((first, second), span, state))
-    return found
+                    races.append(((first, second), span, state))
+    return races
 
 
 def _run_in_turns(
     ports: Sequence[_RecordingPages], steps: Sequence[Steps], actions: Sequence[list[Action]]
 ) -> None:
-    """Advance each rank as far as it gets, again and again, in one thread."""
+    """Advance each rank as far as possible, again and again, in one thread."""
     pending: list[Wait | WaitAny | None] = [None] * len(ports)
     running = list(range(len(ports)))
     arenas = [port.transport.arena for port in ports]
@@ -222,12 +223,12 @@ def _run_in_turns(
                 running.remove(rank)
         if not moved:
             tails = {rank: actions[rank][-3:] for rank in running}
-            msg = f"expected every rank to finish, found ranks waiting for each other: {tails}"
+            msg = f"ranks wait for each other, so none can finish: {tails}"
             raise AssertionError(msg)
 
 
 class _DealtBlocks(WorkCounter):
-    """Blocks that go to whom they are dealt, whoever comes first."""
+    """A work counter that gives each block to the rank to which it is dealt."""
 
     __slots__ = ("_deal", "_rank")
 
@@ -241,7 +242,7 @@ class _DealtBlocks(WorkCounter):
 
 
 class _RecordingChannel(Channel):
-    """A channel that writes down what it publishes and what it has waited for."""
+    """A channel that records what it publishes and what it has waited for."""
 
     __slots__ = ("actions",)
 
@@ -268,7 +269,7 @@ class _RecordingChannel(Channel):
 
     def has_come(self, peer: int, value: int) -> bool:
         come = super().has_come(peer, value)
-        if come:  # what follows depends on it
+        if come:  # later accesses depend on it
             self.actions.append(Acquire(peer, self.index, value))
         return come
 
@@ -291,7 +292,7 @@ class _RecordingPages(ControlPages):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook is untyped
-    """Sees every torch operation and notes which shared bytes it touches."""
+    """A dispatch mode that records which shared bytes each torch operation touches."""
 
     def __init__(self, arenas: list[Arena], actions: list[Action]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -307,7 +308,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     ) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001 - no public way
+            schema = func._schema  # noqa: SLF001 - no public way
+            given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
             reads: set[Span] = set()
             writes: set[Span] = set()
             for argument in func._schema.arguments:  # noqa: SLF001 - likewise
@@ -324,7 +326,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if isinstance(x, torch.Tensor) and x.numel():
                 address = x.data_ptr()
                 places = (arena.origin(address) for arena in self._arenas)
-                place = next((found for found in places if found is not None), None)
+                place = next((span for span in places if span is not None), None)
                 if place is not None:
                     rank, extent, start = place
                     assert x.is_contiguous(), "algorithms touch shared memory in contiguous pieces"

@@ -1,8 +1,8 @@
-"""Faults by script: this rank, at this step, inside that span, does this.
+"""Scripted faults: at a given step, inside a given span, a rank is killed, stopped or fails.
 
 A script is text, so that it travels to other processes: `kill rank=1 step=3 in=backward; stop
-rank=0 step=5`. It is armed on a rank's recorder and strikes at the begin of the span, which is also
-where the black box will say it happened.
+rank=0 step=5`. A rank's recorder arms it. The fault strikes at the begin of the span, which is also
+the last event in the black box.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class InjectedError(Exception):
 
 
 class Fault(NamedTuple):
-    """One fault.
+    """One scripted fault.
 
     Attributes:
         kind: kill (SIGKILL), stop (SIGSTOP), raise, exit (code 3) or segv (SIGSEGV).
-        rank: Global rank that suffers it.
+        rank: Global rank that the fault strikes.
         step: Step at which it strikes, as given to the `step` span.
         span: Name, or beginning of the name, of the span at whose begin it strikes.
     """
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
     span: str = "step"
 
     def strike(self) -> None:
-        """Do it."""
+        """Carry out the fault in this process."""
         if self.kind == "raise":
             msg = f"injected on rank {self.rank} at step {self.step} in {self.span}"
             raise InjectedError(msg)
@@ -51,7 +51,7 @@ class Fault(NamedTuple):
 
 
 class FaultScript(NamedTuple):
-    """Faults of a whole job; each rank arms the same script."""
+    """The faults of a whole job; each rank arms the same script."""
 
     faults: tuple[Fault, ...]
 
@@ -63,14 +63,14 @@ class FaultScript(NamedTuple):
         (Fault(kind='kill', rank=1, step=3, span='backward'),)
 
         Raises:
-            ConfigError: Says which part is wrong.
+            ConfigError: The text is not a script; the message names the wrong clause.
         """
         faults = []
         for clause in filter(None, (part.strip() for part in text.split(";"))):
-            kind, *words = clause.split()
-            given = dict(word.partition("=")[::2] for word in words)
+            kind, *fields = clause.split()
+            given = dict(item.partition("=")[::2] for item in fields)
             if kind not in KINDS or not {"rank", "step"} <= given.keys() <= {"rank", "step", "in"}:
-                msg = f"expected '{'|'.join(KINDS)} rank=R step=S [in=SPAN]', found {clause!r}"
+                msg = f"a fault must be '{'|'.join(KINDS)} rank=R step=S [in=SPAN]', got {clause!r}"
                 raise ConfigError(msg)
             faults.append(
                 Fault(kind, int(given["rank"]), int(given["step"]), given.get("in", "step"))
@@ -78,11 +78,11 @@ class FaultScript(NamedTuple):
         return cls(tuple(faults))
 
     def to_text(self) -> str:
-        """Inverse of `from_text`."""
+        """Return the text from which `from_text` makes the same script."""
         return "; ".join(f"{f.kind} rank={f.rank} step={f.step} in={f.span}" for f in self.faults)
 
     def arm(self, rank: int, recorder: Recorder) -> None:
-        """Let the faults of `rank` strike when `recorder` begins their spans."""
+        """Make the faults of `rank` strike when `recorder` begins their spans."""
         mine = [fault for fault in self.faults if fault.rank == rank]
         step = -1
 

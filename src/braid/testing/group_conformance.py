@@ -1,7 +1,7 @@
-"""What every group must do, whatever moves its data: the claims of `braid.comm.Group` as one suite.
+"""The claims of `braid.comm.Group` as one suite, which every group must keep, on any engine.
 
-The claims stand by subject in the modules that are imported here; `claims` has what they are made
-of.
+The claims stand by subject in the modules that are imported here; `claims` has their building
+blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUP_CLAIMS: tuple[Claim, ...] = (
 
 
 def check_group(run: Run, sizes: Sequence[int] = (1, 2, 3)) -> None:
-    """Hold a kind of group to its claims.
+    """Check that a kind of group keeps all claims.
 
     Args:
         run: `run(size, main)` calls `main(group)` on `size` ranks.

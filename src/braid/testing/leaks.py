@@ -1,7 +1,7 @@
-"""What a piece of code left behind: threads, processes, descriptors, shared memory.
+"""Detects what a piece of code leaves behind: threads, processes, descriptors, shared memory.
 
-Only what belongs to this process counts, so that several test processes can run on one machine at
-the same time.
+Only things of this process count, so that several test processes can run on one machine at the
+same time.
 
 >>> with no_leaks():
 ...     pass
@@ -28,7 +28,7 @@ NOT_OURS = ("/proc/", "/dev/", "/usr/", "/sys/")  # descriptors of files that ev
 
 
 class Belongings(NamedTuple):
-    """Threads, children, descriptors and shared memory of this process, as names that can be compared."""
+    """Names of this process's threads, children, descriptors and shared memory, to be compared."""
 
     threads: frozenset[str] = frozenset()
     children: frozenset[int] = frozenset()
@@ -37,7 +37,10 @@ class Belongings(NamedTuple):
 
 
 def belongings() -> Belongings:
-    """Look around. Cost: about a millisecond in a process that has imported torch."""
+    """List the belongings of this process.
+
+    Cost: about 1 ms in a process that has imported torch.
+    """
     return Belongings(
         frozenset(t.name for t in threading.enumerate() if t.name.startswith("braid")),
         frozenset(_children()),
@@ -47,13 +50,13 @@ def belongings() -> Belongings:
 
 
 def left_since(before: Belongings, allowed: Callable[[], Belongings] | None = None) -> Belongings:
-    """Return what this process has now and had not `before`.
+    """List the belongings of this process that are not in `before`.
 
-    What is about to end gets some time; what only cyclic garbage keeps alive is collected.
+    Threads and children that are about to end get some time; cyclic garbage is collected first.
 
     Args:
         before: An earlier result of `belongings`.
-        allowed: Returns what may have appeared.
+        allowed: Returns belongings that may have appeared.
     """
     left = _new(before, allowed)
     for thread in threading.enumerate():
@@ -70,23 +73,23 @@ def left_since(before: Belongings, allowed: Callable[[], Belongings] | None = No
 
 
 def described(left: Belongings) -> str:
-    """The things in words; empty when there are none."""
+    """Describe the belongings as text; empty when there are none."""
     kinds = left._asdict().items()
     return "; ".join(f"{kind}: {sorted(map(str, things))}" for kind, things in kinds if things)
 
 
 class ImportFreezer:
-    """Takes what imports have made out of the garbage collector's sight.
+    """Hides objects made by imports from the garbage collector.
 
     A collection then costs a millisecond instead of a hundred in a process that has imported the
-    compiler of torch. Call it where no test is under way: what is alive then is never collected.
+    compiler of torch. Call it where no test is under way: objects alive then are never collected.
     """
 
     def __init__(self) -> None:
         self._num_modules = 0
 
     def __call__(self) -> None:
-        """Freeze the heap if many modules have come since the last time."""
+        """Freeze the heap if many modules were imported since the last freeze."""
         if len(sys.modules) - self._num_modules >= MANY_MODULES:
             self._num_modules = len(sys.modules)
             gc.collect()
@@ -102,7 +105,7 @@ def no_leaks(allowed: Callable[[], Belongings] | None = None) -> Iterator[None]:
             pool.
 
     Raises:
-        AssertionError: Lists what was left.
+        AssertionError: The block left something behind; the message lists it.
     """
     before = belongings()
     yield

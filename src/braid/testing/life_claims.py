@@ -1,4 +1,4 @@
-"""What every group must do in its life: be divided, selected from, closed and aborted."""
+"""Claims about the life of groups: they are divided, selected from, closed and aborted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def selected_ranks_form_groups(group: Group) -> None:
 
 
 def many_groups_cost_little(group: Group) -> None:
-    """Groups may be made and closed often, staging included."""
+    """Groups may be made and closed often, with their staging memory."""
     parts = [group.split(0) for _ in range(20)]
     for part in parts:
         assert part is not None
@@ -58,7 +58,7 @@ def many_groups_cost_little(group: Group) -> None:
     group.barrier()
 
 
-def closed_groups_say_so(group: Group) -> None:
+def closed_groups_raise(group: Group) -> None:
     """After `close` every call raises StaleError."""
     part = group.split(0)
     assert part is not None
@@ -74,8 +74,8 @@ def closed_groups_say_so(group: Group) -> None:
     group.barrier()
 
 
-def aborted_groups_tell_the_others(group: Group) -> None:
-    """Members that wait learn at once why they wait in vain."""
+def aborted_groups_wake_their_members(group: Group) -> None:
+    """Waiting members learn at once that and why their group was aborted."""
     part = group.split(0)
     assert part is not None
     if group.size == 1:
@@ -97,6 +97,6 @@ LIFE_CLAIMS: tuple[Claim, ...] = (
     groups_divide,
     selected_ranks_form_groups,
     many_groups_cost_little,
-    closed_groups_say_so,
-    aborted_groups_tell_the_others,
+    closed_groups_raise,
+    aborted_groups_wake_their_members,
 )

@@ -1,4 +1,4 @@
-"""What every group must do between two members, and with objects."""
+"""Claims about messages between two members of a group, and about objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MESSAGE_CLAIMS"]
 
 
 def messages_keep_their_order(group: Group) -> None:
-    """Send and recv around the ring: small, empty, larger than the slots, several under way."""
+    """Messages around the ring keep their order: small, empty, large, several at once."""
     n, me = group.size, group.rank
     if n == 1:
         return
@@ -31,8 +31,8 @@ def messages_keep_their_order(group: Group) -> None:
         same(group.recv(torch.empty(3), 0), torch.full((3,), float(me)))
 
 
-def tags_tell_messages_apart(group: Group) -> None:
-    """Messages with other tags may be received in another order, large ones, too; those of one tag keep it."""
+def tags_separate_messages(group: Group) -> None:
+    """Messages with different tags may be received in another order; those of one tag keep it."""
     n, me = group.size, group.rank
     if n == 1:
         return
@@ -54,7 +54,7 @@ def tags_tell_messages_apart(group: Group) -> None:
 
 @needs("eager_messages")
 def whoever_sends_first_is_received(group: Group) -> None:
-    """A receive from any source takes one message of each, and says whose it was."""
+    """A receive from any source gets one message of each sender, and names the sender."""
     n, me = group.size, group.rank
     if n == 1:
         return
@@ -77,7 +77,7 @@ def whoever_sends_first_is_received(group: Group) -> None:
 
 @needs("messages_checked")
 def messages_must_fit(group: Group) -> None:
-    """A message of another shape raises on the receiver, and on the sender when it next communicates."""
+    """A message of another shape raises on the receiver, and at the sender's next communication."""
     part = group.split(0)
     assert part is not None
     if group.size == 1:
@@ -98,7 +98,7 @@ def messages_must_fit(group: Group) -> None:
 
 
 def objects_travel_as_they_are(group: Group) -> None:
-    """Plain data keeps its types; anything else is refused and named, or pickled on demand."""
+    """Plain data keeps its types; anything else is refused by name, or pickled on demand."""
     n, me = group.size, group.rank
     mine = {"rank": me, "pair": (me, [1.5, None]), "set": {1, 2}, 3: b"x" * me, "big": 1 << 80}
     objects = group.objects
@@ -117,8 +117,8 @@ def objects_travel_as_they_are(group: Group) -> None:
     try:
         objects.all_gather({"model": [complex(1, 2)]})
     except ConfigError as error:
-        for word in ("complex", "['model'][0]", "allow_pickle"):
-            assert word in str(error), error  # noqa: PT017 - not a pytest module
+        for part in ("complex", "['model'][0]", "allow_pickle"):
+            assert part in str(error), error  # noqa: PT017 - not a pytest module
     else:
         raise AssertionError
     assert objects.all_gather(complex(me, 1), allow_pickle=True)[-1] == complex(n - 1, 1)
@@ -127,7 +127,7 @@ def objects_travel_as_they_are(group: Group) -> None:
 
 MESSAGE_CLAIMS: tuple[Claim, ...] = (
     messages_keep_their_order,
-    tags_tell_messages_apart,
+    tags_separate_messages,
     whoever_sends_first_is_received,
     messages_must_fit,
     objects_travel_as_they_are,

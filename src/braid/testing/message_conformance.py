@@ -1,6 +1,6 @@
-"""What every van must do, whatever carries its frames: the promises of `braid.message.Van` as one suite.
+"""The promises of `braid.message.Van` as one suite, which every van must keep.
 
-Each claim is a function of connected vans; `check_van` runs them all, each on new ones. All calls
+Each claim is a function of connected vans; `check_van` runs them all, each on new vans. All calls
 come from one thread, so a simulated network passes, too; time passes while a van waits.
 """
 
@@ -20,11 +20,12 @@ from braid.wire import Buffer
 
 __all__ = ["CONFORMANCE_CONFIG", "CONFORMANCE_SCHEMA", "VAN_CLAIMS", "Note", "Text", "check_van"]
 
-_SOON_S = 0.02  # a deadline that is meant to pass
-_LATE_S = 30.0  # one that is not
+_SOON_S = 0.02  # for deadlines that are meant to pass
+_LATE_S = 30.0  # for deadlines that are not
 _CHUNK_BYTES = 64 << 10
 _LARGE_BYTES = 24 << 20  # more than the kernel buffers for a connection
 _NUM_IN_ORDER = 200
+_MOST_TURNS = 10_000
 
 
 class Note(msgspec.Struct, tag="note", frozen=True):
@@ -49,12 +50,12 @@ Claim = Callable[[Sequence[Van]], None]
 
 
 def check_van(make_vans: MakeVans) -> None:
-    """Hold a kind of van to its promises; AssertionError names the one that it breaks.
+    """Check that a kind of van keeps its promises; AssertionError names the broken one.
 
     Args:
         make_vans: Opens the vans of "worker:0", "worker:1" and "worker:2" with `CONFORMANCE_SCHEMA`
-            and the config that it is given, the first connected to the others. A simulated network
-            needs a finite bandwidth.
+            and the given config, the first connected to the others. A simulated network needs a
+            finite bandwidth.
     """
     for claim in VAN_CLAIMS:
         try:
@@ -66,35 +67,35 @@ def check_van(make_vans: MakeVans) -> None:
 
 
 def messages_arrive_as_what_they_are(vans: Sequence[Van]) -> None:
-    """Type, fields, and everything that the envelope says."""
+    """Messages arrive with their type, fields, and all fields of the envelope."""
     sending = vans[0].send("worker:1", Note(7), priority=3, answers=99)
-    found = vans[1].recv(_LATE_S)
+    received = vans[1].recv(_LATE_S)
     expected = Delivery(
         "worker:0", Note(7), [], sending.id, vans[0].incarnation, 0, priority=3, answers=99
     )
-    _expect(found, expected)
+    _expect(received, expected)
 
 
 def both_ends_use_a_link(vans: Sequence[Van]) -> None:
-    """Who was connected to can answer, and every node knows its peers."""
+    """A node can answer whoever connected to it, and every node knows its peers."""
     vans[1].wait_for(["worker:0"], _LATE_S)
     vans[2].wait_for(["worker:0"], _LATE_S)
     _expect([van.peers for van in vans], [("worker:1", "worker:2"), ("worker:0",), ("worker:0",)])
     vans[1].send("worker:0", Note(1))
     vans[2].send("worker:0", Note(2))
-    found = {vans[0].recv(_LATE_S)[:2] for _ in range(2)}
-    _expect(found, {("worker:1", Note(1)), ("worker:2", Note(2))})
+    received = {vans[0].recv(_LATE_S)[:2] for _ in range(2)}
+    _expect(received, {("worker:1", Note(1)), ("worker:2", Note(2))})
 
 
 def connecting_twice_changes_nothing(vans: Sequence[Van]) -> None:
-    """A second `connect` finds the first link."""
+    """A second `connect` uses the first link."""
     vans[0].connect("worker:1", vans[1].address, timeout_s=_LATE_S)
     vans[0].send("worker:1", Note(1))
     _expect(vans[1].recv(_LATE_S).message, Note(1))
 
 
 def buffers_arrive_beside_the_message(vans: Sequence[Van]) -> None:
-    """Of any size and type, empty ones included, into writable memory."""
+    """Buffers of any size and type, also empty ones, arrive in writable memory."""
     pattern = bytes(range(256)) * (3 * _CHUNK_BYTES // 256)
     buffers: list[Buffer] = [
         b"",
@@ -105,13 +106,13 @@ def buffers_arrive_beside_the_message(vans: Sequence[Van]) -> None:
         pattern[:-1],
     ]
     vans[0].send("worker:1", Note(1), buffers=buffers)
-    found = vans[1].recv(_LATE_S).buffers
-    _expect([bytes(each) for each in found], [bytes(each) for each in buffers])
-    _expect([buffer.readonly for buffer in found if len(buffer)], [False] * 4)
+    received = vans[1].recv(_LATE_S).buffers
+    _expect([bytes(each) for each in received], [bytes(each) for each in buffers])
+    _expect([buffer.readonly for buffer in received if len(buffer)], [False] * 4)
 
 
 def large_texts_arrive(vans: Sequence[Van]) -> None:
-    """A struct may exceed what describes a frame, and have buffers as well."""
+    """A struct may be larger than a frame's description, and have buffers as well."""
     text = "schön" * _CHUNK_BYTES
     vans[0].send("worker:1", Text(text), buffers=[b"beside"])
     delivery = vans[1].recv(_LATE_S)
@@ -119,17 +120,17 @@ def large_texts_arrive(vans: Sequence[Van]) -> None:
 
 
 def memory_is_free_once_sent(vans: Sequence[Van]) -> None:
-    """After `wait`, the sender may overwrite its buffer; the receiver has what was sent."""
+    """After `wait`, the sender may overwrite its buffer; the receiver gets the old bytes."""
     buffer = bytearray(b"a" * (2 * _CHUNK_BYTES))
     sending = vans[0].send("worker:1", Note(1), buffers=[buffer])
     sending.wait(_LATE_S)
     buffer[:] = b"b" * len(buffer)
-    found = vans[1].recv(_LATE_S).buffers[0]
-    _expect((sending.done, bytes(found) == b"a" * len(buffer)), (True, True))
+    received = vans[1].recv(_LATE_S).buffers[0]
+    _expect((sending.done, bytes(received) == b"a" * len(buffer)), (True, True))
 
 
 def receiver_chooses_the_memory(vans: Sequence[Van]) -> None:
-    """`receive_into` is asked with the message, and what it returns is filled."""
+    """`receive_into` is called with the message, and the buffers that it returns are filled."""
     target = bytearray(5)
     asked = []
 
@@ -138,22 +139,22 @@ def receiver_chooses_the_memory(vans: Sequence[Van]) -> None:
         return [memoryview(target)] if sizes == (5,) else None
 
     vans[1].receive_into(Note, allocate)
-    for word in (b"hello", b"hi"):
-        vans[0].send("worker:1", Note(3), buffers=[word])
-    found = [bytes(vans[1].recv(_LATE_S).buffers[0]) for _ in range(2)]
-    _expect((found, bytes(target)), ([b"hello", b"hi"], b"hello"))
+    for text in (b"hello", b"hi"):
+        vans[0].send("worker:1", Note(3), buffers=[text])
+    received = [bytes(vans[1].recv(_LATE_S).buffers[0]) for _ in range(2)]
+    _expect((received, bytes(target)), ([b"hello", b"hi"], b"hello"))
     _expect(asked, [("worker:0", Note(3), (5,)), ("worker:0", Note(3), (2,))])
 
 
 def messages_of_one_priority_stay_in_order(vans: Sequence[Van]) -> None:
-    """First in, first out, small and large."""
-    found = []
+    """Messages of one priority arrive first in, first out, small and large."""
+    received = []
     for number in range(_NUM_IN_ORDER):
         buffers = [bytes(number * 500)] if number % 7 == 0 else []
         while vans[0].try_send("worker:1", Note(number), buffers=buffers, priority=2) is None:
-            found.append(vans[1].recv(_LATE_S).message)
-    found += [vans[1].recv(_LATE_S).message for _ in range(_NUM_IN_ORDER - len(found))]
-    _expect(found, list(map(Note, range(_NUM_IN_ORDER))))
+            received.append(vans[1].recv(_LATE_S).message)
+    received += [vans[1].recv(_LATE_S).message for _ in range(_NUM_IN_ORDER - len(received))]
+    _expect(received, list(map(Note, range(_NUM_IN_ORDER))))
 
 
 def urgent_messages_pass_large_ones(vans: Sequence[Van]) -> None:
@@ -161,49 +162,52 @@ def urgent_messages_pass_large_ones(vans: Sequence[Van]) -> None:
     _stop_reading(vans)
     vans[0].send("worker:1", Note(1), buffers=[bytes(_LARGE_BYTES)], priority=0)
     vans[0].send("worker:1", Note(2), priority=5)
-    found = [vans[1].recv(_LATE_S).message for _ in range(3)]
-    _expect(found, [Note(0), Note(2), Note(1)])
+    received = [vans[1].recv(_LATE_S).message for _ in range(3)]
+    _expect(received, [Note(0), Note(2), Note(1)])
 
 
 def who_does_not_read_stops_the_sender(vans: Sequence[Van]) -> None:
-    """The queue is bounded; the error names the peer; nothing that was queued is lost; others are not affected."""
+    """The queue to a peer that does not read is bounded.
+
+    The error names the peer, no queued message is lost, and other peers are not affected.
+    """
     sent = _fill(vans)
     vans[0].send("worker:2", Note(5))
     _expect(vans[2].recv(_LATE_S).message, Note(5))
-    found = [vans[1].recv(_LATE_S).message for _ in range(sent)]
-    _expect(found, list(map(Note, range(sent))))
+    received = [vans[1].recv(_LATE_S).message for _ in range(sent)]
+    _expect(received, list(map(Note, range(sent))))
     vans[0].send("worker:1", Note(sent), deadline_s=_LATE_S)
     _expect(vans[1].recv(_LATE_S).message, Note(sent))
 
 
 def deadlines_end_messages_in_the_queue(vans: Sequence[Van]) -> None:
-    """A message that cannot leave in time never does, and its sender is told."""
+    """A message that cannot leave in time never leaves, and its sender gets an error."""
     _stop_reading(vans)
     vans[0].send("worker:1", Note(1), buffers=[bytes(_LARGE_BYTES)])
     sending = vans[0].send("worker:1", Note(2), deadline_s=_SOON_S)
     _raises(CommTimeout, sending.wait, "worker:1")
     vans[0].send("worker:1", Note(3))
-    found = [vans[1].recv(_LATE_S).message for _ in range(3)]
-    _expect((found, sending.done), ([Note(0), Note(1), Note(3)], True))
+    received = [vans[1].recv(_LATE_S).message for _ in range(3)]
+    _expect((received, sending.done), ([Note(0), Note(1), Note(3)], True))
     _expect(
         (vans[0].statistics("worker:1").expired, vans[0].statistics("worker:2").expired), (1, 0)
     )
 
 
-def time_out_says_who_was_heard_of(vans: Sequence[Van]) -> None:
-    """`recv` and `wait_for` name what is missing."""
+def time_outs_name_what_is_missing(vans: Sequence[Van]) -> None:
+    """Time-outs of `recv` and `wait_for` name what is missing."""
     _raises(CommTimeout, lambda: vans[0].recv(_SOON_S), "the last frame from worker:2")
     _raises(CommTimeout, lambda: vans[0].wait_for(["worker:9"], _SOON_S), "worker:9")
     _expect(vans[0].try_recv(), None)
 
 
 def unknown_peers_are_named(vans: Sequence[Van]) -> None:
-    """Sending to nobody says who is there."""
+    """Sending to an unknown peer raises an error that lists the known ones."""
     _raises(PeerLostError, lambda: vans[0].send("worker:7", Note(1)), "worker:1, worker:2")
 
 
 def bad_messages_are_refused_by_the_sender(vans: Sequence[Van]) -> None:
-    """Nothing is sent that the peer could not take, and the link remains."""
+    """A message that the peer could not accept is not sent, and the link remains."""
 
     class Stranger(msgspec.Struct):
         x: int = 0
@@ -217,14 +221,14 @@ def bad_messages_are_refused_by_the_sender(vans: Sequence[Van]) -> None:
         (lambda: vans[0].send("worker:1", Note(1), priority=16), "priority 16"),
         (lambda: vans[0].send("worker:1", Note(1), buffers=[b"x"] * 1001), "1001 buffers"),
     ]
-    for call, words in bad:
-        _raises(ConfigError, call, words)
+    for call, text in bad:
+        _raises(ConfigError, call, text)
     vans[0].send("worker:1", Note(1))
     _expect(vans[1].recv(_LATE_S).message, Note(1))
 
 
 def bad_bodies_end_the_link(vans: Sequence[Van]) -> None:
-    """A body that does not fit its type never reaches the program; sender and type are named."""
+    """A body that does not fit its type never reaches the program; the error names both."""
     vans[0].send("worker:1", Note("no number"))  # type: ignore[arg-type]
     delivery = vans[1].recv(_LATE_S)
     lost = delivery.message
@@ -237,19 +241,19 @@ def bad_bodies_end_the_link(vans: Sequence[Van]) -> None:
 
 
 def goodbye_comes_after_the_last_message(vans: Sequence[Van]) -> None:
-    """Closing delivers what was sent, and then tells that it was on purpose."""
+    """Closing delivers all sent messages, and then a notice that it was on purpose."""
     vans[0].send("worker:2", Note(1))
     vans[0].close(_SOON_S)
-    found = [vans[2].recv(_LATE_S).message for _ in range(2)]
-    _expect((found[0], type(found[1])), (Note(1), PeerLost))
+    received = [vans[2].recv(_LATE_S).message for _ in range(2)]
+    _expect((received[0], type(received[1])), (Note(1), PeerLost))
     notice = vans[1].recv(_LATE_S).message
     assert isinstance(notice, PeerLost)
     _expect((notice.orderly, vans[1].peers), (True, ()))
     _raises(PeerLostError, lambda: vans[2].send("worker:0", Note(1)), "lost worker:0")
 
 
-def closed_vans_say_so(vans: Sequence[Van]) -> None:
-    """Every call of a closed van is a StaleError, and closing again does nothing."""
+def closed_vans_raise(vans: Sequence[Van]) -> None:
+    """Every call of a closed van raises StaleError, and closing again does nothing."""
     vans[0].close(0)
     vans[0].close()
     for call in (vans[0].recv, vans[0].try_recv, lambda: vans[0].send("worker:1", Note(1))):
@@ -257,7 +261,7 @@ def closed_vans_say_so(vans: Sequence[Van]) -> None:
 
 
 def stale_epochs_are_fenced_off(vans: Sequence[Van]) -> None:
-    """Messages of an epoch that is over are dropped and counted, and their sender is told."""
+    """Messages of a past epoch are dropped and counted, and their sender gets a notice."""
     vans[1].advance_epoch(2)
     num_sent = 0
     with contextlib.suppress(StaleError):
@@ -275,7 +279,7 @@ def stale_epochs_are_fenced_off(vans: Sequence[Van]) -> None:
 
 
 def unread_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
-    """Going on to a later epoch drops what has arrived of earlier ones and was not received."""
+    """Advancing the epoch drops unread messages of earlier epochs."""
     vans[0].send("worker:1", Note(1)).wait(_LATE_S)
     while not vans[1].statistics().unread:
         _pass_time(vans[1])
@@ -285,7 +289,7 @@ def unread_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
 
 
 def queued_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
-    """Going on to a later epoch fails what has not begun to leave."""
+    """Advancing the epoch fails queued messages that have not begun to leave."""
     _stop_reading(vans)
     vans[0].send("worker:1", Note(1), buffers=[bytes(_LARGE_BYTES)])
     sending = vans[0].send("worker:1", Note(2))
@@ -295,30 +299,30 @@ def queued_messages_end_with_their_epoch(vans: Sequence[Van]) -> None:
 
 
 def repetitions_keep_their_id(vans: Sequence[Van]) -> None:
-    """A message that is sent again can be recognised."""
+    """A message that is sent again keeps its id, so it can be recognised."""
     number = vans[0].new_id()
     first = vans[0].send("worker:1", Note(1), message_id=number)
-    found = [vans[1].recv(_LATE_S).id]
+    received = [vans[1].recv(_LATE_S).id]
     vans[0].send("worker:1", Note(1), message_id=first.id)
     vans[0].send("worker:1", Note(1))
-    found += [vans[1].recv(_LATE_S).id for _ in range(2)]
-    _expect((found[:2], found[2] in found[:2]), ([number, number], False))
+    received += [vans[1].recv(_LATE_S).id for _ in range(2)]
+    _expect((received[:2], received[2] in received[:2]), ([number, number], False))
 
 
-def fileno_tells_readiness(vans: Sequence[Van]) -> None:
-    """Readable while there is something to receive, and not otherwise."""
+def fileno_shows_readiness(vans: Sequence[Van]) -> None:
+    """`fileno` is readable if and only if there is something to receive."""
     fd = vans[1].fileno()
-    found = [bool(select.select([fd], [], [], 0)[0])]
+    received = [bool(select.select([fd], [], [], 0)[0])]
     vans[0].send("worker:1", Note(1))
     _until(vans[1], lambda: bool(vans[1].statistics().unread))
-    found.append(bool(select.select([fd], [], [], 0)[0]))
+    received.append(bool(select.select([fd], [], [], 0)[0]))
     vans[1].try_recv()
-    found.append(bool(select.select([fd], [], [], 0)[0]))
-    _expect(found, [False, True, False])
+    received.append(bool(select.select([fd], [], [], 0)[0]))
+    _expect(received, [False, True, False])
 
 
 def statistics_count_everything(vans: Sequence[Van]) -> None:
-    """Both ends agree on what has travelled."""
+    """The statistics of both ends agree."""
     for _ in range(3):
         vans[0].send("worker:1", Note(1), buffers=[b"12345"]).wait(_LATE_S)
         vans[1].recv(_LATE_S)
@@ -339,29 +343,29 @@ VAN_CLAIMS: tuple[Claim, ...] = (
     urgent_messages_pass_large_ones,
     who_does_not_read_stops_the_sender,
     deadlines_end_messages_in_the_queue,
-    time_out_says_who_was_heard_of,
+    time_outs_name_what_is_missing,
     unknown_peers_are_named,
     bad_messages_are_refused_by_the_sender,
     bad_bodies_end_the_link,
     goodbye_comes_after_the_last_message,
-    closed_vans_say_so,
+    closed_vans_raise,
     stale_epochs_are_fenced_off,
     unread_messages_end_with_their_epoch,
     queued_messages_end_with_their_epoch,
     repetitions_keep_their_id,
-    fileno_tells_readiness,
+    fileno_shows_readiness,
     statistics_count_everything,
 )
 
 
 def _stop_reading(vans: Sequence[Van]) -> None:
-    """Fill the inbox of worker:1, so that its van reads no more until somebody receives Note(0)."""
+    """Fill the inbox of worker:1, so that its van stops reading until `recv` returns Note(0)."""
     vans[0].send("worker:1", Note(0))
     _until(vans[1], lambda: bool(vans[1].statistics().unread))
 
 
 def _fill(vans: Sequence[Van]) -> int:
-    """Send to worker:1, which does not receive, until nothing more fits; returns how many."""
+    """Send to worker:1, which does not receive, until nothing more fits; returns the count."""
     _stop_reading(vans)
     sent = 1
 
@@ -382,32 +386,32 @@ def _fill(vans: Sequence[Van]) -> int:
 
 def _until(van: Van, condition: Callable[[], bool]) -> None:
     """Let time pass until `condition` holds."""
-    for _ in range(10_000):
+    for _ in range(_MOST_TURNS):
         if condition():
             return
         _pass_time(van)
-    msg = "expected a condition to hold at last, found that it does not"
+    msg = f"the condition does not hold after {_MOST_TURNS} turns"
     raise AssertionError(msg)
 
 
 def _pass_time(van: Van) -> None:
-    """Waiting for somebody who does not come lets a simulated network run, and threads have their turn."""
+    """Wait for a message that does not come: a simulated network advances, threads run."""
     with contextlib.suppress(CommTimeout):
         van.wait_for(["nobody:0"], 0.002)
 
 
-def _raises(kind: type[Exception], call: Callable[[], object], words: str) -> None:
+def _raises(kind: type[Exception], call: Callable[[], object], text: str) -> None:
     try:
         call()
     except kind as exc:
-        if words not in str(exc):
-            msg = f"expected an error that says {words!r}, found: {exc}"
+        if text not in str(exc):
+            msg = f"the error must contain {text!r}, got: {exc}"
             raise AssertionError(msg) from exc
     else:
         _expect("no error", kind.__name__)
 
 
-def _expect(found: object, expected: object) -> None:
-    if found != expected:
-        msg = f"expected {expected!r}, found {found!r}"
+def _expect(actual: object, expected: object) -> None:
+    if actual != expected:
+        msg = f"expected {expected!r}, got {actual!r}"
         raise AssertionError(msg)

@@ -1,10 +1,10 @@
-"""What may happen to a message in a simulated network, and the dice that decide it.
+"""Faults of messages in a simulated network, and the dice that choose them.
 
 Faults strike whole messages and heartbeats, since a broken frame ends a link and is tested
 elsewhere. A message is
     dropped        it never arrives
     duplicated     it arrives again after a new delay
-    delayed        by up to `delay_s`; those behind it in its lane wait with it
+    delayed        by up to `delay_s`; later messages of its priority wait with it
     reordered      delayed by up to `delay_s` without holding up others
 """
 
@@ -23,8 +23,8 @@ class Copy(NamedTuple):
     """One arrival of a message.
 
     Attributes:
-        late_ns: How much later than without faults.
-        in_order: Whether those behind it wait for it.
+        late_ns: Delay beyond that without faults.
+        in_order: Whether later messages wait for it.
     """
 
     late_ns: int
@@ -33,13 +33,13 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """What may happen to a message; each is a probability from 0 to 1.
+    """Probabilities of faults of a message, each from 0 to 1.
 
     Attributes:
-        drop: That it never arrives.
-        duplicate: That it arrives once more.
-        delay: That it, and what follows it, is late by up to `delay_s`.
-        reorder: That it is late by up to `delay_s`, and others overtake it.
+        drop: Probability that the message never arrives.
+        duplicate: Probability that it arrives once more.
+        delay: Probability that it, and later messages, are late by up to `delay_s`.
+        reorder: Probability that it is late by up to `delay_s`, and other messages overtake it.
         delay_s: Largest delay, in seconds.
     """
 
@@ -63,11 +63,11 @@ class Faults:
         if self.delay_s < 0:
             problems.append(f"delay_s = {self.delay_s:g}")
         if problems:
-            msg = f"Faults cannot work with {', '.join(problems)}: a probability is from 0 to 1"
+            msg = f"probabilities of Faults must be from 0 to 1, got {', '.join(problems)}"
             raise ConfigError(msg)
 
     def strike(self, chance: random.Random) -> list[Copy]:
-        """Throw the dice for one message: the copies of it that arrive, none if it is dropped."""
+        """Throw the dice for one message; returns the copies that arrive, none if it is dropped."""
         if chance.random() < self.drop:
             return []
         num_copies = 2 if chance.random() < self.duplicate else 1

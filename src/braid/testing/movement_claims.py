@@ -1,4 +1,4 @@
-"""What every group must do that moves tensors: parts go where they belong, of any size, type and layout."""
+"""Claims about moving tensors: parts go where they belong, in any size, type and layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOVED = (
 
 
 def broadcast_copies_from_any_root(group: Group) -> None:
-    """From every root, every size, staged and registered."""
+    """Broadcast copies from every root, in every size, staged and registered."""
     for numel in (*SIZES, 200_003):
         for root in range(group.size):
             expected = of_rank(root, numel, torch.float32)
@@ -38,7 +38,7 @@ def broadcast_copies_from_any_root(group: Group) -> None:
 
 @needs("rank_order")
 def slices_go_where_they_belong(group: Group) -> None:
-    """all_gather, reduce_scatter and all_to_all, staged and registered, with and without `out`."""
+    """all_gather, reduce_scatter and all_to_all are right, registered or not, `out` or not."""
     n, me = group.size, group.rank
     for numel in (*SIZES, 100_003):
         inputs = [of_rank(r, n * numel, torch.float32).view(n * numel) for r in range(n)]
@@ -78,7 +78,7 @@ def results_may_overlap_inputs(group: Group) -> None:
 
 
 def odd_tensors_are_ordinary(group: Group) -> None:
-    """Zero-dim, two-dim, transposed, strided, requires-grad and conjugated tensors."""
+    """Zero-dim, two-dim, transposed, strided, requires-grad and conjugated tensors work."""
     n = group.size
     same(group.all_reduce(torch.tensor(2.0)), torch.tensor(2.0 * n))
     same(group.all_gather(torch.tensor(group.rank)), torch.arange(n))
@@ -112,7 +112,7 @@ def every_dtype_moves(group: Group) -> None:
 
 
 def arrays_and_raw_memory_are_welcome(group: Group) -> None:
-    """Arrays of numpy in place and as results; raw pointers with separate buffers."""
+    """Arrays of numpy work in place and as results; raw pointers work with separate buffers."""
     n, me = group.size, group.rank
     array = np.arange(6, dtype=np.float64).reshape(2, 3) + me
     expected = sum(np.arange(6, dtype=np.float64).reshape(2, 3) + r for r in range(n))
@@ -138,7 +138,7 @@ def arrays_and_raw_memory_are_welcome(group: Group) -> None:
 
 
 def equal_parts_are_gathered(group: Group) -> None:
-    """Gather and scatter of one tensor, of two dims and of none."""
+    """Gather and scatter work for tensors of two dims and of none."""
     n, me = group.size, group.rank
     whole = torch.arange(6.0 * n).view(2 * n, 3)
     mine = whole[2 * me : 2 * me + 2]
@@ -154,7 +154,7 @@ def equal_parts_are_gathered(group: Group) -> None:
 
 
 def ragged_parts_are_gathered(group: Group) -> None:
-    """all_gather, gather and scatter of parts of different sizes, among them empty ones, on every way."""
+    """all_gather, gather and scatter move parts of different sizes, also empty, in every way."""
     n, me = group.size, group.rank
     for widths in (list(range(n)), [LARGE * (r % 2) + r for r in range(n)]):
         parts = [of_rank(r, width, torch.float32) for r, width in enumerate(widths)]
@@ -175,7 +175,7 @@ def ragged_parts_are_gathered(group: Group) -> None:
 
 
 def uneven_slices_are_exchanged(group: Group) -> None:
-    """all_to_all of lists, whose sizes only sender and receiver know."""
+    """all_to_all moves lists whose sizes only sender and receiver know."""
     n, me = group.size, group.rank
     for scale in (1, LARGE):
         parts = [
@@ -191,7 +191,7 @@ def uneven_slices_are_exchanged(group: Group) -> None:
 
 @needs("messages_checked")
 def sizes_that_disagree_are_named_everywhere(group: Group) -> None:
-    """The same error on every rank, for a gather, a scatter and an all-to-all."""
+    """Sizes that disagree raise the same error on every rank, in gather, scatter and all-to-all."""
     n, me = group.size, group.rank
     if n == 1:
         return

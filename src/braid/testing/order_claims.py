@@ -1,4 +1,4 @@
-"""What every group must do with operations that are started and waited for later: in the background, in batches, as requests."""
+"""Claims about operations that finish later: in the background, in batches, as requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def background_work_keeps_order(group: Group) -> None:
 
 
 def asking_keeps_order(group: Group) -> None:
-    """Whoever only asks whether the last of several has ended gets them all done, in the order of the calls."""
+    """A rank that only polls the last of several operations completes them all, in order."""
     x = torch.full((50_000,), float(group.rank + 1))
     with group.coalesce() as batch:
         batch.all_reduce(x)
@@ -42,7 +42,7 @@ def asking_keeps_order(group: Group) -> None:
 
 
 def background_results_are_there(group: Group) -> None:
-    """A Work holds its result and calls back once."""
+    """A Work holds its result and calls its callback once."""
     called: list[object] = []
     work = group.all_gather(torch.tensor([group.rank]), async_op=True)
     work.add_done_callback(called.append)
@@ -55,7 +55,7 @@ def background_results_are_there(group: Group) -> None:
 
 
 def batches_start_together(group: Group) -> None:
-    """Large messages both ways without a deadlock; small all-reduces fused; results where they belong."""
+    """A batch sends large messages both ways without a deadlock, and fuses small all-reduces."""
     n, me = group.size, group.rank
     after, before = (me + 1) % n, (me - 1) % n
     x, y = of_rank(me, LARGE, torch.float32), torch.empty(LARGE)
@@ -84,7 +84,7 @@ def batches_start_together(group: Group) -> None:
 
 @needs("requests_any_order")
 def requests_start_in_any_order(group: Group) -> None:
-    """Persistent requests, started in another order on every rank, many times, with a scale."""
+    """Persistent requests may start many times, scaled, in another order on every rank."""
     n, me = group.size, group.rank
     tensors = [group.empty((size,)) for size in (4, 20_000, 300_000)] + [torch.empty(10_000)]
     requests = [group.persistent("all_reduce", x) for x in tensors]
@@ -102,7 +102,7 @@ def requests_start_in_any_order(group: Group) -> None:
 
 @needs("requests_any_order")
 def other_requests_persist(group: Group) -> None:
-    """broadcast, all_gather, reduce_scatter and all_to_all, started in another order on every rank."""
+    """Requests of other collectives than all_reduce may start in another order on every rank."""
     n, me = group.size, group.rank
     x = torch.arange(4.0 * n) + me
     row = torch.full((3,), float(me))
@@ -125,7 +125,7 @@ def other_requests_persist(group: Group) -> None:
 
 @needs("requests_any_order")
 def a_started_request_is_busy(group: Group) -> None:
-    """Starting it again before it has ended raises; afterwards it does not."""
+    """Starting a request again before it has ended raises; afterwards it does not."""
     request = group.persistent("all_reduce", group.empty((8,)).fill_(1.0))
     if group.rank == 0 and group.size > 1:
         work = request.start()
@@ -144,7 +144,7 @@ def a_started_request_is_busy(group: Group) -> None:
 
 
 def scales_are_agreed_on(group: Group) -> None:
-    """Ranks that scale one request differently all raise, instead of ending with different numbers."""
+    """Ranks that scale one request differently all raise; none gets a different result."""
     part = group.split(0)
     assert part is not None
     if group.size == 1:
@@ -161,7 +161,7 @@ def scales_are_agreed_on(group: Group) -> None:
 
 @needs("requests_any_order")
 def groups_are_used_in_different_orders(group: Group) -> None:
-    """Ranks that start operations of several groups each in an order of its own, and wait in another, do not deadlock."""
+    """Ranks may start operations of several groups in different orders, and wait in others."""
     n, me = group.size, group.rank
     parts = [part for part in (group.split(0) for _ in range(3)) if part is not None]
     order = [(me + i) % len(parts) for i in range(len(parts))]

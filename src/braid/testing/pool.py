@@ -3,12 +3,11 @@
 `ProcessPool.run(size, main, *args)` is `run_threads` with processes: functions and arguments travel
 by pickle between a test and its children, results and exceptions travel back.
 
-Children are forked from a server that has imported torch and braid and has done nothing else: it
-has neither threads nor tensors, so a new child takes milliseconds. A child that has died, does not
-end in time or has left something behind is replaced alone; its stack, when it still lives, is part
-of the error.
+Children are forked from a server that has only imported torch and braid: it has neither threads nor
+tensors, so a new child takes milliseconds. A child that dies, does not end in time or leaves
+something behind is replaced alone. The error includes its stack, if it still lives.
 
-After each job a child tells what the job has left behind: threads, descriptors, shared memory.
+After each job a child reports what the job has left behind: threads, descriptors, shared memory.
 `ProcessPool.left_behind` waits for these reports, so that the test that ran the job can fail.
 """
 
@@ -45,11 +44,9 @@ from braid.testing.worlds import last_events
 __all__ = ["ProcessPool", "RankDiedError", "RemoteError"]
 
 TIMEOUT_S = 120.0
-REPORT_S = (
-    20.0  # until a child has told what its job left behind; threads about to end take part of it
-)
+REPORT_S = 20.0  # for a child's report on its job; threads that are about to end use part of it
 RING_CAPACITY = 1024
-# what the server imports for its children; names that are not installed are passed over
+# modules that the server imports for its children; those not installed are skipped
 PRELOAD = (
     "pytest",
     "hypothesis",
@@ -80,7 +77,7 @@ class RankDiedError(Exception):
 
 
 class _Job(NamedTuple):
-    """What a child is asked to do."""
+    """A job for a child of the pool."""
 
     rank: int
     size: int
@@ -93,7 +90,7 @@ class _Job(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What came of it."""
+    """The outcome of a job."""
 
     result: Any
     error: BaseException | None
@@ -101,7 +98,7 @@ class _Answer(NamedTuple):
 
 
 class _Report(NamedTuple):
-    """What a job left behind in its process, in words; empty when there is nothing."""
+    """Text about what a job left behind in its process; empty when there is nothing."""
 
     problems: str
 
@@ -121,10 +118,10 @@ class _Child:
         self.process = context.Process(target=_serve, args=(theirs, name), daemon=True)
         self.process.start()
         theirs.close()
-        self.fds = belongings().fds - others  # of this process, by which the child is held
+        self.fds = belongings().fds - others  # descriptors of this process that belong to the child
 
     def report(self) -> str | None:
-        """What the last job left behind, in words; None when the child does not tell in time."""
+        """Return what the last job left behind, as text; None if no report comes in time."""
         if not self.reports:
             return ""
         self.reports = False
@@ -134,7 +131,10 @@ class _Child:
             return None
 
     def stack(self) -> str:
-        """Python stacks of the child; works while it holds the interpreter lock."""
+        """Return the Python stacks of the child.
+
+        It works while the child holds the interpreter lock.
+        """
         if self.process.pid is None or not self.process.is_alive():
             return f"(ended with exit code {self.process.exitcode})"
         os.kill(self.process.pid, signal.SIGUSR1)
@@ -172,16 +172,16 @@ class ProcessPool:
         _start_server()
 
     def belongings(self) -> Belongings:
-        """What this process has for the sake of the pool: processes and descriptors."""
-        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
-        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        """List the processes and descriptors that this process holds for the pool."""
+        server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # noqa: SLF001
+        tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # noqa: SLF001
         return Belongings(
             children=frozenset(pid for pid in (server, tracker) if pid is not None),
             fds=frozenset(fd for child in self._children for fd in child.fds),
         )
 
     def left_behind(self) -> list[str]:
-        """Wait until the processes have looked for what their jobs left, and return it in words, process by process.
+        """Wait for the processes' reports; return what their jobs left behind, by process.
 
         A process that has left something behind is replaced.
         """
@@ -199,13 +199,13 @@ class ProcessPool:
         portable: bool | None = None,
         ranks_per_host: int | None = None,
     ) -> list[Any]:
-        """Run `main(group, *args)` on `size` processes and return their results in the order of ranks.
+        """Run `main(group, *args)` on `size` processes; return their results in the order of ranks.
 
         Args:
             size: Number of ranks.
-            main: Gets the group of all ranks; travels by pickle, as its arguments and results do.
-            args: Passed on.
-            timeout_s: Seconds until the ranks are given up.
+            main: Function of the group of all ranks; it, its arguments and results are pickled.
+            args: Further arguments of `main`.
+            timeout_s: Seconds until the ranks are killed.
             sum_order: See `Group.world`.
             portable: Whether ranks send each other copies instead of sharing memory; None for the
                 pool's way.
@@ -213,9 +213,9 @@ class ProcessPool:
                 pool's way.
 
         Raises:
-            TimeoutError: Holds the stacks of the ranks that did not end.
+            TimeoutError: Some ranks did not end in time; holds their stacks.
             RankDiedError: A process ended without an answer.
-            Exception: That of the rank that failed first.
+            Exception: The exception of the rank that failed first.
         """
         self._read_reports(self._children[:size])
         while len(self._children) < size:
@@ -259,10 +259,7 @@ class ProcessPool:
                 stacks = "\n".join(f"--- rank {r}\n{children[r].stack()}" for r in open_ranks)
                 events = _last_events(directory, len(children))
                 self._remove([children[rank] for rank in open_ranks])
-                msg = (
-                    f"expected ranks to end within {timeout_s:g} s, found {open_ranks} "
-                    f"running\n{stacks}\n{events}"
-                )
+                msg = f"ranks {open_ranks} still run after {timeout_s:g} s\n{stacks}\n{events}"
                 raise TimeoutError(msg)
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]  # these are the connections given above
@@ -274,7 +271,7 @@ class ProcessPool:
         if died:
             self._remove([children[rank] for rank in died])
             errors = {r: repr(a.error) for r, a in answers.items() if a.error}
-            msg = f"expected an answer of every rank, found exit codes {died}; the others: {errors}"
+            msg = f"ranks ended without an answer, with exit codes {died}; the others: {errors}"
             error = RankDiedError(msg, died)
             error.__dict__["answers"] = answers
             raise error
@@ -285,7 +282,7 @@ class ProcessPool:
             pid, report = child.process.pid, child.report()
             if report is None:
                 report = (
-                    f"no word of what it left behind within {REPORT_S:g} s, at\n{child.stack()}"
+                    f"no report on what it left behind within {REPORT_S:g} s, at\n{child.stack()}"
                 )
             if report:
                 self._problems.append(f"process {pid}: {report}")
@@ -323,7 +320,7 @@ def _ring_path(directory: Path, rank: int) -> Path:
 
 
 def _recorder(directory: Path, rank: int) -> Recorder:
-    """A recorder on a file, which the test can read when the rank hangs."""
+    """Make a recorder on a file, which the test can read when the rank hangs."""
     path = _ring_path(directory, rank)
     path.write_bytes(b"")
     os.truncate(path, EventRing.nbytes_for(RING_CAPACITY))
@@ -333,7 +330,7 @@ def _recorder(directory: Path, rank: int) -> Recorder:
 
 
 def _start_server() -> None:
-    """Start the process from which children are forked, unless it is there."""
+    """Start the process from which children are forked, unless it runs."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     usual = os.environ.get("OPENBLAS_NUM_THREADS")
     os.environ["OPENBLAS_NUM_THREADS"] = (
@@ -350,7 +347,7 @@ def _start_server() -> None:
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
-    """The life of a child: jobs until the pipe ends."""
+    """Run a child: jobs until the pipe ends."""
     default_signals()
     freeze_imports = ImportFreezer()
     torch.set_num_threads(1)
@@ -389,14 +386,14 @@ def _carry_out(job: _Job) -> _Answer:
             transport.leave()
         except BaseException as exc:  # noqa: BLE001 - travels back to the test
             error = exc
-            if group is not None:  # this process lives on, so the others would not notice
+            if group is not None:  # this process lives on, so its peers would not notice
                 group.abort(f"{type(exc).__name__}: {exc}")
         ended_ns = time.monotonic_ns()
     return _Answer(result, error, ended_ns)
 
 
 def _pickled(answer: _Answer) -> bytes:
-    """Pickle by value: torch's way for connections would share tensors, which needs a server in each process."""
+    """Pickle by value; torch's pickler would share tensors, which needs a server per process."""
     try:
         data = pickle.dumps(answer)
         pickle.loads(data)  # noqa: S301 - just made here

@@ -1,7 +1,7 @@
 """The last import of the process from which a pool's children are forked.
 
-What the imports have made is taken out of the garbage collector's sight: a collection in a child
-then costs a millisecond instead of a hundred, and copies no page that the children share.
+It hides the objects of all imports from the garbage collector. A collection in a child then costs
+a millisecond instead of a hundred, and copies no page that the children share.
 """
 
 import gc

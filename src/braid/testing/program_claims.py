@@ -1,4 +1,4 @@
-"""What every group must do that carries out programs: each algorithm of the catalogue gives what the operation promises."""
+"""Claims about programs: each algorithm of the catalogue gives what its operation promises."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ WIDTHS = (1, 7, 301)
 
 
 def _inputs(group: Group, numel: int) -> list[torch.Tensor]:
-    """Small whole numbers, whose sums are exact in any order."""
+    """Make small whole numbers, whose sums are exact in any order."""
     return [of_rank(r, numel, torch.int64).float() for r in range(group.size)]
 
 
 @needs("programs")
 def programs_reduce(group: Group) -> None:
-    """All-reduce, reduce-scatter and reduce by every algorithm; what is only read stays as it is."""
+    """All-reduce, reduce-scatter and reduce work by every algorithm and leave inputs alone."""
     me = group.rank
     for width in WIDTHS:
         inputs = _inputs(group, width * group.size)
@@ -43,7 +43,7 @@ def programs_reduce(group: Group) -> None:
 
 @needs("programs")
 def programs_move(group: Group) -> None:
-    """Broadcast, all-gather and all-to-all by every algorithm."""
+    """Broadcast, all-gather and all-to-all work by every algorithm."""
     me = group.rank
     for width in WIDTHS:
         inputs = _inputs(group, width * group.size)
@@ -59,7 +59,7 @@ def programs_move(group: Group) -> None:
 
 @needs("programs")
 def programs_cut_large_tensors(group: Group) -> None:
-    """More than one piece, one behind the other."""
+    """Programs work on tensors of several pieces, one behind the other."""
     numel = 400_000 * group.size
     inputs = _inputs(group, numel)
     same(group.all_reduce(inputs[group.rank].clone(), algorithm="ring"), torch.stack(inputs).sum(0))

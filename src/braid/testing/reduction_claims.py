@@ -1,4 +1,4 @@
-"""What every group must do that reduces: sums in the order of ranks, bit by bit, whatever the algorithm and the tensor."""
+"""Claims about reductions: sums in the order of ranks, bit by bit, by any algorithm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def algorithms_agree(group: Group) -> None:
 
 @needs("adopts")
 def half_registered_is_fine(group: Group) -> None:
-    """Only some ranks' tensors lie in shared memory."""
+    """Only some ranks' tensors need to lie in shared memory."""
     numel = 50_000
     inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
     x = inputs[group.rank].clone()
@@ -54,7 +54,7 @@ def half_registered_is_fine(group: Group) -> None:
 
 @needs("rank_order")
 def averages_do_not_overflow_on_the_way(group: Group) -> None:
-    """The sum of float16 numbers near the largest is infinite; their average is not."""
+    """The average of float16 numbers near the largest is finite, though their sum is not."""
     for numel in (4, 40_000):
         x = torch.full((numel,), 60_000.0, dtype=torch.float16)
         same(group.all_reduce(x.clone(), "avg"), x)
@@ -63,7 +63,7 @@ def averages_do_not_overflow_on_the_way(group: Group) -> None:
 
 @needs("rank_order")
 def logic_and_bits_reduce(group: Group) -> None:
-    """band, bor, bxor on integers; and, or, xor on bool; sums and means of complex numbers."""
+    """Bitwise and logical reductions work, as do sums and means of complex numbers."""
     for op in ("band", "bor", "bxor"):
         inputs = [of_rank(r, 1001, torch.int32) for r in range(group.size)]
         expected = inputs[0].clone()
@@ -98,7 +98,7 @@ def logic_and_bits_reduce(group: Group) -> None:
 
 @needs("rank_order")
 def results_may_go_elsewhere(group: Group) -> None:
-    """`out` of an all-reduce leaves the input alone."""
+    """An all-reduce with `out` leaves the input alone."""
     inputs = [of_rank(r, 70_001, torch.float32) for r in range(group.size)]
     x, out = inputs[group.rank].clone(), torch.empty(70_001)
     assert group.all_reduce(x, out=out) is out
@@ -108,7 +108,7 @@ def results_may_go_elsewhere(group: Group) -> None:
 
 @needs("adopts")
 def adopted_tensors_need_no_copies(group: Group) -> None:
-    """A tensor whose storage was moved is registered; its views follow."""
+    """A tensor whose storage was moved is registered, and so are its views."""
     base = of_rank(group.rank, 50_000, torch.float32)
     view = base[100:200]
     group.adopt(base)
@@ -122,7 +122,7 @@ def adopted_tensors_need_no_copies(group: Group) -> None:
 
 @needs("rank_order")
 def reduce_ends_on_the_root(group: Group) -> None:
-    """Every root, size and way; the others keep what they had."""
+    """Reduce works for every root, size and algorithm; the other ranks keep their tensors."""
     for numel in (0, 1, 1000, LARGE):
         for root in range(group.size):
             for way in ways(group):
@@ -140,7 +140,7 @@ def reduce_ends_on_the_root(group: Group) -> None:
 
 
 def scan_reduces_the_ranks_before(group: Group) -> None:
-    """Inclusive and exclusive prefix sums."""
+    """Scans give inclusive and exclusive prefix sums."""
     for numel in (1, 70_001):
         inputs = [of_rank(r, numel, torch.float32) for r in range(group.size)]
         x = inputs[group.rank].clone()
@@ -154,7 +154,7 @@ def scan_reduces_the_ranks_before(group: Group) -> None:
 
 @needs("rank_order")
 def uneven_slices_are_reduced(group: Group) -> None:
-    """reduce_scatter of a list with one tensor per rank."""
+    """reduce_scatter reduces a list with one tensor per rank."""
     n, me = group.size, group.rank
     for scale in (1, LARGE):
         widths = [scale * (r % 2) + r for r in range(n)]

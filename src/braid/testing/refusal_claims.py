@@ -1,4 +1,4 @@
-"""What every group must refuse: arguments that cannot work, on one rank; calls that differ, on all of them alike."""
+"""Claims about errors: bad arguments raise on one rank, calls that differ raise on all alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["MISMATCHES", "REFUSAL_CLAIMS", "check_mismatch"]
 
 
 def bad_arguments_are_refused(group: Group) -> None:
-    """Without communication, on this rank alone, naming what was found."""
+    """Bad arguments raise on this rank alone, without communication, and are named."""
     x = torch.ones(4)
     odd = torch.ones(group.size + 1) if group.size > 1 else torch.tensor(1.0)
     calls: list[tuple[Callable[[], object], str]] = [
@@ -47,19 +47,19 @@ def bad_arguments_are_refused(group: Group) -> None:
         (lambda: group.persistent("barrier", x), "barrier"),
         (lambda: group.persistent("all_reduce", torch.ones(4, 4).t()), "contiguous"),
     ]
-    for call, word in calls:
+    for call, part in calls:
         try:
             call()
         except ConfigError as error:
-            assert word in str(error), error  # noqa: PT017 - not a pytest module
+            assert part in str(error), error  # noqa: PT017 - not a pytest module
         else:
-            msg = f"expected a ConfigError naming {word!r}"
+            msg = f"no ConfigError that names {part!r}"
             raise AssertionError(msg)
     group.barrier()
 
 
 def wrong_parts_are_refused(group: Group) -> None:
-    """Without communication, naming what was found."""
+    """Wrong parts raise without communication, and are named."""
     n, me = group.size, group.rank
     x = torch.ones(4)
     wrong_count = [torch.ones(1)] * (n + 1)
@@ -81,20 +81,20 @@ def wrong_parts_are_refused(group: Group) -> None:
         (lambda: group.all_reduce(Buffer(0, 3, torch.float32)), "address"),
         (lambda: group.broadcast(x, 0, algorithm="direct"), "direct"),
     ]
-    for call, word in calls:
+    for call, part in calls:
         try:
             call()
         except ConfigError as error:
-            assert word in str(error), error  # noqa: PT017 - not a pytest module
+            assert part in str(error), error  # noqa: PT017 - not a pytest module
         else:
-            msg = f"expected a ConfigError naming {word!r}"
+            msg = f"no ConfigError that names {part!r}"
             raise AssertionError(msg)
     group.barrier()
 
 
 @needs("adopts")
 def registered_needs_registered_tensors(group: Group) -> None:
-    """Asking for the algorithm by name with ordinary memory somewhere fails alike on every rank."""
+    """The algorithm `registered` raises alike on every rank if a tensor is in ordinary memory."""
     part = group.split(0)
     assert part is not None
     x = part.empty((64,)).fill_(1.0) if group.rank else torch.ones(64)
@@ -128,7 +128,7 @@ def _two_in_another_order(g: Group) -> None:
     g.all_reduce(torch.ones(4))
 
 
-# what the others do, what the last rank does
+# the call of the other ranks, the call of the last rank
 MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object]]] = {
     "shape": (_four, lambda g: g.all_reduce(torch.ones(5))),
     "dtype": (_four, lambda g: g.all_reduce(torch.ones(4, dtype=torch.float64))),
@@ -152,14 +152,18 @@ MISMATCHES: dict[str, tuple[Callable[[Group], object], Callable[[Group], object]
 
 
 def check_mismatch(group: Group, kind: str) -> str:
-    """Every rank raises the same MismatchError, whose table marks the odd rank; returns its text."""
+    """Check that every rank raises the same MismatchError, with the odd rank marked.
+
+    Returns:
+        Text of the error.
+    """
     last = group.rank == group.size - 1
     try:
         MISMATCHES[kind][last](group)
     except MismatchError as error:
         text = str(error)
     else:
-        msg = f"expected a MismatchError on rank {group.rank} for another {kind}"
+        msg = f"no MismatchError on rank {group.rank} for another {kind}"
         raise AssertionError(msg)
     for rank in range(group.size):
         assert f"rank {rank}  " in text, text

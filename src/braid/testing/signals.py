@@ -1,8 +1,7 @@
-"""Signals as a program in the foreground finds them, whatever the shell left behind.
+"""Restore the signal handling of a program in the foreground.
 
 A shell that starts a command in the background lets it ignore SIGINT, and every process that the
-command starts inherits
-this: tests of what a signal does would then depend on how the tests were started.
+command starts inherits this. Tests of signals would then depend on how they were started.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ __all__ = ["default_signals"]
 
 
 def default_signals() -> None:
-    """Give this process, and those that it starts, the signal handling of a program in the foreground."""
+    """Give this process and its children the signal handling of a program in the foreground."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -1,8 +1,8 @@
-"""A simulated network: many nodes, one thread, a virtual clock, and faults that a seed decides.
+"""A simulated network: many nodes, one thread, a virtual clock, and faults chosen by a seed.
 
 Problem: protocols fail in orders of events that sockets on one machine never show: a reply that is
 lost, a request that arrives twice or after its repetition, a node that is cut off in one direction.
-Tests that sleep until such things happen are slow, and what they find cannot be found again.
+Tests that sleep until such things happen are slow, and their failures cannot be reproduced.
 
 Idea: the same state machines as over sockets, but frames travel through a heap of events. Nothing
 waits: time jumps to the next event. All chance comes from one seed, so a run that failed is
@@ -38,9 +38,7 @@ from braid.testing.message_faults import Faults
 
 __all__ = ["Network", "SimulatedVan"]
 
-_WINDOW = (
-    64  # messages that a link holds before its sender has to wait, as a kernel's buffers would
-)
+_WINDOW = 64  # messages that a link holds before its sender must wait, like a kernel's buffers
 
 
 Handler = Callable[["SimulatedVan", Delivery], None]
@@ -53,8 +51,8 @@ class _Node:
     state: VanState
     van: SimulatedVan
     handler: Handler | None
-    tick_ns: int | None = None  # when a tick is scheduled
-    is_roused: bool = False  # its handler is scheduled
+    tick_ns: int | None = None  # time of the scheduled tick
+    is_roused: bool = False  # whether its handler is scheduled
 
 
 @dataclass(slots=True, eq=False)
@@ -63,25 +61,27 @@ class _Pipe:
 
     source: _Node
     target: _Node
-    there: int  # the number of the link at the target; at the source it is the key
+    there: int  # number of the link at the target; at the source it is the key
     under_way: int = 0  # messages between the two states
     is_busy: bool = False  # a frame is being transmitted
     parts: dict[int, list[OutFrame]] = field(default_factory=dict)  # by priority
     missing: dict[int, int] = field(default_factory=dict)  # bytes until the message is whole
-    free_ns: dict[int, int] = field(default_factory=dict)  # when the last of a lane arrives
+    free_ns: dict[int, int] = field(
+        default_factory=dict
+    )  # arrival of the last message, by priority
     held: deque[list[OutFrame]] = field(default_factory=deque)  # the target does not read
 
 
 class Network:
-    """Nodes whose vans meet each other's messages in virtual time.
+    """A network of nodes whose messages travel in virtual time.
 
     Args:
-        schema: The messages of all of them.
-        seed: Of everything that is left to chance.
-        faults: What may happen to messages; `network.faults` may be replaced at any time.
-        latency_s: From the last byte sent to the arrival.
-        bytes_per_s: Of each direction of each link; unlimited when None.
-        config: Of all vans, with their times in virtual seconds.
+        schema: Message types of all nodes.
+        seed: Seed of everything that is left to chance.
+        faults: Faults that messages may suffer; `network.faults` may be replaced at any time.
+        latency_s: Seconds from the last sent byte to the arrival.
+        bytes_per_s: Bandwidth of each direction of each link; unlimited when None.
+        config: Configuration of all vans, with times in virtual seconds.
         record: Whether to keep a line for every event in `trace`.
     """
 
@@ -118,23 +118,19 @@ class Network:
     # -- nodes
 
     def join(self, node: str, handler: Handler | None = None, *, epoch: int = 0) -> SimulatedVan:
-        """A van for `node`; also the way to restart one that has crashed.
+        """Add `node` and return its van; also restarts a node that has crashed.
 
         Args:
-            node: Its name.
-            handler: Called as `handler(van, delivery)` for everything that arrives. It must not
-                wait. When None, the deliveries wait for `recv`, which lets time pass until one
-                comes.
+            node: Name of the node.
+            handler: Called as `handler(van, delivery)` for each delivery. It must not wait. When
+                None, deliveries wait for `recv`, which lets time pass until one comes.
             epoch: Membership epoch to begin with.
 
         Raises:
             ConfigError: There is a node of that name, or it is no name.
         """
         if node in self._nodes:
-            msg = (
-                f"expected a new name in this network, found {node} again: crash() or close() "
-                "it first"
-            )
+            msg = f"there is already a node {node} in this network: crash() or close() it first"
             raise ConfigError(msg)
         incarnation = next(self._incarnations)
         state = VanState(node, self.schema, self.config, incarnation=incarnation, epoch=epoch)
@@ -144,12 +140,12 @@ class Network:
         return van
 
     def crash(self, node: str, *, silent: bool = False) -> None:
-        """End a node at once, with all that it has not sent.
+        """End a node at once, with all its unsent messages.
 
         Args:
-            node: Which.
-            silent: As when its host loses power: the others notice by silence. Otherwise as when
-                its process is killed: the others see the end of their links.
+            node: Name of the node.
+            silent: True as when its host loses power: peers notice by its silence. False as when
+                its process is killed: peers see the end of their links.
         """
         crashed = self._nodes.pop(node)
         self._note("crashes", node)
@@ -161,25 +157,25 @@ class Network:
     def partition(
         self, some: str | Iterable[str], others: str | Iterable[str], *, one_way: bool = False
     ) -> None:
-        """Lose everything that is sent from `some` to `others` from now on, and unless `one_way`, back."""
+        """Lose all messages from `some` to `others` from now on, and back unless `one_way`."""
         for a, b in itertools.product(_names(some), _names(others)):
             self._cuts |= {(a, b)} if one_way else {(a, b), (b, a)}
         self._note("partition", *sorted(f"{a}>{b}" for a, b in self._cuts))
 
     def heal(self) -> None:
-        """End all partitions. Links that were given up meanwhile stay so until somebody connects again."""
+        """End all partitions. Links that were lost stay so until a node connects again."""
         self._cuts.clear()
         self._note("heals")
 
     def link(self, node: str, to: str) -> None:
-        """Join two nodes; both greet at once.
+        """Connect two nodes; both begin the handshake at once.
 
         Raises:
             RendezvousError: There is no node `to`, or a partition lies between them.
         """
         here, there = self._nodes[node], self._nodes.get(to)
         if there is None or self._cuts & {(node, to), (to, node)}:
-            msg = f"expected {node} to reach {to}, found no such node, or a partition between them"
+            msg = f"{node} cannot reach {to}: there is no such node, or a partition between them"
             raise RendezvousError(msg)
         ours, theirs = next(self._links), next(self._links)
         self._pipes[ours] = _Pipe(here, there, theirs)
@@ -197,7 +193,7 @@ class Network:
         self._at(self.clock.now_ns() + round(delay_s * 1e9), do)
 
     def step(self, until_ns: int | None = None) -> bool:
-        """Let the next event happen; False, at `until_ns`, if there is none before."""
+        """Process the next event; False, at `until_ns`, if there is none before."""
         if not self._events or (until_ns is not None and self._events[0][0] > until_ns):
             if until_ns is not None:
                 self.clock.advance(max(0, until_ns - self.clock.now_ns()))
@@ -208,7 +204,7 @@ class Network:
         return True
 
     def run_for(self, duration_s: float) -> None:
-        """Let so many virtual seconds pass."""
+        """Let `seconds` of virtual time pass."""
         until_ns = self.clock.now_ns() + round(duration_s * 1e9)
         while self.step(until_ns):
             pass
@@ -217,15 +213,12 @@ class Network:
         """Let time pass until `condition()` holds.
 
         Raises:
-            CommTimeout: It did not within `timeout_s` virtual seconds.
+            CommTimeout: The condition does not hold within `timeout_s` virtual seconds.
         """
         until_ns = self.clock.now_ns() + round(timeout_s * 1e9)
         while not condition():
             if not self.step(until_ns):
-                msg = (
-                    f"expected the condition to hold within {timeout_s:g} virtual seconds, "
-                    "found that it does not"
-                )
+                msg = f"the condition does not hold within {timeout_s:g} virtual seconds"
                 raise CommTimeout(msg)
 
     @property
@@ -236,7 +229,7 @@ class Network:
     # -- for the vans
 
     def act(self, van: SimulatedVan) -> None:
-        """Something happened to a node: carry out its instructions, schedule its tick and its handler."""
+        """Execute the instructions of a node after an event; schedule its tick and its handler."""
         node = self._nodes.get(van.node)
         if node is None or node.van is not van:
             return
@@ -250,10 +243,10 @@ class Network:
             self._at(self.clock.now_ns(), lambda: self._handle(node))
 
     def wait(self, node: str, until_ns: int) -> bool:
-        """Let one event happen on behalf of a van that waits.
+        """Process one event on behalf of a van that waits.
 
         Raises:
-            ConfigError: A handler waits: nothing would happen meanwhile.
+            ConfigError: A handler waits, during which no event could be processed.
         """
         if self._in_handler and until_ns <= self.clock.now_ns():
             return False
@@ -266,7 +259,7 @@ class Network:
         return self.step(until_ns)
 
     def carry(self, link: int) -> None:
-        """Transmit what waits for a link, as far as its window and its bandwidth allow."""
+        """Transmit frames of a link, as far as its window and its bandwidth allow."""
         pipe = self._pipes.get(link)
         while pipe is not None and not pipe.is_busy and pipe.under_way < _WINDOW:
             now_ns = self.clock.now_ns()
@@ -286,19 +279,19 @@ class Network:
                 self._at(sent_ns, self._transmitted(link, pipe, head, frame))
 
     def read_again(self, link: int) -> None:
-        """The node at this end of `link` has room again."""
+        """Resume reading at this end of `link`, whose node has room again."""
         pipe = self._pipes.get(link)
         back = None if pipe is None else self._pipes.get(pipe.there)
         while back is not None and back.held and back.target.state.wants_read(link):
             self._deliver(back, back.held.popleft())
 
     def cut(self, link: int) -> None:
-        """The node at this end of `link` has given it up; the other end learns it unless it is cut off."""
+        """End `link` from this end; the other end learns it unless a partition lies between."""
         if link in self._pipes:
             self._sever(link, "it closed the connection", silent=False)
 
-    def leave(self, node: str) -> None:
-        """The van of `node` is closed."""
+    def unregister(self, node: str) -> None:
+        """Remove a node whose van is closed."""
         self._nodes.pop(node, None)
         self._note("leaves", node)
 
@@ -307,10 +300,10 @@ class Network:
     def _at(self, at_ns: int, do: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_ns, next(self._numbers), do))
 
-    def _note(self, what: str, *words: object) -> None:
+    def _note(self, what: str, *details: object) -> None:
         self.counts[what] += 1
         if self._record:
-            self.trace.append(" ".join(map(str, (self.clock.now_ns(), what, *words))))
+            self.trace.append(" ".join(map(str, (self.clock.now_ns(), what, *details))))
 
     def _tick(self, node: _Node, due_ns: int) -> None:
         if node.tick_ns == due_ns:
@@ -343,41 +336,43 @@ class Network:
         return do
 
     def _gather(self, link: int, pipe: _Pipe, head: Head, frame: OutFrame) -> None:
-        """Put frames together until a message is whole: it is lost, or arrives, as one."""
+        """Collect frames until a message is complete: it arrives, or is lost, as a whole."""
         if link not in self._pipes:
             return
         if isinstance(head, Hello):
             self._receive(pipe, [frame])
         elif isinstance(head, Cancel):
-            pipe.parts.pop(head.priority, None)  # nobody has seen its beginning
+            pipe.parts.pop(head.priority, None)  # its beginning was lost
         elif isinstance(head, Open | More):
-            lane = head.priority
+            priority = head.priority
             if isinstance(head, Open):
-                pipe.parts[lane] = []
-                pipe.missing[lane] = head.nbytes - len(head.body)
-            pipe.parts[lane].append(frame)
-            pipe.missing[lane] -= sum(map(len, frame.pieces))
-            if not pipe.missing[lane]:
-                self._send(pipe, pipe.parts.pop(lane), lane)
+                pipe.parts[priority] = []
+                pipe.missing[priority] = head.nbytes - len(head.body)
+            pipe.parts[priority].append(frame)
+            pipe.missing[priority] -= sum(map(len, frame.pieces))
+            if not pipe.missing[priority]:
+                self._send(pipe, pipe.parts.pop(priority), priority)
         else:
             self._send(pipe, [frame], None)
 
-    def _send(self, pipe: _Pipe, message: list[OutFrame], lane: int | None) -> None:
-        """Decide what becomes of a message; `lane` is None for a control head, which waits for all lanes."""
-        words = pipe.source.van.node, pipe.target.van.node
-        copies = [] if words in self._cuts else self.faults.strike(self._random)
+    def _send(self, pipe: _Pipe, message: list[OutFrame], priority: int | None) -> None:
+        """Choose the fate of a message; a control head, of priority None, waits for all others."""
+        ends = pipe.source.van.node, pipe.target.van.node
+        copies = [] if ends in self._cuts else self.faults.strike(self._random)
         if not copies:
-            self._note("drops", *words)
+            self._note("drops", *ends)
         if len(copies) > 1:
-            self._note("duplicates", *words)
+            self._note("duplicates", *ends)
         for late_ns, in_order in copies:
             at_ns = self.clock.now_ns() + self._latency_ns + late_ns
             if late_ns:
-                self._note("delays" if in_order else "reorders", *words)
+                self._note("delays" if in_order else "reorders", *ends)
             if in_order:
-                before = pipe.free_ns.values() if lane is None else [pipe.free_ns.get(lane, 0)]
+                before = (
+                    pipe.free_ns.values() if priority is None else [pipe.free_ns.get(priority, 0)]
+                )
                 at_ns = max(at_ns, *before, 0)
-                pipe.free_ns[-1 if lane is None else lane] = at_ns
+                pipe.free_ns[-1 if priority is None else priority] = at_ns
             pipe.under_way += 1
             self._at(at_ns, lambda: self._arrive(pipe, message))
 
@@ -409,10 +404,10 @@ class Network:
         self.act(target.van)
 
     def _refuse(self, pipe: _Pipe) -> None:
-        """The target has given this link up: it answers as a kernel does, if it still runs."""
-        words = pipe.target.van.node, pipe.source.van.node
-        back = next((link for link, found in self._pipes.items() if found is pipe), None)
-        if back is None or words in self._cuts or words[0] not in self._nodes:
+        """Answer on a link that the target has ended as a kernel does, if the target still runs."""
+        ends = pipe.target.van.node, pipe.source.van.node
+        back = next((link for link, other in self._pipes.items() if other is pipe), None)
+        if back is None or ends in self._cuts or ends[0] not in self._nodes:
             return
 
         def do() -> None:
@@ -423,10 +418,13 @@ class Network:
         self._at(self.clock.now_ns() + self._latency_ns, do)
 
     def _sever(self, link: int, reason: str, *, silent: bool) -> None:
-        """This end of a link is gone. The other end is told after what is under way, unless nothing can be said."""
+        """Remove this end of a link, and notify the other end after the messages under way.
+
+        A silent end, and one behind a partition, sends no notice.
+        """
         pipe = self._pipes.pop(link)
-        words = pipe.source.van.node, pipe.target.van.node
-        if silent or words in self._cuts:
+        ends = pipe.source.van.node, pipe.target.van.node
+        if silent or ends in self._cuts:
             return
 
         def do() -> None:
@@ -439,7 +437,7 @@ class Network:
 
 
 class SimulatedVan(Van):
-    """A `Van` of a simulated `Network`; made by `Network.join`. For one thread, which all of them share."""
+    """A `Van` of a simulated `Network`, made by `Network.join`; all vans share one thread."""
 
     def __init__(self, network: Network, state: VanState) -> None:
         super().__init__(state, network.schema, network.clock, threading.Condition())
@@ -447,10 +445,10 @@ class SimulatedVan(Van):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is neither closed nor crashed."""
+        """Whether the van is neither closed nor crashed."""
         return not self._ended
 
-    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002 - Van's
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
         """See `Van.connect`; succeeds or fails at once, so that handlers may connect."""
         self._check_open()
         if to not in self._state.peers:
@@ -461,13 +459,13 @@ class SimulatedVan(Van):
         super().close(0.0 if self._network.is_handling else linger_s)
 
     def crash(self, reason: str) -> None:
-        """This node is no more; for the network."""
+        """End this node at once; called by the network."""
         self._ended, self._is_closed = reason, True
         self._state.close()
         self._state.instructions.clear()
 
     def act(self) -> None:
-        """Carry out what the state asks for; for the network."""
+        """Execute the instructions of the state; called by the network."""
         with self._guard:
             super()._act()
 
@@ -487,7 +485,7 @@ class SimulatedVan(Van):
         return self._network.wait(self.node, deadline_ns)
 
     def _release(self) -> None:
-        self._network.leave(self.node)
+        self._network.unregister(self.node)
 
 
 def _names(nodes: str | Iterable[str]) -> list[str]:

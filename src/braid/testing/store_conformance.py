@@ -1,4 +1,4 @@
-"""What every store must do, whatever holds its keys: the claims of `braid.store.Store` as one suite.
+"""The claims of `braid.store.Store` as one suite, which every store must keep.
 
 Each claim is a function of a list of clients of one empty store; `check_store` runs them all, each
 on a new store.
@@ -19,8 +19,8 @@ __all__ = ["STORE_CLAIMS", "check_store"]
 
 Claim = Callable[[Sequence[Store]], None]
 
-_SOON_S = 0.02  # a time-out that is meant to pass
-_LATE_S = 30.0  # one that is not
+_SOON_S = 0.02  # for time-outs that are meant to pass
+_LATE_S = 30.0  # for time-outs that are not
 _NUM_CLIENTS = 3
 _NUM_ADDS = 20
 
@@ -28,12 +28,12 @@ _NUM_ADDS = 20
 def check_store(
     make_clients: Callable[[int], Sequence[Store]], *, refuses_bad_add: bool = True
 ) -> None:
-    """Hold a kind of store to its claims; AssertionError names the one that it breaks.
+    """Check that a kind of store keeps its claims; AssertionError names the broken one.
 
     Args:
         make_clients: Returns n clients of one new, empty store, each for a thread of its own; they
             may be the same object.
-        refuses_bad_add: Whether an addition to a text is refused (torch's TCPStore ends the
+        refuses_bad_add: Whether the store refuses an addition to a text (torch's TCPStore ends the
             connection).
     """
     for claim in STORE_CLAIMS:
@@ -52,8 +52,8 @@ def values_survive_unchanged(clients: Sequence[Store]) -> None:
     for key, value in values.items():
         clients[0].set(key, b"older")
         clients[0].set(key, value)
-    found = {key: clients[1].get(key) for key in values}
-    _expect(found, values)
+    read = {key: clients[1].get(key) for key in values}
+    _expect(read, values)
 
 
 def large_values_survive(clients: Sequence[Store]) -> None:
@@ -73,9 +73,9 @@ def keys_are_any_text(clients: Sequence[Store]) -> None:
 def get_waits_for_the_key(clients: Sequence[Store]) -> None:
     """A `get` returns once another client has set the key."""
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(clients[0].get, "late", _LATE_S)
+        value = pool.submit(clients[0].get, "late", _LATE_S)
         clients[1].set("late", b"here")
-        _expect(found.result(_LATE_S), b"here")
+        _expect(value.result(_LATE_S), b"here")
 
 
 def wait_returns_after_the_last_key(clients: Sequence[Store]) -> None:
@@ -89,7 +89,7 @@ def wait_returns_after_the_last_key(clients: Sequence[Store]) -> None:
 
 
 def every_waiter_is_answered(clients: Sequence[Store]) -> None:
-    """One `set` answers all who wait for the key."""
+    """One `set` answers all clients that wait for the key."""
     with ThreadPoolExecutor(len(clients)) as pool:
         waiting = [pool.submit(client.get, "go", _LATE_S) for client in clients[1:]]
         clients[0].set("go", b"!")
@@ -97,7 +97,7 @@ def every_waiter_is_answered(clients: Sequence[Store]) -> None:
 
 
 def time_out_names_the_missing_keys(clients: Sequence[Store]) -> None:
-    """CommTimeout says which keys did not come, and only those."""
+    """CommTimeout names the missing keys, and only those."""
     clients[0].set("there", b"")
     operations: list[Callable[[], object]] = [
         partial(clients[0].get, "absent", _SOON_S),
@@ -144,9 +144,9 @@ def bad_addition_is_refused(clients: Sequence[Store]) -> None:
 
 
 def compare_set_changes_only_what_is_expected(clients: Sequence[Store]) -> None:
-    """Empty `expected` creates a missing key; another one leaves it missing."""
+    """An empty `expected` creates a missing key; another one leaves it missing."""
     first, second = clients[0], clients[1]
-    found = [
+    results = [
         first.compare_set("k", b"x", b"a"),
         first.check(["k"]),
         first.compare_set("k", b"", b"a"),
@@ -155,11 +155,11 @@ def compare_set_changes_only_what_is_expected(clients: Sequence[Store]) -> None:
         second.compare_set("k", b"a", b"c"),
         first.get("k"),
     ]
-    _expect(found, [b"x", False, b"a", b"a", b"a", b"c", b"c"])
+    _expect(results, [b"x", False, b"a", b"a", b"a", b"c", b"c"])
 
 
 def one_compare_set_wins(clients: Sequence[Store]) -> None:
-    """Of several clients that claim a key, all agree who got it."""
+    """Clients that compete for a key agree on the winner."""
     start = threading.Barrier(len(clients))
 
     def claim(index: int) -> bytes:
@@ -179,17 +179,17 @@ def check_needs_all_keys(clients: Sequence[Store]) -> None:
 
 
 def deleted_keys_are_gone(clients: Sequence[Store]) -> None:
-    """`delete_key` tells whether there was a key; it can be set again."""
+    """`delete_key` returns whether there was a key, which can be set again."""
     before = clients[0].num_keys()
     clients[0].set("a", b"1")
-    found = [
+    results = [
         clients[1].num_keys() - before,
         clients[1].delete_key("a"),
         clients[0].delete_key("a"),
         clients[0].check(["a"]),
         clients[0].num_keys() - before,
     ]
-    _expect(found, [1, True, False, False, 0])
+    _expect(results, [1, True, False, False, 0])
     clients[0].set("a", b"2")
     _expect(clients[1].get("a"), b"2")
 
@@ -203,11 +203,11 @@ def several_keys_at_once(clients: Sequence[Store]) -> None:
 
 
 def append_extends_the_value(clients: Sequence[Store]) -> None:
-    """`append` creates the key, wakes who waits for it, and extends it for all."""
+    """`append` creates the key, wakes its waiters, and extends it for all clients."""
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(clients[0].wait, ["log"], _LATE_S)
+        waiting = pool.submit(clients[0].wait, ["log"], _LATE_S)
         clients[1].append("log", b"one,")
-        _expect(found.result(_LATE_S), None)
+        _expect(waiting.result(_LATE_S), None)
     clients[2].append("log", b"two")
     _expect(clients[0].get("log"), b"one,two")
 
@@ -231,7 +231,7 @@ STORE_CLAIMS: tuple[Claim, ...] = (
 )
 
 
-def _expect(found: object, expected: object) -> None:
-    if found != expected:
-        msg = f"expected {expected!r}, found {found!r}"
+def _expect(actual: object, expected: object) -> None:
+    if actual != expected:
+        msg = f"expected {expected!r}, got {actual!r}"
         raise AssertionError(msg)

@@ -1,4 +1,4 @@
-"""Ranks that reach each other inside one process, each in its own way: for tests of what they say when they cannot."""
+"""Connects ranks inside one process, each with its own options, to test errors of `connect`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["join_all"]
 def join_all(
     options: Sequence[dict[str, Any]], *, store: Store | None = None, **shared: Any
 ) -> list[MemoryTransport | BraidError]:
-    """Let each rank call `connect`, on a thread of its own.
+    """Call `connect` for each rank, on a thread of its own.
 
     Args:
-        options: Of each rank.
-        store: Where they meet; a new one when None.
+        options: Options of each rank.
+        store: Store in which ranks meet; a new one when None.
         shared: Options of all ranks, unless they have their own.
 
     Returns:
-        Of each rank its transport, which the caller closes, or what it was told.
+        The transport of each rank, which the caller closes, or the error of the rank.
     """
-    found: dict[int, MemoryTransport | BraidError] = {}
+    outcomes: dict[int, MemoryTransport | BraidError] = {}
     meeting = HashStore() if store is None else store
 
     def join(rank: int) -> None:
@@ -35,13 +35,13 @@ def join_all(
         health = Health(rank, clock)
         own = {**shared, **options[rank]}
         try:
-            found[rank] = connect(rank, len(options), meeting, clock, health, **own)
+            outcomes[rank] = connect(rank, len(options), meeting, clock, health, **own)
         except BraidError as error:
-            found[rank] = error
+            outcomes[rank] = error
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(len(options))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [found[rank] for rank in range(len(options))]
+    return [outcomes[rank] for rank in range(len(options))]

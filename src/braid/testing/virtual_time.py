@@ -1,7 +1,7 @@
-"""A collective on a virtual clock: how long it takes on a machine whose every cost is known.
+"""A collective on a virtual clock: its duration on a machine whose every cost is known.
 
-The explorer records what each rank does; here the same actions take virtual time. A rank that waits
-goes on `a` seconds after what it waits for was posted; touching a byte of shared memory takes `b`
+The explorer records what each rank does; here the same actions take virtual time. A waiting rank
+continues `a` seconds after the post that it waits for; touching a byte of shared memory takes `b`
 seconds. Nothing depends on this machine, so a test can hold each algorithm to the cost that its
 docstring states, to the last synchronisation and byte.
 """
@@ -18,10 +18,10 @@ __all__ = ["VirtualRun", "run_on_virtual_clock"]
 
 
 class VirtualRun(NamedTuple):
-    """What came out.
+    """Result of a run on the virtual clock.
 
     Attributes:
-        finished_ns: When each rank had done all its actions.
+        finished_ns: Time at which each rank had finished its actions.
         bytes_read: Bytes of shared memory that each rank read.
         bytes_written: Bytes of shared memory that each rank wrote.
         num_steps: Steps that each rank published.
@@ -36,11 +36,11 @@ class VirtualRun(NamedTuple):
 def run_on_virtual_clock(
     programs: Sequence[Sequence[Action]], *, a_ns: int, b_ns: int = 0
 ) -> VirtualRun:
-    """Let every rank take its recorded actions as early as it can.
+    """Run every rank's recorded actions, each as early as possible.
 
     Args:
         programs: One list per rank, from `explorer.record`.
-        a_ns: Nanoseconds from a post until a waiting peer goes on.
+        a_ns: Nanoseconds from a post until a waiting peer continues.
         b_ns: Nanoseconds for each byte read or written.
 
     Raises:
@@ -70,7 +70,7 @@ def run_on_virtual_clock(
                     clocks[rank].advance((reads + writes) * b_ns)
                 at[rank] += 1
         if tuple(at) == before:
-            msg = f"expected every rank to finish, found them waiting for each other at {before}"
+            msg = f"ranks wait for each other, so none can finish: they are at {before}"
             raise AssertionError(msg)
     return VirtualRun(
         tuple(clock.now_ns() for clock in clocks), tuple(read), tuple(written), tuple(steps)

@@ -1,12 +1,13 @@
 """Ranks as threads: a whole job inside one test, in milliseconds.
 
 `run_threads(3, main)` calls `main(group)` on three threads, each with its own group over shared
-memory, and returns their results. The first rank that fails decides: its exception is raised, with
-the others' as notes, and its peers are told that it is gone, so nobody waits for a deadline. If the
-world does not end in time, the error holds every rank's Python stack and last events.
+memory, and returns their results. If ranks fail, it raises the exception of the first, with those
+of the others as notes. The peers of a failed rank learn that it is gone, so none waits for a
+deadline. If the world does not end in time, the error holds every rank's Python stack and last
+events.
 
 Threads share what processes do not: torch's default random generator, grad mode set per thread,
-autocast. The caller's grad mode and autocast are copied; a world that moved the default generator
+autocast. The caller's grad mode and autocast are copied. A world that moved the default generator
 fails, since its ranks would have drawn from one stream in an arbitrary order.
 """
 
@@ -93,15 +94,15 @@ def run_threads(
 
     Args:
         size: Number of ranks.
-        main: Gets the group of all ranks.
-        args: Passed on.
-        timeout_s: Seconds until the world is given up.
-        clock: Time source of the ranks' waits.
+        main: Function of the group of all ranks.
+        args: Further arguments of `main`.
+        timeout_s: Seconds until the world is abandoned.
+        clock: Clock of the ranks' waits.
 
     Raises:
-        TimeoutError: Holds stacks and last events of all ranks.
-        AssertionError: The default random generator was used.
-        Exception: That of the rank that failed first.
+        TimeoutError: The world did not end in time; holds stacks and last events of all ranks.
+        AssertionError: A rank used the default random generator.
+        Exception: The exception of the rank that failed first.
     """
     world = _World(size, clock or MonotonicClock())
     generator = torch.random.get_rng_state()
@@ -114,23 +115,25 @@ def run_threads(
             rank.join(max(0.0, end - time.monotonic()))
         stuck = [rank for rank in ranks if rank.is_alive()]
         if stuck:
-            _give_up(world, ranks, stuck, timeout_s)
+            _abandon(world, ranks, stuck, timeout_s)
     finally:
         _let_background_work_end(size)
         world.fabric.close()
     _raise_first(ranks)
     if not torch.equal(generator, torch.random.get_rng_state()):
         msg = (
-            "expected ranks on threads to leave torch's default generator alone, found it moved: "
-            "pass a "
-            "torch.Generator, or run this test with --world=procs"
+            "ranks on threads share torch's default generator, and one of them has used it: pass "
+            "a torch.Generator, or run this test with --world=procs"
         )
         raise AssertionError(msg)
     return [rank.result for rank in ranks]
 
 
 def _let_background_work_end(size: int) -> None:
-    """A progress thread tells that its last operation has ended before it ends itself; until then it looks at memory."""
+    """Wait for progress threads, which look at memory until they end.
+
+    Such a thread reports the end of its last operation before it ends itself.
+    """
     names = {f"braid-comm-{rank}" for rank in range(size)}
     for thread in threading.enumerate():
         if thread.name in names:
@@ -138,7 +141,7 @@ def _let_background_work_end(size: int) -> None:
 
 
 def thread_stacks(names: dict[int, str]) -> str:
-    """Python stacks of the threads with these identifiers."""
+    """Format the Python stacks of the threads with these identifiers."""
     frames = sys._current_frames()  # noqa: SLF001 - the documented way to look at other threads
     parts = []
     for ident, name in names.items():
@@ -148,7 +151,7 @@ def thread_stacks(names: dict[int, str]) -> str:
 
 
 def last_events(ring: EventRing, count: int = 8) -> str:
-    """The last events of a rank, one a line."""
+    """Format the last events of a rank, one a line."""
     lines = [
         f"    {ring.name(e.kind)}#{e.seq} {'open' if e.open else f'{e.dur_ns / 1e3:.0f} us'} "
         f"{ring.name(e.site)}"
@@ -157,25 +160,24 @@ def last_events(ring: EventRing, count: int = 8) -> str:
     return "\n".join(lines) or "    (none)"
 
 
-def _give_up(world: _World, ranks: list[_Rank], stuck: list[_Rank], timeout_s: float) -> None:
+def _abandon(world: _World, ranks: list[_Rank], stuck: list[_Rank], timeout_s: float) -> None:
     stacks = thread_stacks({rank.ident or 0: f"rank {rank.rank}" for rank in stuck})
     events = "\n".join(
         f"--- last events of rank {r.rank}\n{last_events(r.recorder.ring)}" for r in ranks
     )
     for rank in stuck:
-        world.fabric.lose(rank.rank, "was given up by the test")
+        world.fabric.lose(rank.rank, "was abandoned by the test")
     for rank in stuck:
         rank.join(5.0)
     msg = (
-        f"expected {world.size} ranks to end within {timeout_s:g} s, found ranks "
-        f"{[r.rank for r in stuck]} "
-        f"still running\n{stacks}\n{events}"
+        f"ranks {[r.rank for r in stuck]} of {world.size} still run after {timeout_s:g} s\n"
+        f"{stacks}\n{events}"
     )
     raise TimeoutError(msg)
 
 
 def _raise_first(ranks: list[_Rank]) -> None:
-    """Raise the failure that caused the others: the first that is not a consequence, else the first."""
+    """Raise the failure that caused the others: the first that is no consequence, or the first."""
     failed = sorted((r for r in ranks if r.error is not None), key=lambda r: r.ended_ns)
     if not failed:
         return
