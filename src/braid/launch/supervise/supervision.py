@@ -200,11 +200,6 @@ class _Run:
         )
         if outcome.ok:
             self._hangs.all_ended_well()
-        omitted = sum(process.output.num_omitted for process in self.ranks.values())
-        if omitted:
-            self._console.notice(
-                f"{omitted:,} lines not shown in all: the logs in {self._log_dir} have every line"
-            )
         for process in self.ranks.values():
             self._keep(partial(process.box.write_to, Path(self._log_dir)))
         record = replace(self._record, outcome=outcome, hangs=tuple(self._hangs.reports))
@@ -216,6 +211,11 @@ class _Run:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+        omitted = sum(process.output.num_omitted for process in self.ranks.values())
+        if omitted:
+            self._console.notice(
+                f"{omitted:,} lines not shown in all: the logs in {self._log_dir} have every line"
+            )
 
     # Starting
 
