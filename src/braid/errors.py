@@ -30,6 +30,8 @@ __all__ = [
     "PeerLostError",
     "RendezvousError",
     "StaleError",
+    "encodable",
+    "message_of",
 ]
 
 
@@ -79,3 +81,26 @@ class CheckpointError(BraidError, RuntimeError):
 
 class InternalError(BraidError, RuntimeError):
     """An invariant of braid was broken: a bug in braid, not in the program that uses it."""
+
+
+def message_of(exc: BaseException) -> str:
+    r"""Return the message of any exception as text that can be encoded.
+
+    An exception of the user may have a `__str__` that raises, or a message with lone surrogates
+    (a file name that is no UTF-8). Neither may keep its rank from being named.
+
+    >>> message_of(KeyError("x"))
+    "'x'"
+    >>> message_of(OSError("no file a\udcff"))
+    'no file a\\udcff'
+    """
+    try:
+        text = str(exc)
+    except Exception as failure:  # noqa: BLE001 - code of the user
+        text = f"<its __str__ raised {type(failure).__name__}>"
+    return encodable(text)
+
+
+def encodable(text: str) -> str:
+    """Return `text` with lone surrogates written as escapes."""
+    return text.encode(errors="backslashreplace").decode()

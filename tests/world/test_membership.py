@@ -47,6 +47,13 @@ with group.context.events.span("step", seq=5):
     total = group.all_reduce(torch.tensor([float(group.rank + 1)]))
     if mode == "raise" and group.rank == 1:
         raise ValueError("dataset file shard-7 is missing")
+    if mode == "surrogate" and group.rank == 1:
+        raise ValueError("no file caf\\udce9")
+    if mode == "unprintable" and group.rank == 1:
+        class Unprintable(Exception):
+            def __str__(self):
+                raise TypeError("cannot be told")
+        raise Unprintable
     if mode == "kill" and group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "leave" and group.rank == 1:
@@ -138,6 +145,20 @@ def test_ranks_that_wait_for_others_to_join_hear_that_one_has_died(job, mode):
     assert [end.rank for end in outcome.cause] == [1]
     assert "PeerLostError: rank 1 raised ImportError: no module named data" in logs[0]
     assert "before all ranks had joined" in logs[0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("surrogate", r"ValueError: no file caf\udce9"),
+        ("unprintable", "Unprintable: <its __str__ raised TypeError>"),
+    ],
+)
+def test_an_exception_that_cannot_be_encoded_or_printed_is_blamed_on_its_rank(job, mode, told):
+    outcome, _ = _run(job, mode)
+    assert [end.rank for end in outcome.cause] == [1]
+    assert told in str(outcome), str(outcome)
+    assert outcome.affected[0].exit_code == 1
 
 
 def test_a_kill_is_blamed_on_its_rank_with_what_it_was_doing(job):

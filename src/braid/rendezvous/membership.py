@@ -30,7 +30,7 @@ from torch import distributed as dist
 
 from braid.clock import Clock, MonotonicClock
 from braid.diagnose import parse_error
-from braid.errors import RendezvousError
+from braid.errors import RendezvousError, encodable, message_of
 from braid.events import EventRing, Recorder
 from braid.rendezvous.control import ControlClient, Failed, Hello, Left, RankLost, Stop
 from braid.rendezvous.environment import JobEnvironment
@@ -149,13 +149,16 @@ class Membership:
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         self.failed = True
-        self.failure = f"{kind.__name__}: {value}"
-        if self.control is not None and not self.transport.forked:
-            text = "".join(traceback.format_exception(kind, value, trace))
-            parsed = parse_error(text)
-            where = parsed.where if parsed else ""
-            self.control.send(Failed(kind.__name__, str(value), where, text))
-        self._hook(kind, value, trace)
+        message = message_of(value)
+        self.failure = f"{kind.__name__}: {message}"
+        try:
+            if self.control is not None and not self.transport.forked:
+                text = encodable("".join(traceback.format_exception(kind, value, trace)))
+                parsed = parse_error(text)
+                where = parsed.where if parsed else ""
+                self.control.send(Failed(kind.__name__, message, where, text))
+        finally:
+            self._hook(kind, value, trace)
 
 
 def join_job(

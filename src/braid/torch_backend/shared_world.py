@@ -30,7 +30,7 @@ import torch
 
 from braid.comm import Group
 from braid.comm.engines.background_poller import BackgroundPoller
-from braid.errors import ConfigError
+from braid.errors import ConfigError, message_of
 from braid.rendezvous import JobEnvironment, wants_portable
 from braid.rendezvous.membership import join_job
 from braid.rendezvous.network import network_of_program
@@ -256,7 +256,7 @@ def _failure() -> str:
     exc = getattr(
         sys, "last_value", None
     )  # set by the interpreter before it calls what is registered for exit
-    return "" if exc is None else f"{type(exc).__name__}: {exc}"
+    return "" if exc is None else f"{type(exc).__name__}: {message_of(exc)}"
 
 
 def _has_spare_cores(size: int) -> bool:
