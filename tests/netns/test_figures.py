@@ -40,9 +40,11 @@ def test_hosts_are_made_measured_and_removed(tmp_path, capsys):
 def test_every_algorithm_is_predicted_and_measured(tmp_path, capsys):
     assert main(["bench", "net", "--model", "--turns", "1", "--out", str(tmp_path)]) == 0
     report = msgspec.json.decode((tmp_path / "model.json").read_bytes(), type=ModelReport)
-    names = {(one.taken.operation, one.taken.algorithm) for one in report.far}
-    assert (len(names), len(report.far)) == (9, 45)
-    assert all(one.predicted_s > 0 < one.taken.seconds for one in [*report.far, *report.near])
+    names = {(one.time.operation, one.time.algorithm) for one in report.over_network}
+    assert (len(names), len(report.over_network)) == (9, 45)
+    assert all(
+        one.predicted_s > 0 < one.time.seconds for one in [*report.over_network, *report.in_memory]
+    )
     assert "median error at most 15%" in capsys.readouterr().out
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from braid.bench import model, net
 from braid.bench.harness import lab, several
 from braid.bench.probe import level_of
-from braid.bench.workers.model import Taken
+from braid.bench.workers.model import AlgorithmTime
 from braid.bench.workers.net import Row, row_of
 from braid.bench.workers.probe import Measured
 from braid.errors import ConfigError
@@ -137,7 +137,7 @@ def test_networks_of_which_nothing_was_promised_have_no_targets():
 def test_targets_say_what_was_found_and_where():
     (target,) = net.targets(report(case(2, 1, 1.0, row(1024, braid=1.5))))
     assert str(target) == (
-        "missed  2 hosts x 1 at 1 Gbit/s, all digits, up to 64 KiB: at least 2.00 x Gloo, found 1.50 x Gloo at 1 KiB"
+        "missed  2 hosts x 1 at 1 Gbit/s, all digits, up to 64 KiB: at least 2.00 x Gloo, measured 1.50 x Gloo at 1 KiB"
     )
 
 
@@ -157,11 +157,14 @@ def test_the_table_has_a_row_per_size_and_shares_of_large_tensors_only():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"num_hosts": 1}, "number of hosts is 1"),
-        ({"rates_gbit": (0.0,)}, "a rate is 0 Gbit/s"),
-        ({"sizes_bytes": (6,)}, "a size is 6 bytes"),
+        ({"num_hosts": 1}, "number of hosts must be at least 2, got 1"),
+        ({"rates_gbit": (0.0,)}, "a rate must be more than 0 Gbit/s, got 0"),
+        ({"sizes_bytes": (6,)}, "a size must be a multiple of 4 bytes, got 6"),
         ({"rsh": "ssh {host}"}, "--rsh needs hosts"),
-        ({"turns": 0, "ranks_per_host": (0,)}, "turns is 0.*ranks of a host is 0"),
+        (
+            {"turns": 0, "ranks_per_host": (0,)},
+            "turns must be at least 1, got 0.*ranks of a host must be at least 1, got 0",
+        ),
     ],
 )
 def test_benches_that_make_no_sense_are_refused(wrong, words):
@@ -203,17 +206,17 @@ def test_ways_that_are_in_each_others_way_share_a_link():
 
 def test_errors_of_the_model_are_medians_and_held_against_what_was_promised():
     def held(predicted_s):
-        taken = Taken(
+        time = AlgorithmTime(
             operation="all_reduce", algorithm="ring", nbytes=MIB, seconds=1.0, spread=(1.0, 1.0)
         )
-        return model.Held(taken=taken, predicted_s=predicted_s)
+        return model.Held(time=time, predicted_s=predicted_s)
 
     found = model.ModelReport(
         braid="0", torch="2", machine="2 cores", load=0.5, network="4 hosts", memory="2 ranks",
-        far=[held(1.1), held(0.9), held(9.0)], near=[held(0.5)],
+        over_network=[held(1.1), held(0.9), held(9.0)], in_memory=[held(0.5)],
     )  # fmt: skip
     assert list(map(str, model.verdicts(found))) == [
-        "held    4 hosts: median error at most 15%, found 10.0% of 3",
-        "missed  2 ranks: median error at most 25%, found 50.0% of 1",
+        "held    4 hosts: median error at most 15%, measured 10.0% of 3",
+        "missed  2 ranks: median error at most 25%, measured 50.0% of 1",
     ]
     assert "9000 / 1000 +800%" in shown(model.model_table(found))

@@ -64,8 +64,8 @@ def test_mpi_is_measured_where_it_is_installed(tmp_path, quiet):
     [
         ({"operations": ("all_reduced",)}, "all_reduced"),
         ({"dtypes": ("float33",)}, "float33"),
-        ({"ranks": (2, 1)}, "number of ranks is 1"),
-        ({"sizes_bytes": (0,)}, "size in bytes is 0"),
+        ({"ranks": (2, 1)}, "number of ranks must be at least 2, got 1"),
+        ({"sizes_bytes": (0,)}, "size in bytes must be at least 1, got 0"),
     ],
 )
 def test_benches_that_make_no_sense_are_refused(wrong, word):

@@ -19,7 +19,7 @@ REAL_JOB = HERE / "comm_fault_job.py"  # data parallel training
 
 def _all_right(trials: int, seed: int, script: Path) -> None:
     report = run_fault_trials(trials, seed=seed, script=script)
-    assert [trial.found for trial in report.wrong] == []
+    assert [trial.verdict for trial in report.wrong] == []
     assert report.left_behind == {"processes": 0, "ports": 0, "shared memory": 0}
     assert report.correct == trials
 

@@ -44,8 +44,8 @@ def test_the_file_is_read_by_the_other_commands(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"ranks": 1}, "the number of ranks is 1"),
-        ({"rounds": 0}, "rounds is 0"),
+        ({"ranks": 1}, "the number of ranks must be at least 2, got 1"),
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
         ({"sizes": (6,)}, "multiples of 4 bytes"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Measurements whose figures matter; each compares candidates within one run, in turns."""
+"""bench: measurements whose figures matter; each compares candidates within one run, in turns."""

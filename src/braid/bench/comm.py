@@ -1,9 +1,9 @@
-"""`braid bench comm`: collectives against Gloo and MPI, as a table, as JSON and as a plot.
+"""`braid bench comm`: compare collectives with Gloo and MPI, as a table, as JSON and as a plot.
 
-What is compared, in the same processes in one run (`comm_worker`): braid's `Group` called directly,
-on ordinary tensors and on registered ones (`Group.empty`), and torch.distributed over braid,
-against torch.distributed over Gloo and, where mpi4py and mpiexec are installed, MPI (`candidates`).
-Bytes are those of the largest full buffer of a rank.
+The same processes run all libraries in one run (`workers.comm`): braid's `Group` called directly,
+on ordinary tensors and on registered ones (`Group.empty`), and torch.distributed over braid. They
+are compared with torch.distributed over Gloo and, where mpi4py and mpiexec are installed, MPI
+(`workers.candidates`). Bytes are those of the largest full buffer of a rank.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ KNOWN_DTYPES = (
 
 
 class CommReport(Report, kw_only=True):
-    """Rows and where they were measured.
+    """Measurements of collectives.
 
     Attributes:
-        mpi: The MPI that was measured; empty if there was none.
-        explained: Which algorithms braid chose, by number of ranks, in words.
+        mpi: Name of the measured MPI; empty if there was none.
+        explained: Text about the algorithms that braid chose, by number of ranks.
         rows: Measurements.
     """
 
@@ -83,14 +83,14 @@ class CommReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommBench:
-    """What to measure.
+    """Options of a measurement of collectives.
 
     Attributes:
         ranks: World sizes, measured one after the other.
-        operations: Out of `OPERATIONS`.
+        operations: Names out of `OPERATIONS`.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         dtypes: torch's names.
-        rounds: Alternating rounds for each row.
+        rounds: Number of alternating rounds for each row.
         budget_s: Seconds of one library in one round, about.
         out: Directory for `comm.json`, `comm.png` and the run's logs.
     """
@@ -129,7 +129,7 @@ class _Bar:
         self._task = progress.add_task("measuring", total=total)
 
     def on_line(self, text: str) -> None:
-        """Take a JSON object."""
+        """Advance the bar for a JSON object."""
         if text.startswith('{"explained"'):
             self.explained = str(msgspec.json.decode(text)["explained"])
         else:
@@ -141,8 +141,8 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
     """Measure in fresh processes: of mpiexec if MPI is to be measured, else of braid's launcher.
 
     Args:
-        bench: What to measure.
-        console: Where a progress bar is shown; standard error when None.
+        bench: Options of the measurement.
+        console: Console for a progress bar; standard error when None.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -151,8 +151,8 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
     where, mpi = measured_on(), mpi_version()
     explained, rows = {}, []
     for ranks in bench.ranks:
-        words, measured = _run_ranks(bench, ranks, with_mpi=bool(mpi), console=console)
-        explained[str(ranks)] = words
+        explanation, measured = _run_ranks(bench, ranks, with_mpi=bool(mpi), console=console)
+        explained[str(ranks)] = explanation
         rows += measured
     report = CommReport(
         **where,
@@ -165,7 +165,7 @@ def run_comm(bench: CommBench, *, console: RichConsole | None = None) -> CommRep
 
 
 def mpi_version() -> str:
-    """The MPI that can be measured; empty when mpi4py or mpiexec is missing."""
+    """Return the name of the installed MPI; empty when mpi4py or mpiexec is missing."""
     if importlib.util.find_spec("mpi4py") is None or shutil.which("mpiexec") is None:
         return ""
     done = subprocess.run(["mpiexec", "--version"], capture_output=True, text=True, check=False)
@@ -234,7 +234,7 @@ def _run_under_mpi(arguments: tuple[str, ...], ranks: int, bar: _Bar) -> None:
 
 
 def table(report: CommReport) -> Table:
-    """Times in microseconds and ratios, one row per operation, dtype and size."""
+    """Make a table of microseconds and ratios, one row per operation, dtype and size."""
     libraries = [name for name in LIBRARIES[1:] if any(name in row.seconds for row in report.rows)]
     title = (
         f"{report.machine}, torch {report.torch}{', ' + report.mpi if report.mpi else ''}\n"
@@ -259,12 +259,12 @@ def table(report: CommReport) -> Table:
 
 
 def _short(figure: float) -> str:
-    """No more digits than the figure is sure of."""
+    """Format a figure with its significant digits."""
     return f"{figure:.1f}" if figure < SHORT else f"{figure:,.0f}"
 
 
 def plot(report: CommReport, path: Path) -> Path:
-    """Time over size for every operation, both axes logarithmic.
+    """Plot time over size for every operation, both axes logarithmic.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -302,5 +302,5 @@ def plot(report: CommReport, path: Path) -> Path:
 
 
 def print_report(report: CommReport, out: Path) -> None:
-    """Show the table and say where the files are."""
+    """Print the table and the paths of the files."""
     show(table(report), report.explained.values(), out / "comm.json")

@@ -1,8 +1,8 @@
-"""`braid bench ddp`: what data parallel training costs over one process, by wrapper.
+"""`braid bench ddp`: measure the cost of data parallel training over one process, by wrapper.
 
-Torch's wrapper over Gloo is what people have; the same over the backend "braid" is what changing
-one word gives them; braid's own is the third. All run in the same processes in one run
-(`ddp_worker`).
+Torch's wrapper over Gloo is the usual choice; over the backend "braid" it takes a change of one
+word; braid's own wrapper is the third. The same processes run all of them in one run
+(`workers.ddp`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ HEADINGS = {
 
 
 class DdpReport(Report, kw_only=True):
-    """Figures of all models; `busy` processes computed beside them."""
+    """Figures of all models; `busy` processes computed at the same time."""
 
     models: list[Measured]
     busy: int = 0
@@ -75,14 +75,14 @@ class DdpReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpBench:
-    """What to measure.
+    """Options of a measurement of wrappers.
 
     Attributes:
         ranks: World size.
         cases: Models with the batch of a rank.
-        rounds: Steps of each wrapper, one in every round, at most.
-        budget_s: Seconds for a case, after which there are no more rounds than needed to tell.
-        busy: Processes that compute at the same time, one core each.
+        rounds: Largest number of rounds, with one step of each wrapper.
+        budget_s: Seconds for a case, after which only the least number of rounds is completed.
+        busy: Number of processes that compute at the same time, one core each.
         out: Directory for `ddp.json` and the run's logs.
     """
 
@@ -107,8 +107,8 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
     """Measure in fresh processes.
 
     Args:
-        bench: What to measure.
-        console: Where it is shown that something happens; standard error when None.
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
 
     Raises:
         ConfigError: A rank failed; the message is the launcher's error block.
@@ -140,7 +140,7 @@ def run_ddp(bench: DdpBench, *, console: RichConsole | None = None) -> DdpReport
 
 @contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """Processes that compute without end meanwhile."""
+    """Run processes that compute without end during the block."""
     with ExitStack() as running:
         for _ in range(count):
             process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -150,42 +150,42 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def ddp_verdicts(report: DdpReport) -> list[Verdict]:
-    """What was promised of braid's wrapper, and whether it holds."""
+    """Judge whether braid's wrapper keeps its promises."""
     verdicts = []
     least_gone = LEAST_GONE_LOADED if report.busy else LEAST_GONE
-    for found in report.models:
-        what = f"{found.model}, batch {found.batch}"
+    for model in report.models:
+        what = f"{model.model}, batch {model.batch}"
         held = [
             (
                 f"at least {least_gone:.0%} of Gloo's exposed communication gone",
-                found.gone.get("braid"),
+                model.gone.get("braid"),
                 least_gone,
             )
         ]
-        least = LEAST_SPEEDUP.get(found.model)
-        most = found.step_s["gloo"] / found.step_s["silent"]  # who sends nothing is not faster
+        least = LEAST_SPEEDUP.get(model.model)
+        most = model.step_s["gloo"] / model.step_s["silent"]  # sending nothing is the bound
         if least and most >= least and not report.busy:
-            held.append((f"step at least {least} x Gloo's", found.speedup["braid"], least))
-        beside = fmean(found.rounds_s["torch"]) / fmean(found.rounds_s["braid"])
+            held.append((f"step at least {least} x Gloo's", model.speedup["braid"], least))
+        beside = fmean(model.rounds_s["torch"]) / fmean(model.rounds_s["braid"])
         held.append(("not slower than torch's DDP over braid, but for noise", beside, AS_FAST))
         for text, figure, floor in held:
-            shown = "too little exposed to tell" if figure is None else f"found {figure:.2f}"
+            shown = "too little is exposed" if figure is None else f"measured {figure:.2f}"
             holds = None if figure is None else figure >= floor
             verdicts.append(Verdict(f"{what}: {text}", shown, holds))
     return verdicts
 
 
 def ddp_doubts(report: DdpReport) -> list[str]:
-    """Return which figures were taken while something else slowed the machine down, in words."""
+    """Return texts on figures that were measured while other programs slowed the machine down."""
     lines = []
-    for found in [] if report.busy else report.models:
-        alone_s = found.rounds_s["alone"]
+    for model in [] if report.busy else report.models:
+        alone_s = model.rounds_s["alone"]
         if len(alone_s) < LEAST_ROUNDS:
             continue
         low_s, *_, high_s = quantiles(alone_s, n=10)
         if high_s > STEADY * low_s:
             lines.append(
-                f"unsteady  {found.model}, batch {found.batch}: steps without communication took "
+                f"unsteady  {model.model}, batch {model.batch}: steps without communication took "
                 f"{low_s * 1e3:.0f} to {high_s * 1e3:.0f} ms (tenth "
                 "and ninetieth percentile): something else has slowed the machine down; measure "
                 "again"
@@ -193,32 +193,32 @@ def ddp_doubts(report: DdpReport) -> list[str]:
     return lines
 
 
-def share_text(found: Measured, variant: str) -> str:
-    """How much of Gloo's exposed communication `variant` does not have, and how sure that is."""
-    if variant not in found.gone:
+def share_text(model: Measured, variant: str) -> str:
+    """Format the share of Gloo's exposed communication that `variant` saves, and its certainty."""
+    if variant not in model.gone:
         return ""
-    if variant not in found.gone_between:
-        return f"{found.gone[variant]:.0%} (or not: little to tell)"
-    low, high = found.gone_between[variant]
-    return f"{found.gone[variant]:.0%} ({low:.0%} to {high:.0%})"
+    if variant not in model.gone_between:
+        return f"{model.gone[variant]:.0%} (or not: too little is exposed)"
+    low, high = model.gone_between[variant]
+    return f"{model.gone[variant]:.0%} ({low:.0%} to {high:.0%})"
 
 
 def ddp_table(report: DdpReport) -> Table:
-    """One row per model and wrapper."""
+    """Make a table with one row per model and wrapper."""
     title = (
         f"{report.machine}, torch {report.torch}; median step, x = step of torch's DDP over "
         "Gloo / this one's; exposed: means"
     )
     heads = ("ms", "x", "exposed ms", "of Gloo's exposed gone")
     grid = new_table(title, ("model", "wrapper"), heads)
-    for found in report.models:
-        what = f"{found.model} {found.num_params / 1e6:.1f} M, batch {found.batch} x {found.ranks}"
+    for model in report.models:
+        what = f"{model.model} {model.num_params / 1e6:.1f} M, batch {model.batch} x {model.ranks}"
         for index, variant in enumerate(VARIANTS):
-            step_s = found.step_s[variant]
-            known = variant in found.exposed_s
-            exposed = f"{found.exposed_s[variant] * 1e3:.1f}" if known else ""
-            speedup = f"{found.speedup[variant]:.2f}" if variant in found.speedup else ""
-            gone = share_text(found, variant)
+            step_s = model.step_s[variant]
+            known = variant in model.exposed_s
+            exposed = f"{model.exposed_s[variant] * 1e3:.1f}" if known else ""
+            speedup = f"{model.speedup[variant]:.2f}" if variant in model.speedup else ""
+            gone = share_text(model, variant)
             grid.add_row(
                 "" if index else what,
                 HEADINGS[variant],
@@ -231,6 +231,6 @@ def ddp_table(report: DdpReport) -> Table:
 
 
 def print_ddp(report: DdpReport, out: Path) -> None:
-    """Show the table and say where the figures are."""
+    """Print the table and the path of the figures."""
     lines = [*ddp_verdicts(report), *ddp_doubts(report)]
     show(ddp_table(report), lines, out / "ddp.json")

@@ -1,14 +1,14 @@
-"""How often the launcher names the right rank: seeded faults in a real job.
+"""Measure how often the launcher names the right rank: seeded faults in a real job.
 
 Each trial starts the same program on a few ranks and lets one of them die, stop, raise or exit at a
-random step and inside a random phase. The launcher is not told; it must find the culprit from what
-is left. A trial counts as correct when exactly the struck rank is cause, with certainty and for a
-fitting reason.
+random step and inside a random phase. The launcher does not know the fault; it must infer the cause
+from what is left. A trial is correct when exactly the struck rank is the cause, with certainty and
+for a fitting reason.
 
-The program is any script that takes a fault as its last argument, `kill rank=1 step=7 in=backward`
-(the text form of a scripted fault), and strikes itself accordingly. For deaths by signal the time
-between the rank's last event and the launcher's knowledge of its end is measured; an exception or
-an exit takes the interpreter's teardown, which is not ours.
+The program is any script whose last argument is a fault, `kill rank=1 step=7 in=backward` (the text
+form of a scripted fault), and which strikes itself accordingly. For deaths by signal the trial
+measures the time between the rank's last event and the launcher's knowledge of its end. An
+exception or an exit includes the interpreter's teardown, so its time is not measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from braid.launch import JobSpec, Outcome, Supervisor
 
 __all__ = ["FaultReport", "Trial", "run_fault_trials", "shared_memory"]
 
-VERDICTS = {  # what may be said of each fault
+VERDICTS = {  # fitting reasons for each fault
     "kill": {"signal"},
     "segv": {"signal"},
     "stop": {"stopped"},
@@ -41,21 +41,22 @@ VERDICTS = {  # what may be said of each fault
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """One fault and what the launcher made of it.
+    """One fault and the launcher's verdict.
 
     Attributes:
-        fault: Its text.
-        correct: Whether the struck rank, and it alone, was found cause for the right reason.
-        found: The verdict in words.
-        noticed_s: From the rank's last event to the launcher's knowledge of its end; None for other
-            faults than signals.
-        survived_s: From the rank's last event until the last survivor had left its collective with
-            an error; None for other faults than signals, and for jobs without collectives.
+        fault: Text of the fault.
+        correct: Whether the struck rank alone was named as cause, for the right reason.
+        verdict: The launcher's outcome as text.
+        noticed_s: Seconds from the rank's last event to the launcher's knowledge of its end; None
+            for other faults than signals.
+        survived_s: Seconds from the rank's last event until the last survivor had left its
+            collective with an error; None for other faults than signals, and for jobs without
+            collectives.
     """
 
     fault: str
     correct: bool
-    found: str
+    verdict: str
     noticed_s: float | None
     survived_s: float | None = None
 
@@ -65,10 +66,10 @@ class FaultReport:
     """All trials of a seed.
 
     Attributes:
-        trials: One by one.
-        orphans: Processes left behind by all of them.
-        ports_held: Trials after which nobody could listen on the run's MASTER_PORT.
-        memory_held: Files in memory that processes other than this one still map, and names in
+        trials: The trials, in order.
+        orphans: Number of processes that they left behind.
+        ports_held: Number of trials after which the run's MASTER_PORT was still in use.
+        memory_held: Number of files in memory that other processes still map, and of names in
             /dev/shm, that were not there before.
     """
 
@@ -79,7 +80,7 @@ class FaultReport:
 
     @property
     def left_behind(self) -> dict[str, int]:
-        """All that should not be there."""
+        """Number of processes, ports and files that were left behind."""
         return {
             "processes": self.orphans,
             "ports": self.ports_held,
@@ -88,12 +89,12 @@ class FaultReport:
 
     @property
     def correct(self) -> int:
-        """Trials in which the culprit was right."""
+        """Number of trials in which the launcher named the right rank."""
         return sum(trial.correct for trial in self.trials)
 
     @property
     def wrong(self) -> tuple[Trial, ...]:
-        """Trials in which it was not."""
+        """Trials in which the launcher named a wrong rank, or none."""
         return tuple(trial for trial in self.trials if not trial.correct)
 
     def noticed_s(self, quantile: float) -> float:
@@ -130,15 +131,15 @@ def run_fault_trials(
 
     Args:
         trials: Number of runs.
-        seed: Determines ranks, steps, kinds and phases.
+        seed: Seed of ranks, steps, kinds and phases.
         script: Program to run; see the module.
-        num_ranks: Ranks of each run.
-        num_steps: Steps the program makes at least.
+        num_ranks: Number of ranks of each run.
+        num_steps: Least number of steps that the program makes.
         spans: Spans at whose begin a fault may strike.
-        stopped_limit_s: After how long a stopped rank is given up.
+        stopped_limit_s: Seconds after which a stopped rank is killed.
 
     Returns:
-        What was found.
+        The report of all trials.
     """
     choose = random.Random(seed)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -186,18 +187,18 @@ def _can_listen(port: int) -> bool:
 def shared_memory() -> set[str]:
     """Return names in /dev/shm that no process uses, and braid's files in memory that are mapped.
 
-    Whatever else runs on this host shares memory, too: that is not left behind.
+    Memory that other programs on this host share is not left behind.
     """
     unused = {entry.name for entry in Path("/dev/shm").glob("*")}  # noqa: S108 - looked at only
-    found = set()
+    mapped = set()
     ours = f"BRAID_LAUNCHER_PID={os.getpid()}".encode()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             files = {m.split()[-1] for m in _maps(process.pid) if "/dev/shm/" in m}  # noqa: S108
             unused -= {Path(name).name for name in files}
             if ours in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0"):
-                found |= {f"{process.pid} {m}" for m in _maps(process.pid) if "/memfd:braid" in m}
-    return unused | found
+                mapped |= {f"{process.pid} {m}" for m in _maps(process.pid) if "/memfd:braid" in m}
+    return unused | mapped
 
 
 def _maps(pid: int) -> list[str]:
@@ -227,7 +228,7 @@ def _result(fault: str, kind: str, rank: int, outcome: Outcome) -> Trial:
     return Trial(
         fault=fault,
         correct=right and verdict.certain,
-        found=str(outcome),
+        verdict=str(outcome),
         noticed_s=noticed_s,
         survived_s=survived_s,
     )

@@ -1,8 +1,8 @@
-"""`braid bench hooks`: communication hooks over a slow network, in time and in loss.
+"""`braid bench hooks`: compare communication hooks over a slow network, in time and in loss.
 
-Two hosts (namespaces of this machine, `lab`) train a model that is bound by communication: 25
-million parameters, few samples. What counts is the whole step, and the loss after equally many
-steps beside that of exact gradients (`hooks_worker`).
+Two hosts (namespaces of this machine, `harness.lab`) train a model that is bound by communication:
+25 million parameters, few samples. The figures are the time of a whole step, and the loss after
+equally many steps beside that of exact gradients (`workers.hooks`).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class HooksReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HooksBench:
-    """What to measure.
+    """Options of a measurement of hooks.
 
     Attributes:
-        hooks: By name.
+        hooks: Names of hooks.
         gbit: Rate of each host's link, Gbit/s.
-        num_hosts: Of one rank each.
-        batch: Samples of a rank in a step.
-        rounds: Steps of each way.
+        num_hosts: Number of hosts, with one rank each.
+        batch: Number of samples of a rank in a step.
+        rounds: Number of steps of each hook.
         out: Directory for `hooks.json` and the run's logs.
     """
 
@@ -69,12 +69,12 @@ class HooksBench:
     def __post_init__(self) -> None:
         least = [("the number of hosts", self.num_hosts, 2), ("rounds", self.rounds, 2)]
         least += [("the batch", self.batch, 1)]
-        slow = [f"the rate is {self.gbit:g} Gbit/s, expected more than 0"] * (self.gbit <= 0)
+        slow = [f"the rate must be more than 0 Gbit/s, got {self.gbit:g}"] * (self.gbit <= 0)
         check_minimums(least, slow)
 
 
 def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> HooksReport:
-    """Measure.
+    """Measure the hooks on namespaces.
 
     Raises:
         ConfigError: No namespaces can be made here, there is no such hook, or a rank failed.
@@ -109,7 +109,7 @@ def run_hooks(bench: HooksBench, *, console: RichConsole | None = None) -> Hooks
 
 
 def hooks_table(report: HooksReport) -> Table:
-    """One row per way."""
+    """Make a table with one row per hook."""
     title = (
         f"MLP of 25 million parameters, batch {report.batch} a rank, {report.hosts} hosts at "
         f"{report.gbit:g} Gbit/s, {report.machine}, load before "
@@ -132,23 +132,23 @@ def hooks_table(report: HooksReport) -> Table:
 
 
 def hooks_verdicts(report: HooksReport) -> list[Verdict]:
-    """What was promised, and whether it holds."""
+    """Judge whether the hooks keep their promises."""
     exact = next(way for way in report.ways if way.name == EXACT)
     share = exact.last_loss / exact.first_loss
     learned = f"{EXACT}: loss at most {LEARNED} x the first"
-    verdicts = [Verdict(learned, f"found {share:.3f}", share <= LEARNED)]
+    verdicts = [Verdict(learned, f"measured {share:.3f}", share <= LEARNED)]
     for way in report.ways:
         least = LEAST.get(way.name.partition(":")[0])
         if least is None:
             continue
         faster = f"{way.name}: step at least {least} x"
-        verdicts.append(Verdict(faster, f"found {way.speedup:.2f}", way.speedup >= least))
+        verdicts.append(Verdict(faster, f"measured {way.speedup:.2f}", way.speedup >= least))
         ratio = way.last_loss / exact.last_loss
         as_good = f"{way.name}: loss at most {LOSS_HELD} x that of exact gradients"
-        verdicts.append(Verdict(as_good, f"found {ratio:.3f}", ratio <= LOSS_HELD))
+        verdicts.append(Verdict(as_good, f"measured {ratio:.3f}", ratio <= LOSS_HELD))
     return verdicts
 
 
 def print_hooks(report: HooksReport, out: Path) -> None:
-    """Show the table and the verdicts, and say where the figures are."""
+    """Print the table, the verdicts and the path of the figures."""
     show(hooks_table(report), hooks_verdicts(report), out / "hooks.json")

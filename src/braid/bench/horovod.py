@@ -1,8 +1,8 @@
-"""`braid bench horovod`: the negotiated engine beside Gloo and braid's own wrapper.
+"""`braid bench horovod`: compare the negotiated engine with Gloo and braid's own wrapper.
 
-What needs ranks is measured in them (`fusion_worker`). The pure part is also run as a thousand
-ranks in one process: what the first rank has to do in steady state there, beside what the others
-have.
+Figures that need ranks are measured in ranks (`workers.horovod`). The pure part also runs as a
+thousand ranks in one process, to compare the work of the first rank in steady state with that of
+the others.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ class Thousand(msgspec.Struct, kw_only=True):
     """Steady state of many ranks in one process.
 
     Attributes:
-        ranks: Their number.
-        first_s: Seconds of the first rank in a cycle, median. It is the only one of so many that
-            runs some lines, which are never in the caches then.
-        median_s: Of the median rank.
-        first_calls: Calls of functions that the first rank needs for a cycle.
-        most_calls: That another one needs.
-        lists: Cycles in which rank 0 had to be asked, after the first one.
+        ranks: Number of ranks.
+        first_s: Median seconds of the first rank in a cycle. It is the only one of so many ranks
+            that runs some lines, which are then never in the caches.
+        median_s: Seconds of the median rank in a cycle.
+        first_calls: Number of calls of functions that the first rank needs for a cycle.
+        most_calls: Largest number of calls that another rank needs.
+        lists: Number of cycles, after the first, in which a rank had to ask rank 0.
     """
 
     ranks: int
@@ -86,12 +86,12 @@ class FusionReport(Report, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusionBench:
-    """What to measure.
+    """Options of a measurement of the negotiated engine.
 
     Attributes:
         ranks: World size.
         cases: Models with the batch of a rank.
-        rounds: Of each.
+        rounds: Number of rounds of each case.
         budget_s: Seconds for a case, about.
         out: Directory for `fusion.json` and the run's logs.
     """
@@ -153,7 +153,7 @@ def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
     requests = [
         Request(f"x{n}", "all_reduce", "float32", (256,), 4, "sum") for n in range(num_tensors)
     ]
-    taken: list[list[float]] = [[] for _ in machines]
+    times: list[list[float]] = [[] for _ in machines]
     calls = [0] * size
     lists = 0
     for cycle in range(num_cycles + 1):
@@ -161,27 +161,27 @@ def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
         for state in machines:
             for request in requests:
                 state.submit(request, 0.0)
-        words, spent = [], []
+        bits, spent = [], []
         for state in machines:
-            seconds, number, word = count(partial(state.open, 0.0))
-            words.append(word)
+            seconds, number, own = count(partial(state.open, 0.0))
+            bits.append(own)
             spent.append((seconds, number))
-        together = int.from_bytes(words[0], "little")
-        for word in words:
-            together &= int.from_bytes(word, "little")
-        heard = together.to_bytes(len(words[0]), "little")
+        together = int.from_bytes(bits[0], "little")
+        for own in bits:
+            together &= int.from_bytes(own, "little")
+        combined = together.to_bytes(len(bits[0]), "little")
         asked = False
         for rank, state in enumerate(machines):
-            seconds, number, asked = count(partial(_ended, state, heard))
+            seconds, number, asked = count(partial(_ended, state, combined))
             if cycle < num_cycles:
-                taken[rank].append(spent[rank][0] + seconds)
+                times[rank].append(spent[rank][0] + seconds)
             calls[rank] = spent[rank][1] + number
         if asked:
             lists += cycle > 0
             answer = machines[0].answer([state.own_list(0.0) for state in machines], 0.0)
             for state in machines:
                 state.conclude(answer)
-    steady = [statistics.median(times[1:]) for times in taken]
+    steady = [statistics.median(times[1:]) for times in times]
     return Thousand(
         ranks=size,
         first_s=steady[0],
@@ -195,8 +195,8 @@ def many_ranks(size: int, num_tensors: int, num_cycles: int) -> Thousand:
 X = TypeVar("X")
 
 
-def _ended(state: FusionState, heard: bytes) -> bool:
-    asked = state.combined(heard)
+def _ended(state: FusionState, combined: bytes) -> bool:
+    asked = state.combined(combined)
     if not asked:
         state.conclude(None)
     return asked
@@ -209,7 +209,7 @@ def _timed(call: Callable[[], X]) -> tuple[float, int, X]:
 
 
 def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
-    """Calls of Python functions, and of those in C, inside of it."""
+    """Count the calls of Python and C functions that `call` makes."""
     number = 0
 
     def on_event(_frame: object, event: str, _argument: object) -> None:
@@ -225,7 +225,7 @@ def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
 
 
 def fusion_verdicts(report: FusionReport) -> list[Verdict]:
-    """What was promised of the engine, and whether it holds."""
+    """Judge whether the engine keeps its promises."""
     held: list[tuple[str, bool, str]] = [
         (
             f"200 small tensors at least {LEAST_SPEEDUP} x one all-reduce each through Gloo",
@@ -238,11 +238,11 @@ def fusion_verdicts(report: FusionReport) -> list[Verdict]:
         most = MOST_LONGER if long else MOST_LONGER_SHORT
         what = f"{step.model}, batch {step.batch}: step at most {most:.0%} longer than with our DDP"
         held.append((what, step.longer <= most, f"{step.longer:.1%}"))
-    for found in report.exchanges:
-        what = f"exchange of {found.tensors} tensors at most {MOST_EXCHANGE_S * 1e6:.0f} us"
-        held.append((what, found.seconds <= MOST_EXCHANGE_S, f"{found.seconds * 1e6:.0f} us"))
+    for exchange in report.exchanges:
+        what = f"exchange of {exchange.tensors} tensors at most {MOST_EXCHANGE_S * 1e6:.0f} us"
+        held.append((what, exchange.seconds <= MOST_EXCHANGE_S, f"{exchange.seconds * 1e6:.0f} us"))
         what = f"its pure part at most {MOST_STATE_S * 1e6:.0f} us"
-        held.append((what, found.state_s <= MOST_STATE_S, f"{found.state_s * 1e6:.0f} us"))
+        held.append((what, exchange.state_s <= MOST_STATE_S, f"{exchange.state_s * 1e6:.0f} us"))
     many = report.thousand
     share = many.first_calls / many.most_calls
     what = (
@@ -257,11 +257,11 @@ def fusion_verdicts(report: FusionReport) -> list[Verdict]:
             f"{share:.2f} times ({many.first_calls} calls), and it is asked {many.lists} times",
         )
     )
-    return [Verdict(what, f"found {figure}", ok) for what, ok, figure in held]
+    return [Verdict(what, f"measured {figure}", ok) for what, ok, figure in held]
 
 
 def fusion_table(report: FusionReport) -> Table:
-    """One row per thing measured."""
+    """Make a table with one row per measurement."""
     title = f"{report.machine}, torch {report.torch}, {report.ranks} ranks; medians"
     grid = new_table(title, ("what",), ("ms", "ratio", "quartiles"))
     small = report.small
@@ -278,9 +278,11 @@ def fusion_table(report: FusionReport) -> Table:
             f"{step.longer:+.1%}",
             f"{step.between[0]:+.1%} to {step.between[1]:+.1%}",
         )
-    for found in report.exchanges:
-        what = f"exchange in steady state, {found.tensors} tensors"
-        grid.add_row(what, f"{found.seconds * 1e3:.3f}", f"{found.state_s * 1e6:.0f} us pure", "")
+    for exchange in report.exchanges:
+        what = f"exchange in steady state, {exchange.tensors} tensors"
+        grid.add_row(
+            what, f"{exchange.seconds * 1e3:.3f}", f"{exchange.state_s * 1e6:.0f} us pure", ""
+        )
     many = report.thousand
     grid.add_row(
         f"first of {many.ranks} ranks, {NUM_TENSORS} tensors",
@@ -292,5 +294,5 @@ def fusion_table(report: FusionReport) -> Table:
 
 
 def print_fusion(report: FusionReport, out: Path) -> None:
-    """Show the table and say where the figures are."""
+    """Print the table and the path of the figures."""
     show(fusion_table(report), fusion_verdicts(report), out / "fusion.json")

@@ -1,9 +1,9 @@
-"""`braid bench net --model`: what the cost model says of algorithms, beside what they take.
+"""`braid bench net --model`: compare the times that the cost model predicts with measured ones.
 
-Over a network the model is given what `braid probe` finds (latency, bandwidth by size, a barrier)
-and what an addition and a copy cost; it predicts every algorithm that is carried out by name. In
-shared memory it is `comm.selection`'s own, with the costs that it measures itself. Nothing is
-fitted to the times that it is held against.
+Over a network the model is given the results of `braid probe` (latency, bandwidth by size, a
+barrier) and the cost of an addition and a copy. It predicts every algorithm that can be named. In
+shared memory the model is that of `comm.selection`, with the costs that it measures itself. Nothing
+is fitted to the times with which it is compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from braid.bench.harness.report import Report, Verdict, measured_on, new_table, 
 from braid.bench.harness.several import Where, run_ranks
 from braid.bench.harness.sizes import GBIT, KIB, MIB, size_text
 from braid.bench.probe import as_cluster
-from braid.bench.workers.model import Found, Near, Plan, Taken
+from braid.bench.workers.model import AlgorithmTime, MemoryFigures, NetworkFigures, Plan
 from braid.comm.algorithms.hierarchical import CHUNKS, DEPTH, LEAST_BYTES, MOST_BYTES
 from braid.comm.algorithms.programs import PIECE_BYTES
 from braid.cost import hierarchical_s, program_s
@@ -53,47 +53,52 @@ ALGORITHMS = (
 )
 SIZES_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB)
 MESSAGE_BYTES = tuple(1 << power for power in range(10, 23, 2))
-NEAR_SIZES_BYTES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
+MEMORY_SIZES_BYTES = (256 * KIB, MIB, 4 * MIB, 16 * MIB)
 HUNDRED_MS = 0.1
 MOST_ERROR = {"network": 0.15, "memory": 0.25}
 
 
 class Held(msgspec.Struct, kw_only=True):
-    """A prediction beside a measurement."""
+    """A predicted and a measured time.
 
-    taken: Taken
+    Attributes:
+        time: The measured time.
+        predicted_s: The predicted time in seconds.
+    """
+
+    time: AlgorithmTime
     predicted_s: float
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to the measurement; positive if it is too long."""
-        return self.predicted_s / self.taken.seconds - 1
+        """Error of the prediction relative to the measurement; positive if it is too long."""
+        return self.predicted_s / self.time.seconds - 1
 
 
 class ModelReport(Report, kw_only=True):
-    """Figures of the cost model beside what was measured.
+    """Predictions of the cost model beside measurements.
 
     Attributes:
-        network: What the ranks were joined by, in words.
-        far: Algorithms over the network.
-        memory: Which ranks shared memory, in words.
-        near: Algorithms in shared memory.
+        network: Description of the network between the ranks.
+        over_network: Algorithms over the network.
+        memory: Description of the ranks that share memory.
+        in_memory: Algorithms in shared memory.
     """
 
     network: str
-    far: list[Held]
+    over_network: list[Held]
     memory: str
-    near: list[Held]
+    in_memory: list[Held]
 
 
 class ModelRun(NamedTuple):
-    """What to measure.
+    """Options of a comparison of the cost model.
 
     Attributes:
-        num_hosts: Namespaces, of one rank each.
+        num_hosts: Number of namespaces, of one rank each.
         gbit: Rate of their links, Gbit/s.
-        ranks: That share memory.
-        turns: Through everything.
+        ranks: Number of ranks that share memory.
+        turns: Number of turns through all measurements.
         out: Directory for `model.json` and the run's logs.
     """
 
@@ -105,7 +110,7 @@ class ModelRun(NamedTuple):
 
 
 def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelReport:
-    """Measure both, one after the other.
+    """Measure over the network, then in shared memory.
 
     Raises:
         ConfigError: No namespaces can be made here, or a rank failed.
@@ -127,22 +132,26 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
     ):
         hosts = ",".join(f"{host}:1" for host in lab.hosts)
         where = Where(hosts=hosts, rsh=lab.rsh, inside=lab.inside)
-        found = msgspec.json.decode(_measure(where, plan, wanted.out / "run-model"), type=Found)
-    near_plan = msgspec.structs.replace(plan, algorithms=(), sizes_bytes=NEAR_SIZES_BYTES)
+        figures = msgspec.json.decode(
+            _measure(where, plan, wanted.out / "run-model"), type=NetworkFigures
+        )
+    shared_plan = msgspec.structs.replace(plan, algorithms=(), sizes_bytes=MEMORY_SIZES_BYTES)
     with (
         shown.status(f"{memory}: costs and algorithms in turns"),
         Lab(1, 0.0) as lab,
     ):
         where = Where(hosts=f"{lab.hosts[0]}:{wanted.ranks}", rsh=lab.rsh, inside=lab.inside)
-        near = msgspec.json.decode(_measure(where, near_plan, wanted.out / "run-near"), type=Near)
+        shared = msgspec.json.decode(
+            _measure(where, shared_plan, wanted.out / "run-memory"), type=MemoryFigures
+        )
     report = ModelReport(
         **measured,
         network=network,
-        far=predict(found),
+        over_network=predict(figures),
         memory=memory,
-        near=[
-            Held(taken=taken, predicted_s=seconds)
-            for taken, seconds in zip(near.taken, near.predicted_s, strict=True)
+        in_memory=[
+            Held(time=time, predicted_s=seconds)
+            for time, seconds in zip(shared.times, shared.predicted_s, strict=True)
         ],
     )
     save(report, wanted.out / "model.json")
@@ -150,42 +159,42 @@ def run_model(wanted: ModelRun, *, console: RichConsole | None = None) -> ModelR
 
 
 def _measure(where: Where, plan: Plan, log_dir: Path) -> str:
-    told: list[str] = []
+    lines: list[str] = []
     encoded = msgspec.json.encode(plan)
-    run_ranks(where, "braid.bench.workers.model", encoded, on_line=told.append, log_dir=log_dir)
-    return told[-1]
+    run_ranks(where, "braid.bench.workers.model", encoded, on_line=lines.append, log_dir=log_dir)
+    return lines[-1]
 
 
-def predict(found: Found) -> list[Held]:
-    """What the cost model says of each algorithm, from what messages, copies and additions cost."""
-    cluster = as_cluster(found.probed)
+def predict(figures: NetworkFigures) -> list[Held]:
+    """Predict the time of each algorithm from the costs of messages, copies and additions."""
+    cluster = as_cluster(figures.probed)
     held = []
-    for taken in found.taken:
-        if taken.algorithm == "hierarchical":
+    for time in figures.times:
+        if time.algorithm == "hierarchical":
             seconds = hierarchical_s(
-                taken.nbytes,
+                time.nbytes,
                 cluster,
-                sync_s=found.step_s,
-                chunk_bytes=min(MOST_BYTES, max(LEAST_BYTES, taken.nbytes // CHUNKS)),
+                sync_s=figures.step_s,
+                chunk_bytes=min(MOST_BYTES, max(LEAST_BYTES, time.nbytes // CHUNKS)),
                 depth=DEPTH,
-                copy_s_per_byte=found.copy_s_per_byte,
-                sum_s_per_byte=found.add_s_per_byte,
+                copy_s_per_byte=figures.copy_s_per_byte,
+                sum_s_per_byte=figures.add_s_per_byte,
             )
         else:
             seconds = program_s(
-                program(algorithm(taken.algorithm, taken.operation, found.ranks)),
-                taken.nbytes,
+                program(algorithm(time.algorithm, time.operation, figures.ranks)),
+                time.nbytes,
                 cluster,
-                sync_s=found.step_s,
+                sync_s=figures.step_s,
                 piece_bytes=PIECE_BYTES,
-                sum_s_per_byte=found.add_s_per_byte,
+                sum_s_per_byte=figures.add_s_per_byte,
             )
-        held.append(Held(taken=taken, predicted_s=seconds))
+        held.append(Held(time=time, predicted_s=seconds))
     return held
 
 
 def error(held: Sequence[Held]) -> float:
-    """Median of the relative errors, without their signs."""
+    """Return the median of the relative errors, without their signs."""
     return statistics.median(abs(one.error) for one in held)
 
 
@@ -196,38 +205,38 @@ def model_table(report: ModelReport) -> Table:
         f"a core, torch {report.torch}"
     )
     grid = new_table(title, ("", "algorithm"), [f"size {number + 1}" for number in range(5)])
-    for place, held in ((report.network, report.far), (report.memory, report.near)):
-        sizes = sorted({one.taken.nbytes for one in held})
+    for place, held in ((report.network, report.over_network), (report.memory, report.in_memory)):
+        sizes = sorted({one.time.nbytes for one in held})
         grid.add_row(place, "", *map(size_text, sizes))
-        for pair in dict.fromkeys((one.taken.operation, one.taken.algorithm) for one in held):
+        for pair in dict.fromkeys((one.time.operation, one.time.algorithm) for one in held):
             cells = {
-                one.taken.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.taken.seconds)} "
+                one.time.nbytes: f"{_ms(one.predicted_s)} / {_ms(one.time.seconds)} "
                 f"{one.error:+.0%}"
                 for one in held
-                if (one.taken.operation, one.taken.algorithm) == pair
+                if (one.time.operation, one.time.algorithm) == pair
             }
             grid.add_row("", " ".join(pair), *(cells.get(size, "") for size in sizes))
     return grid
 
 
 def verdicts(report: ModelReport) -> list[Verdict]:
-    """Whether the errors are as small as was promised."""
+    """Judge whether the errors are as small as promised."""
     judged = []
     for kind, place, held in (
-        ("network", report.network, report.far),
-        ("memory", report.memory, report.near),
+        ("network", report.network, report.over_network),
+        ("memory", report.memory, report.in_memory),
     ):
-        found, most = error(held), MOST_ERROR[kind]
+        median, most = error(held), MOST_ERROR[kind]
         claim = f"{place}: median error at most {most:.0%}"
-        judged.append(Verdict(claim, f"found {found:.1%} of {len(held)}", found <= most))
+        judged.append(Verdict(claim, f"measured {median:.1%} of {len(held)}", median <= most))
     return judged
 
 
 def print_model(report: ModelReport, out: Path) -> None:
-    """Show the table and the verdicts, and say where the figures are."""
+    """Print the table, the verdicts and the path of the figures."""
     show(model_table(report), verdicts(report), out / "model.json", width=160)
 
 
 def _ms(seconds: float) -> str:
-    """Three digits."""
+    """Format milliseconds with three digits."""
     return f"{seconds * 1e3:.0f}" if seconds >= HUNDRED_MS else f"{seconds * 1e3:.3g}"

@@ -1,13 +1,13 @@
-"""`braid bench net`: all-reduce between hosts against Gloo and the rate of the link.
+"""`braid bench net`: compare all-reduce between hosts with Gloo and the rate of the link.
 
-Measured on namespaces of this machine (`lab`), or on hosts that are there; always in one
-interleaved run (`net_worker`).
+It is measured on namespaces of this machine (`harness.lab`), or on real hosts; always in one
+interleaved run (`workers.net`).
 
-What is counted as the share of a link: the bytes that an all-reduce must send over the card of each
+The share of a link is computed from the bytes that an all-reduce must send over the card of each
 host, 2 (h-1)/h l with h hosts and l bytes of the tensor, over time and rate. Headers are not
-counted, so of Ethernet with 1500 bytes a packet nobody gets more than 1448 / 1514 = 95.6 %. Shares
-above that are those of a bucket that was full (`lab`), and are shown for what they are: only large
-tensors tell.
+counted, so no library gets more than 1448 / 1514 = 95.6 % of Ethernet with 1500 bytes a packet.
+Higher shares are those of a full token bucket (`harness.lab`): only large tensors show the rate of
+the link.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ __all__ = [
 SIZES_BYTES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WIRES = ("bf16", "int8", "topk:0.01")
 SMALL_BYTES, LARGE_BYTES = 64 * KIB, 4 * MIB
-DRAINS = (
-    2  # buckets' worth of numbers in an all-reduce that empties one at either end of each cable
-)
+DRAINS = 2  # sizes of a token bucket, in an all-reduce that empties one at either end of each cable
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -55,7 +53,7 @@ class Case(msgspec.Struct, kw_only=True):
     Attributes:
         hosts: Ranks by host, such as a:2,b:2.
         num_hosts: Number of hosts.
-        ranks_per_host: Ranks of the host that has most.
+        ranks_per_host: Largest number of ranks of a host.
         gbit_per_s: Rate of each host's link; 0 if that is not known.
         rows: One per size.
     """
@@ -67,7 +65,7 @@ class Case(msgspec.Struct, kw_only=True):
     rows: list[Row]
 
     def share(self, row: Row, name: str) -> float:
-        """Of the link, in payload over time."""
+        """Return the used share of the link: payload over time and rate."""
         sent = 2 * (self.num_hosts - 1) / self.num_hosts * row.nbytes
         return sent * 8 / row.seconds[name] / (self.gbit_per_s * GBIT)
 
@@ -83,50 +81,50 @@ class NetReport(Report, kw_only=True):
 
 
 class Target(NamedTuple):
-    """Something that was promised.
+    """A promise about all-reduce between hosts.
 
     Attributes:
-        what: In words.
+        what: Text of the promise.
         floor: Least figure.
-        found: The worst one measured.
-        at: Where that was.
-        unit: Behind the figures.
+        worst: Worst measured figure.
+        at: Size at which it was measured.
+        unit: Text behind the figures.
     """
 
     what: str
     floor: float
-    found: float
+    worst: float
     at: str
     unit: str = "x Gloo"
 
     @property
     def held(self) -> bool:
-        """Whether it holds everywhere."""
-        return self.found >= self.floor
+        """Whether the promise holds everywhere."""
+        return self.worst >= self.floor
 
     def __str__(self) -> str:
-        word = "held  " if self.held else "missed"
+        label = "held  " if self.held else "missed"
         return (
-            f"{word}  {self.what}: at least {_figure(self.floor, self.unit)}, found "
-            f"{_figure(self.found, self.unit)} at {self.at}"
+            f"{label}  {self.what}: at least {_figure(self.floor, self.unit)}, measured "
+            f"{_figure(self.worst, self.unit)} at {self.at}"
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetBench:
-    """What to measure.
+    """Options of a measurement between hosts.
 
     Attributes:
         rates_gbit: Rates of links between namespaces, Gbit/s each.
         num_hosts: Number of namespaces.
-        ranks_per_host: Ranks of each, one case per number and rate.
-        sizes_bytes: Of the tensors, multiples of 4.
+        ranks_per_host: Numbers of ranks of each namespace, one case per number and rate.
+        sizes_bytes: Sizes of the tensors, multiples of 4.
         wires: Formats in which numbers cross the network, besides their own.
-        turns: Repetitions of each library, at least.
+        turns: Least number of repetitions of each library.
         budget_s: Seconds of one library and size, about.
-        hosts: Hosts that are there, such as a:2,b:2, rather than namespaces.
+        hosts: Real hosts, such as a:2,b:2, in place of namespaces.
         rsh: Command that reaches them; ssh when empty.
-        link_gbit: What their links carry, Gbit/s; 0 if that is not known.
+        link_gbit: Rate of their links, Gbit/s; 0 if that is not known.
         out: Directory for `net.json` and the run's logs.
     """
 
@@ -146,12 +144,12 @@ class NetBench:
         least = [("the number of hosts", self.num_hosts, 2), ("the number of turns", self.turns, 1)]
         least += [("the number of ranks of a host", n, 1) for n in self.ranks_per_host]
         problems = [
-            f"a rate is {rate:g} Gbit/s, expected more than 0"
+            f"a rate must be more than 0 Gbit/s, got {rate:g}"
             for rate in self.rates_gbit
             if not 0 < rate < float("inf")
         ]
         problems += [
-            f"a size is {n} bytes, expected a multiple of 4"
+            f"a size must be a multiple of 4 bytes, got {n}"
             for n in self.sizes_bytes
             if n < 4 or n % 4
         ]
@@ -164,8 +162,8 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
     """Measure all cases, one after the other.
 
     Args:
-        bench: What to measure.
-        console: Where it is shown that something happens; standard error when None.
+        bench: Options of the measurement.
+        console: Console for a sign of progress; standard error when None.
 
     Raises:
         ConfigError: No namespaces can be made here, a host cannot be reached, or a rank failed.
@@ -199,15 +197,15 @@ def run_net(bench: NetBench, *, console: RichConsole | None = None) -> NetReport
 
 
 def places(bench: NetBench) -> list[Case]:
-    """The cases, without figures."""
+    """List the cases, without figures."""
     if bench.hosts:
-        found = parse_hosts(bench.hosts)
-        most = max(host.slots for host in found)
+        hosts = parse_hosts(bench.hosts)
+        most = max(host.slots for host in hosts)
         rate = bench.link_gbit
         return [
             Case(
                 hosts=bench.hosts,
-                num_hosts=len(found),
+                num_hosts=len(hosts),
                 ranks_per_host=most,
                 gbit_per_s=rate,
                 rows=[],
@@ -222,7 +220,7 @@ def places(bench: NetBench) -> list[Case]:
 
 @contextmanager
 def reached(bench: NetBench, case: Case) -> Iterator[Where]:
-    """The hosts of a case; namespaces are made for it, and removed after."""
+    """Make the hosts of a case reachable; its namespaces are removed afterwards."""
     if case.hosts:
         yield Where(hosts=case.hosts, rsh=bench.rsh)
         return
@@ -232,8 +230,8 @@ def reached(bench: NetBench, case: Case) -> Iterator[Where]:
 
 
 def targets(report: NetReport) -> list[Target]:
-    """What was promised of the cases that were measured, each with its worst figure."""
-    found = []
+    """List the promises on the measured cases, each with its worst figure."""
+    all_targets = []
     for case in report.cases:
         shape = (case.num_hosts, case.ranks_per_host, case.gbit_per_s)
         small = [row for row in case.rows if row.nbytes <= SMALL_BYTES]
@@ -242,19 +240,19 @@ def targets(report: NetReport) -> list[Target]:
         from_mib = [row for row in case.rows if row.nbytes >= MIB]
         above = [row for row in case.rows if row.nbytes > MIB]
         if shape[:2] == (2, 1):
-            found += _worst(case, small, f"up to {size_text(SMALL_BYTES)}", 2.0)
+            all_targets += _worst(case, small, f"up to {size_text(SMALL_BYTES)}", 2.0)
         if shape == (2, 1, 1.0) and large:
             row = min(large, key=lambda row: case.share(row, "braid"))
             what = f"{case}, payload, from {size_text(LARGE_BYTES)}"
             share = case.share(row, "braid")
-            found.append(Target(what, 0.95, share, size_text(row.nbytes), "of the link"))
+            all_targets.append(Target(what, 0.95, share, size_text(row.nbytes), "of the link"))
         if shape == (2, 1, 10.0):
-            found += _worst(case, large, f"from {size_text(LARGE_BYTES)}", 0.95)
+            all_targets += _worst(case, large, f"from {size_text(LARGE_BYTES)}", 0.95)
         if shape == (2, 2, 1.0):
-            found += _worst(case, middle, f"up to {size_text(MIB)}", 1.4)
-            found += _worst(case, above, f"above {size_text(MIB)}", 1.2)
-            found += _worst(case, from_mib, f"from {size_text(MIB)}", 2.2, name="bf16")
-    return found
+            all_targets += _worst(case, middle, f"up to {size_text(MIB)}", 1.4)
+            all_targets += _worst(case, above, f"above {size_text(MIB)}", 1.2)
+            all_targets += _worst(case, from_mib, f"from {size_text(MIB)}", 2.2, name="bf16")
+    return all_targets
 
 
 def _worst(
@@ -269,7 +267,7 @@ def _worst(
 
 
 def net_table(report: NetReport) -> Table:
-    """One row per case and size."""
+    """Make a table with one row per case and size."""
     title = (
         f"all-reduce of float32, {report.machine}, load before {report.load:.1f} a core, torch "
         f"{report.torch}; us, x: Gloo's time over this one's, "
@@ -290,14 +288,14 @@ def net_table(report: NetReport) -> Table:
                 if name != BASE:
                     cells.append(f"{row.ratio[name]:.2f}" if known else "")
                 if name in {BASE, "braid"}:
-                    told = case.gbit_per_s and row.nbytes >= LARGE_BYTES
-                    cells.append(f"{case.share(row, name):.1%}"[:-1] if told else "")
+                    has_share = case.gbit_per_s > 0 and row.nbytes >= LARGE_BYTES
+                    cells.append(f"{case.share(row, name):.1%}"[:-1] if has_share else "")
             grid.add_row(*cells)
     return grid
 
 
 def print_net(report: NetReport, out: Path) -> None:
-    """Show the table and the targets, and say where the figures are."""
+    """Print the table, the targets and the path of the figures."""
     show(net_table(report), targets(report), out / "net.json")
 
 

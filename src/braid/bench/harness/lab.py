@@ -1,21 +1,20 @@
 """Hosts with a network between them, on one machine: network namespaces at a bridge.
 
-Problem: what a collective costs over a network can only be said where there is one, and two
-machines with nothing else on their cables are rare. Loopback has no rate and no latency worth the
-name.
+Problem: the cost of a collective over a network can only be measured on one, and two machines with
+nothing else on their cables are rare. Loopback has no rate and no latency worth the name.
 
-Idea: the kernel has it all. Each namespace is a host with an interface of its own; a veth pair is
-its cable; a bridge is the switch; and a token bucket at either end of each cable lets through what
-a link of this rate would, frame headers included:
+Idea: the kernel has all parts. Each namespace is a host with an interface of its own; a veth pair
+is its cable; a bridge is the switch; and a token bucket at either end of each cable limits the rate
+to that of a link, frame headers included:
 
     host a   eth0 ==[tbf]==> port a  |        |  port b ==[tbf]==> eth0   host b
              eth0 <==[tbf]== port a  | bridge |  port b <==[tbf]== eth0
 
 The bucket holds a millisecond of the link: on a machine whose cores are busy the kernel fills it
-late, and a smaller one would not give the rate. So what is sent after a pause is faster than the
-link for one millisecond; whoever times less than some megabytes must empty the bucket first.
-Latency is that of the kernel, without a cable's and a switch's; congestion control is the plain
-one, whatever this machine prefers.
+late, and a smaller one would not give the rate. So data sent after a pause is faster than the link
+for one millisecond. To time less than some megabytes, empty the bucket first. Latency is that of
+the kernel, without a cable's and a switch's; congestion control is the plain one, whatever this
+machine prefers.
 
 Source: tc-tbf(8), ip-netns(8).
 """
@@ -42,7 +41,7 @@ LEAST_BUCKET_BYTES = 16 << 10
 CONGESTION_CONTROL = (
     "reno"  # in every kernel; others pace what they send by their guess at the rate
 )
-QUEUE = "20ms"  # what waits longer at a link is dropped
+QUEUE = "20ms"  # packets that wait longer at a link are dropped
 LIMIT_S = 30.0
 
 Words = tuple[str, ...]
@@ -52,7 +51,7 @@ class Lab:
     """Hosts a, b, ... with addresses 10.77.0.1, .2, ... at links of one rate; a context manager.
 
     Args:
-        num_hosts: How many, up to 26.
+        num_hosts: Number of hosts, up to 26.
         bits_per_s: Rate of each host's link, each way; of no limit when 0.
 
     Raises:
@@ -62,7 +61,7 @@ class Lab:
     def __init__(self, num_hosts: int, bits_per_s: float) -> None:
         if not 1 <= num_hosts <= len(HOSTS) or bits_per_s < 0:
             msg = (
-                f"a lab has 1 to {len(HOSTS)} hosts and a rate, got {num_hosts} hosts at "
+                f"a lab must have 1 to {len(HOSTS)} hosts and a rate, got {num_hosts} hosts at "
                 f"{bits_per_s:g} bit/s"
             )
             raise ConfigError(msg)
@@ -73,12 +72,12 @@ class Lab:
 
     @property
     def rsh(self) -> str:
-        """For `braid run --rsh`."""
+        """Template of the command that runs on a host, for `braid run --rsh`."""
         return f"ip netns exec {self._tag}{{host}}"
 
     @property
     def inside(self) -> Words:
-        """What to put before a command that shall run on the first host."""
+        """Words that precede a command to run it on the first host."""
         return ("ip", "netns", "exec", f"{self._tag}{self.hosts[0]}")
 
     def __enter__(self) -> Lab:
@@ -89,7 +88,7 @@ class Lab:
             _attempt(command)
         with ExitStack() as undo:
             for make, unmake in cabling(self._tag, self.hosts, self._bits_per_s):
-                if unmake:  # before: who is interrupted in between has made it, perhaps
+                if unmake:  # before: an interrupted command may have made it
                     undo.callback(_attempt, unmake)
                 _do(make)
             self._undo = undo.pop_all()
@@ -103,21 +102,21 @@ def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Wor
     """Return the commands that make a lab, each with the one that undoes it.
 
     Args:
-        tag: What names begin with, at most 13 characters.
-        hosts: A letter each.
+        tag: Prefix of all names, at most 13 characters.
+        hosts: Letter of each host.
         bits_per_s: Rate of each link; of no limit when 0.
     """
-    found: list[tuple[Words, Words]] = []
+    commands: list[tuple[Words, Words]] = []
 
     def add(text: str, undo: str = "") -> None:
-        found.append((tuple(text.split()), tuple(undo.split())))
+        commands.append((tuple(text.split()), tuple(undo.split())))
 
     add(f"ip link add {tag} type bridge", f"ip link del {tag}")
     add(f"ip link set {tag} up")
     for number, host in enumerate(hosts, 1):
         name, port = tag + host, f"{tag}p{host}"
         add(f"ip netns add {name}", f"ip netns del {name}")
-        # a namespace goes some time after its name, a cable at once
+        # a namespace disappears some time after its name, a cable at once
         add(f"ip link add {port} type veth peer name eth0 netns {name}", f"ip link del {port}")
         add(f"ip link set {port} master {tag} up")
         add(f"ip -n {name} addr add 10.77.0.{number}/24 dev eth0")
@@ -130,19 +129,19 @@ def cabling(tag: str, hosts: Sequence[str], bits_per_s: float) -> list[tuple[Wor
             )
             add(f"tc -n {name} qdisc add dev eth0 root {limit}")
             add(f"tc qdisc add dev {port} root {limit}")
-    return found
+    return commands
 
 
 def bucket_bytes(bits_per_s: float) -> int:
-    """What a rested link lets through at once."""
+    """Number of bytes that a rested link passes at once."""
     return max(LEAST_BUCKET_BYTES, round(bits_per_s / 8 * BUCKET_S))
 
 
 def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
-    """Commands that remove labs whose process has been killed.
+    """Return the commands that remove labs whose process has been killed.
 
     Args:
-        listed: What `ip netns list` shows.
+        listed: Output of `ip netns list`.
         exists: Whether there is a process of this number.
     """
     commands: dict[Words, None] = {}
@@ -155,7 +154,7 @@ def abandoned(listed: str, exists: Callable[[int], bool]) -> list[Words]:
 
 
 def what_is_missing() -> str:
-    """Why no lab can be made on this machine; empty if one can."""
+    """Return why no lab can be made on this machine; empty if one can."""
     if os.geteuid() != 0:
         return (
             f"only root may make network namespaces, and this is user {os.geteuid()}: use "

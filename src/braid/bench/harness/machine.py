@@ -1,4 +1,4 @@
-"""Where figures were measured, in a few words."""
+"""Describes the machine on which figures are measured."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["load_per_core", "machine"]
 
 
 def load_per_core() -> float:
-    """Return the load of a core over the last minute; above some tenths figures tell of others."""
+    """Return the load per core over the last minute; above some tenths it distorts figures."""
     return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
 
 
 def machine() -> str:
-    """Cores and model of the processor."""
+    """Return the number of cores and the model of the processor."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():

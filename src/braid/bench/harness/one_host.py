@@ -1,4 +1,4 @@
-"""Runs the ranks of a bench on this host, by braid's launcher; `several` does on other hosts."""
+"""Runs the ranks of a bench on this host, by braid's launcher; `several` uses other hosts."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run_here(
 
     Args:
         num_ranks: World size.
-        module: Name.
-        plan: Its argument.
+        module: Name of the module.
+        plan: Argument of the module.
         log_dir: Directory for the run's logs.
         on_line: Called with each JSON object that the first rank prints.
 
@@ -45,7 +45,7 @@ def run_here(
 
 
 class _LineConsole(QuietConsole):
-    """Passes on what the first rank prints as JSON."""
+    """A console that passes on the first rank's JSON lines."""
 
     def __init__(self, on_line: Callable[[str], None] | None) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""What every benchmark does with its figures: it judges, shows and saves them.
+"""Reports of benchmarks: figures are judged, shown and saved.
 
-A bench fills a `Report`, whose first fields are the same everywhere, draws one table of it, and
-holds it to what was promised (`Verdict`). `save` writes JSON, `show` prints the table and the
-verdicts.
+A bench fills a `Report`, whose first fields are the same everywhere. It draws one table of the
+report and compares it with promises (`Verdict`). `save` writes JSON, `show` prints the table and
+the verdicts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from braid.errors import ConfigError
 
 __all__ = ["Report", "Verdict", "check_minimums", "measured_on", "new_table", "save", "show"]
 
-WIDTH = 120  # columns of a table that no terminal shows
+WIDTH = 120  # columns of a table outside of a terminal
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Where figures were measured; each bench adds its own.
+    """The machine on which figures were measured; each bench adds its own figures.
 
     Attributes:
         braid: Version of braid.
         torch: Version of torch.
         machine: Cores and model of the processor.
-        load: Load of a core by other processes, just before.
+        load: Load per core by other processes, just before.
     """
 
     braid: str
@@ -43,7 +43,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def measured_on() -> dict[str, Any]:
-    """The fields of a `Report`; call it before anything is started."""
+    """Collect the fields of a `Report`; call it before anything is started."""
     return {
         "braid": __version__,
         "torch": importlib.metadata.version("torch"),
@@ -53,21 +53,21 @@ def measured_on() -> dict[str, Any]:
 
 
 class Verdict(NamedTuple):
-    """Something that was promised, and whether it holds.
+    """A promise, and whether it holds.
 
     Attributes:
-        claim: The promise in words.
-        found: The figure in words.
-        held: Whether it holds; None where too little was measured to tell.
+        claim: Text of the promise.
+        figure: Text of the measured figure.
+        held: Whether it holds; None if too little was measured to decide.
     """
 
     claim: str
-    found: str
+    figure: str
     held: bool | None
 
     def __str__(self) -> str:
-        word = {True: "held  ", False: "missed", None: "told  "}[self.held]
-        return f"{word}  {self.claim}, {self.found}"
+        label = {True: "held  ", False: "missed", None: "open  "}[self.held]
+        return f"{label}  {self.claim}, {self.figure}"
 
 
 def check_minimums(
@@ -77,22 +77,22 @@ def check_minimums(
 
     Args:
         values: Name, value and least value of each option.
-        problems: What else is wrong, in words.
+        problems: Texts of other problems.
 
     Raises:
-        ConfigError: Names everything that is wrong.
+        ConfigError: Some value is too small, or there are other problems; names all of them.
     """
-    small = [f"{name} is {n}, expected {least} or more" for name, n, least in values if n < least]
+    small = [f"{name} must be at least {least}, got {n}" for name, n, least in values if n < least]
     if small or problems:
         raise ConfigError("; ".join([*small, *problems]))
 
 
 def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """An empty table.
+    """Make an empty table.
 
     Args:
         title: Line above it.
-        left: Headings of columns of words.
+        left: Headings of columns of text.
         right: Headings of columns of figures, which come after them.
     """
     grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
@@ -109,13 +109,13 @@ def save(report: Report, path: Path) -> None:
 
 
 def show(table: Table, lines: Iterable[object], path: Path, *, width: int = WIDTH) -> None:
-    """Print a table, lines below it, and where the figures are.
+    """Print a table, lines below it, and the path of the figures.
 
     Args:
         table: The figures.
         lines: Verdicts, or other lines.
-        path: Where the report was written to.
-        width: Columns where the output is no terminal.
+        path: File to which the report was written.
+        width: Number of columns where the output is no terminal.
     """
     console = Console()
     if not console.is_terminal:

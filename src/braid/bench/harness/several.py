@@ -1,7 +1,7 @@
 """Runs the ranks of a bench on several hosts, by `braid run -H`.
 
-The first rank may be on another host than the user, so figures travel as the output of a job does,
-not as a file.
+The first rank may be on another host than the user, so figures return as output of the job, not
+as a file.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from braid.errors import ConfigError
 
 __all__ = ["Where", "figures_in", "run_ranks"]
 
-END_S = 15.0  # that a job has to end after Ctrl-C, its hosts included
+END_S = 15.0  # for a job to end after Ctrl-C, with its hosts
 FIRST = "[rank 0] {"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Where:
-    """On which hosts ranks run.
+    """Hosts on which ranks run.
 
     Attributes:
-        hosts: As `braid run -H` takes them, such as a:2,b:2.
-        rsh: Command that reaches one; ssh when empty.
-        remote_python: Interpreter there; the same path as here when empty.
-        inside: What is put before the launcher's own command.
+        hosts: Hosts as for `braid run -H`, such as a:2,b:2.
+        rsh: Command that reaches a host; ssh when empty.
+        remote_python: Interpreter on the hosts; the same path as here when empty.
+        inside: Words that precede the launcher's own command.
     """
 
     hosts: str
@@ -41,7 +41,7 @@ class Where:
     inside: tuple[str, ...] = ()
 
     def command(self, module: str, plan: bytes, log_dir: Path) -> list[str]:
-        """The launcher's command."""
+        """Return the launcher's command."""
         options = {
             "-H": self.hosts,
             "--rsh": self.rsh,
@@ -50,8 +50,8 @@ class Where:
             "--hang-report": "0",
             "--log-dir": str(log_dir.resolve()),
         }
-        told = [word for name, value in options.items() if value for word in (name, value)]
-        launcher = [*self.inside, sys.executable, "-m", "braid", "run", *told]
+        options_given = [part for name, value in options.items() if value for part in (name, value)]
+        launcher = [*self.inside, sys.executable, "-m", "braid", "run", *options_given]
         return [*launcher, "-m", module, plan.decode()]
 
 
@@ -61,9 +61,9 @@ def run_ranks(
     """Run a module on all ranks, to its end.
 
     Args:
-        where: On which hosts.
-        module: Name.
-        plan: Its argument.
+        where: Hosts to run on.
+        module: Name of the module.
+        plan: Argument of the module.
         on_line: Called with each JSON object that the first rank prints.
         log_dir: Directory for the run's logs.
 
@@ -98,12 +98,12 @@ def run_ranks(
 
 
 def figures_in(line: str) -> str:
-    """The JSON object in a line of a job; empty where it is none, or another rank's."""
+    """Return the JSON object in a line of a job; empty for other lines and other ranks."""
     return line[len(FIRST) - 1 :].strip() if line.startswith(FIRST) else ""
 
 
 def _end(process: subprocess.Popen[str]) -> int:
-    """Let it end by itself, but not for ever."""
+    """Wait for the launcher to end, then kill it."""
     with process:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(END_S)

@@ -1,4 +1,4 @@
-"""Sizes and rates in words."""
+"""Sizes and rates as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GBIT = 1e9
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes in words, such as 64 KiB."""
+    """Format a number of bytes, such as 64 KiB."""
     for unit, scale in (("MiB", MIB), ("KiB", KIB)):
         if nbytes >= scale:
             return f"{nbytes / scale:g} {unit}"

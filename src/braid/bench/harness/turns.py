@@ -1,10 +1,9 @@
-"""Times many things in turns on all ranks, under the same conditions.
+"""Time several functions in turns on all ranks, under the same conditions.
 
-Each is done once, untimed, behind a barrier, so that buffers are there, and then some times, of
-which the least counts: on a machine that others use, too, what is longer is theirs. Of the ranks it
-is the slowest that counts. A turn goes through all of them before the next begins. A network that
-lets more through after a rest is given one before each time, so that it is always in the same
-state.
+Each function runs once, untimed, behind a barrier, so that buffers exist. Then it runs some times,
+of which the least counts: on a shared machine, longer times are due to other programs. Among ranks
+the slowest counts. A turn goes through all functions before the next begins. A network that passes
+more after a rest is given one before each time, so that it is always in the same state.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["in_turns"]
 Run = Callable[[], object]
 LEAST_COUNT, MOST_COUNT = 3, 50
 MOST_RESTED = 10
-WORTH_S = 10e-3  # of one thing in one turn: enough for short ones to be told from the noise
+WORTH_S = 10e-3  # for one function in one turn: enough to lift short ones out of the noise
 
 
 def in_turns(
@@ -32,15 +31,18 @@ def in_turns(
     rest_s: float = 0.0,
     rested: Collection[str] = (),
 ) -> dict[str, list[float]]:
-    """Least seconds of one `run()`, of the slowest rank, by name and turn; the same on all ranks.
+    """Time `run()` of each name in each turn: the least seconds of the slowest rank.
 
     Args:
-        group: All ranks; each calls this with the same names.
-        runs: What to time; a rank that has no part in something does nothing.
-        turns: How often to go through all of them.
-        rest_s: Time for which nothing is sent before each ...
-        rested: ... of these: those that send so much that it matters. Whoever rests must wake up,
-            too, which is not what a message costs.
+        group: Group of all ranks; each calls this with the same names.
+        runs: Functions to time, by name; a rank without a part in one does nothing in it.
+        turns: Number of turns through all of them.
+        rest_s: Seconds of rest, in which nothing is sent, before each run of `rested`.
+        rested: Names of functions that send so much that a rest matters. A rank that rests must
+            wake up, too, which is no cost of a message.
+
+    Returns:
+        The seconds by name and turn, the same on all ranks.
     """
     once = torch.tensor([[_seconds(group, run, 1, 0.0) for run in runs.values()] for _ in range(2)])
     rests = [rest_s if name in rested else 0.0 for name in runs]

@@ -1,1 +1,1 @@
-"""What the ranks of each benchmark run."""
+"""The programs that the ranks of each benchmark run."""

@@ -1,6 +1,6 @@
 """The same operations by every library on the same buffers, for `braid bench comm`.
 
-gloo         torch.distributed over Gloo                 what torch users have on CPUs today
+gloo         torch.distributed over Gloo                 the choice of torch users on CPUs today
 braid        Group called directly, ordinary tensors     raw
 registered   Group called directly, tensors of `empty`   raw
 torch        torch.distributed over braid                the same program as gloo's, other backend
@@ -28,8 +28,8 @@ class Buffers(NamedTuple):
     """Tensors of one measurement.
 
     Attributes:
-        x: As long as the largest full buffer.
-        out: Likewise.
+        x: Input, as long as the largest full buffer.
+        out: Output, as long as the largest full buffer.
         part: The first n-th of `x`.
         small: The first n-th of `out`.
     """
@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor, out: torch.Tensor, size: int) -> Buffers:
-        """Cut the parts."""
+        """Make the buffers from a full input and output."""
         width = x.numel() // size
         return cls(x, out, x[:width], out[:width])
 
@@ -54,21 +54,21 @@ def runs_of(
     group: Group,
     over_braid: Any,
 ) -> dict[str, Run]:
-    """What to call for one repetition of `operation` by each library that has it.
+    """Return, for each library that has `operation`, a function that runs it once.
 
     Args:
-        libraries: Out of `LIBRARIES`.
-        operation: Name.
-        dtype: Of the elements.
+        libraries: Names out of `LIBRARIES`.
+        operation: Name of the operation.
+        dtype: Dtype of the elements.
         nbytes: Bytes of the largest full buffer of a rank.
-        group: All ranks.
+        group: Group of all ranks.
         over_braid: The same ranks as a group of torch.distributed over braid; Gloo's is the default
             group.
     """
     n = group.size
     numel = max(n, nbytes // dtype.itemsize // n * n)
     ordinary = Buffers.of(torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=dtype), n)
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     for library in libraries:
         if library in {"gloo", "torch"}:
             table = _torch_runs(over_braid if library == "torch" else None, ordinary, group)
@@ -81,8 +81,8 @@ def runs_of(
             table = _braid_runs(group, Buffers.of(shared, ordinary.out, n))
             del table["send_recv"], table["barrier"]  # the same as of ordinary tensors
         if operation in table:
-            found[library] = table[operation]
-    return found
+            runs[library] = table[operation]
+    return runs
 
 
 def _braid_runs(group: Group, b: Buffers) -> dict[str, Run]:
@@ -136,7 +136,7 @@ def _mpi_runs(b: Buffers, group: Group) -> dict[str, Run]:
 
 
 def _once_around(rank: int, send: Run, recv: Run) -> None:
-    """A message from rank 0 once around the ring."""
+    """Send a message from rank 0 once around the ring."""
     for act in (send, recv) if rank == 0 else (recv, send):
         act()
 

@@ -1,8 +1,8 @@
-"""One rank of `braid bench comm`: every operation by every library, taken in turns.
+"""One rank of `braid bench comm`: every operation by every library, in turns.
 
 Absolute times on a shared machine are worth little: they drift within seconds. So all libraries run
-in the same processes, on the same tensors, in short alternating rounds; a ratio is taken within
-each round, and the median of the rounds' ratios is what is reported.
+in the same processes, on the same tensors, in short alternating rounds. A ratio is computed within
+each round, and the report shows the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Run = Callable[[], object]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
         operations: Names, as in `candidates`.
-        libraries: Likewise; the first is what the others are held against.
+        libraries: Names, as in `candidates`; the others are compared with the first.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         dtypes: torch's names.
-        rounds: Alternating rounds for each row.
+        rounds: Number of alternating rounds for each row.
         budget_s: Seconds of one library in one round, about.
         out: File for the rows, written by rank 0.
     """
@@ -55,8 +55,8 @@ class Row(msgspec.Struct, kw_only=True):
     """One measurement.
 
     Attributes:
-        operation: Name.
-        dtype: Name.
+        operation: Name of the operation.
+        dtype: Name of the dtype.
         nbytes: Bytes of the largest full buffer of a rank.
         ranks: World size.
         seconds: Median seconds by library.
@@ -131,7 +131,7 @@ def _measure(
 
 
 def _from_mpi(environment: Any) -> None:
-    """Tell the ranks of a job of mpiexec what a launcher of torch would."""
+    """Set the environment of a job of mpiexec as a launcher of torch would."""
     names = {"OMPI_COMM_WORLD_RANK": "RANK", "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE"}
     for theirs, ours in names.items():
         if theirs in environment:
@@ -139,7 +139,7 @@ def _from_mpi(environment: Any) -> None:
 
 
 def _count(group: Group, run: Run, budget_s: float) -> int:
-    """Repetitions that fill the budget; the same on all ranks."""
+    """Number of repetitions that fill the budget; the same on all ranks."""
     run()
     start = time.perf_counter()
     run()

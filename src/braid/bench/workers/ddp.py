@@ -6,11 +6,11 @@
     torch        the same over the backend "braid"
     braid        braid's own DistributedDataParallel
 
-What a wrapper adds to `silent` is its exposed communication: what `silent` adds to `alone`, copying
-gradients into buckets, torch's wrapper does whoever communicates. Each has its own copy of the
-model, so that buckets, hooks and optimizer state stay its own. In every round each takes one step,
-in an order drawn anew (what ran before is in the caches); ranks begin a step together, and it takes
-as long as the slowest rank's.
+The exposed communication of a wrapper is its extra time over `silent`. (The extra time of `silent`
+over `alone`, copying gradients into buckets, is the same in torch's wrapper for every backend.)
+Each wrapper has its own copy of the model, so that buckets, hooks and optimizer state stay its own.
+In every round each takes one step, in an order drawn anew, because caches favour what ran before.
+Ranks begin a step together, and it lasts until the slowest rank is done.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Case(msgspec.Struct, frozen=True):
     """One model with one batch.
 
     Attributes:
-        model: Out of `ddp_models.MODEL_NAMES`.
-        batch: Samples, sequences or images of a rank in a step.
+        model: Name out of `ddp_models.MODEL_NAMES`.
+        batch: Number of samples, sequences or images of a rank in a step.
     """
 
     model: str
@@ -57,12 +57,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
         cases: Models and batches.
-        rounds: Steps of each wrapper, at most ...
-        least_rounds: ... and at least, where a step is so long that `budget_s` is over before.
+        rounds: Largest number of steps of each wrapper.
+        least_rounds: Least number of steps, where steps are so long that `budget_s` ends earlier.
         budget_s: Seconds for a case, about.
         out: File for the figures, written by rank 0.
     """
@@ -75,23 +75,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """One model.
+    """Figures of one model.
 
     Attributes:
-        model: Name.
-        num_params: Parameters.
-        batch: Of a rank.
+        model: Name of the model.
+        num_params: Number of its parameters.
+        batch: Batch of a rank.
         ranks: World size.
         step_s: Median seconds of a step, by variant; of the slowest rank.
         speedup: Gloo's step over the variant's, median of the rounds.
-        gone: Share of Gloo's exposed communication that the variant does not have; no variant is in
-            it when there was none.
-        gone_between: The 5th and 95th percentile of what `gone` is for rounds drawn from these with
-            replacement: how much of it is chance; none where Gloo's exposed communication is itself
-            hardly more than that.
+        gone: Share of Gloo's exposed communication that the variant saves; empty when Gloo had
+            none.
+        gone_between: The 5th and 95th percentile of `gone` over rounds drawn from these with
+            replacement, which shows how much of it is chance. Empty where Gloo's exposed
+            communication is itself hardly more than chance.
         exposed_s: Seconds that a variant takes longer than `silent`, mean of the rounds.
         spread: Lowest and highest speed-up of the rounds.
-        rounds_s: Seconds of every step, by variant: what all of the above is computed from.
+        rounds_s: Seconds of every step, by variant, from which the other figures are computed.
     """
 
     model: str
@@ -130,10 +130,10 @@ def main(plan: Plan) -> None:
     over_braid = dist.new_group(backend="braid")
     measured = []
     for case in plan.cases:
-        found = _measure(group, over_braid, case, plan)
-        measured.append(found)
+        figures = _measure(group, over_braid, case, plan)
+        measured.append(figures)
         if group.rank == 0:
-            shown = msgspec.structs.replace(found, rounds_s={})
+            shown = msgspec.structs.replace(figures, rounds_s={})
             print(json.dumps(msgspec.to_builtins(shown)), flush=True)
     if group.rank == 0:
         Path(plan.out).write_bytes(msgspec.json.format(msgspec.json.encode(measured)))
@@ -182,11 +182,11 @@ def _measure(
 
 
 def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
-    """Share of what Gloo adds to a step that a variant does not add, by variant.
+    """Compute the share of Gloo's extra time per step that each variant saves.
 
-    Of means, since what a run takes is the sum of its steps, slow ones included; so what is gone
-    and what is left add up to all. In a single round noise would be most of the quotient. None
-    where Gloo adds nothing.
+    It is computed from means, since the time of a run is the sum of its steps, slow ones included;
+    so the saved and the remaining share add up to 1. In a single round noise would dominate the
+    quotient. None where Gloo has no extra time.
     """
     mean = {variant: statistics.fmean(own) for variant, own in times.items()}
     exposed = mean["gloo"] - mean["silent"]
@@ -198,31 +198,31 @@ def shares_gone(times: dict[str, list[float]]) -> dict[str, float]:
 def shares_between(times: dict[str, list[float]]) -> dict[str, tuple[float, float]]:
     """Return percentiles 5 and 95 of `shares_gone` over resampled rounds, by variant.
 
-    None where Gloo adds nothing in some of the samples: then they say nothing of the share.
+    None where Gloo has no extra time in some of the samples, which then determine no share.
     """
     numbers, rounds = random.Random(0), range(len(times["gloo"]))
-    found: dict[str, list[float]] = {variant: [] for variant in COMPARED}
+    samples: dict[str, list[float]] = {variant: [] for variant in COMPARED}
     for _ in range(NUM_RESAMPLED):
         drawn = numbers.choices(rounds, k=len(rounds))
         shares = shares_gone({v: [t[i] for i in drawn] for v, t in times.items()})
         if not shares:
             return {}
         for variant, share in shares.items():
-            found[variant].append(share)
-    percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in found.items()}
+            samples[variant].append(share)
+    percentiles = {v: statistics.quantiles(shares, n=20) for v, shares in samples.items()}
     return {variant: (p[0], p[-1]) for variant, p in percentiles.items()}
 
 
 def _times(group: Group, steps: dict[str, _Step], plan: Plan) -> dict[str, list[float]]:
-    """Seconds of every step, of the rank that took longest, by variant."""
-    order, variants = random.Random(0), list(steps)
+    """Time every step: seconds of the slowest rank, by variant."""
+    shuffler, variants = random.Random(0), list(steps)
     times: dict[str, list[float]] = {variant: [] for variant in variants}
     began = time.perf_counter()
     for number in range(plan.rounds):
         over = torch.tensor([time.perf_counter() - began > plan.budget_s])
         if group.broadcast(over, 0).item() and number >= plan.least_rounds:
             break
-        order.shuffle(variants)
+        shuffler.shuffle(variants)
         for variant in variants:
             group.barrier()
             start = time.perf_counter()
@@ -235,7 +235,7 @@ def _times(group: Group, steps: dict[str, _Step], plan: Plan) -> dict[str, list[
 
 
 def _send_nothing(_state, bucket):  # type: ignore[no-untyped-def]
-    """A communication hook of torch: every rank keeps its own gradients."""
+    """Communication hook of torch with which every rank keeps its own gradients."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -20,12 +20,12 @@ IMAGE, CLASSES = 32, 10
 
 
 class Job(NamedTuple):
-    """What one rank trains.
+    """A model and the data on which one rank trains it.
 
     Attributes:
-        model: The same on all ranks.
-        inputs: Of this rank.
-        loss: Of the model's output.
+        model: Model, the same on all ranks.
+        inputs: Inputs of this rank.
+        loss: Loss as a function of the model's output.
     """
 
     model: nn.Module
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 class _Residual(nn.Module):
-    """Two convolutions around which the input goes."""
+    """Two convolutions with a residual connection around them."""
 
     def __init__(self, width: int, out: int, stride: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class _Residual(nn.Module):
 
 
 def job_of(name: str, batch: int, seed: int) -> Job:
-    """Model and inputs.
+    """Make a model and its inputs.
 
     Args:
-        name: Out of `MODEL_NAMES`.
-        batch: Samples, sequences or images.
-        seed: Of the inputs.
+        name: Name out of `MODEL_NAMES`.
+        batch: Number of samples, sequences or images.
+        seed: Seed of the inputs.
     """
     generator = torch.Generator().manual_seed(seed)
     return _JOBS[name](batch, generator)
@@ -74,15 +74,15 @@ def _mlp(batch: int, generator: torch.Generator) -> Job:
             layer.weight.normal_(0.0, WIDTH**-0.5, generator=numbers)
         layers += [layer, nn.ReLU()]
     x, y = (torch.randn(batch, WIDTH, generator=generator) for _ in range(2))
-    return Job(nn.Sequential(*layers[:-1]), x, lambda found: nn.functional.mse_loss(found, y))
+    return Job(nn.Sequential(*layers[:-1]), x, lambda output: nn.functional.mse_loss(output, y))
 
 
 def _gpt(batch: int, generator: torch.Generator) -> Job:
     tokens = torch.randint(0, 256, (batch, CONTEXT + 1), generator=generator)
     y = tokens[:, 1:].flatten()
 
-    def loss(found: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(found.flatten(0, 1), y)
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), y)
 
     return Job(GPT(MODELS["medium"], CONTEXT), tokens[:, :-1], loss)
 
@@ -96,7 +96,7 @@ def _conv(batch: int, generator: torch.Generator) -> Job:
     blocks += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(CHANNELS[-1], CLASSES)]
     x = torch.randn(batch, 3, IMAGE, IMAGE, generator=generator)
     y = torch.randint(0, CLASSES, (batch,), generator=generator)
-    return Job(nn.Sequential(*blocks), x, lambda found: nn.functional.cross_entropy(found, y))
+    return Job(nn.Sequential(*blocks), x, lambda output: nn.functional.cross_entropy(output, y))
 
 
 _JOBS: dict[str, Callable[[int, torch.Generator], Job]] = {"mlp": _mlp, "gpt": _gpt, "conv": _conv}

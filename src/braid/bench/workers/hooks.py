@@ -1,10 +1,9 @@
 """One rank of `braid bench hooks`: the same training with several hooks, in turns.
 
-Each way has its own copy of the model, and all see the same batches, so that after the last round
-their losses can be compared, too. What is learned can be learned in that many steps: a function of
-a few hidden numbers, of which inputs are a noisy picture. (A function of all inputs could not: its
-loss after hundreds of steps is still that of an answer of zeros, whatever a hook does to
-gradients.)
+Each hook has its own copy of the model, and all see the same batches, so that after the last round
+their losses can be compared, too. The task can be learned in that many steps: a function of a few
+hidden numbers, of which inputs are a noisy picture. (A function of all inputs could not: its loss
+after hundreds of steps is still that of an answer of zeros, whatever a hook does to gradients.)
 """
 
 from __future__ import annotations
@@ -29,19 +28,18 @@ __all__ = ["EXACT", "Plan", "Way", "main"]
 EXACT = "exact"
 TEACHER_SEED = 99
 LAST = 10  # steps over which the loss at the end is averaged
-LEARNING_RATE = (
-    0.5  # without momentum: it carries on what top-k sends late, and ends at twice the loss
-)
+# without momentum, which repeats what top-k sends late, and ends at twice the loss
+LEARNING_RATE = 0.5
 HIDDEN, NOISE = 4, 0.1
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
         hooks: Names of communication hooks.
-        batch: Samples of a rank in a step.
-        rounds: Steps of each way.
+        batch: Number of samples of a rank in a step.
+        rounds: Number of steps of each hook.
     """
 
     hooks: tuple[str, ...]
@@ -50,15 +48,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Way(msgspec.Struct, kw_only=True):
-    """One way of sending gradients.
+    """Figures of one way of sending gradients.
 
     Attributes:
-        name: Of the hook; exact without one.
+        name: Name of the hook; exact without one.
         step_s: Median seconds of a step, of the slowest rank.
-        speedup: Step without a hook over this one's, median of the rounds.
-        spread: First and third quartile of that.
-        first_loss: Of the first step.
-        last_loss: Mean of the last steps.
+        speedup: Time of a step without a hook over that of this one, median of the rounds.
+        spread: First and third quartile of the speed-up.
+        first_loss: Loss of the first step.
+        last_loss: Mean loss of the last steps.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Way(msgspec.Struct, kw_only=True):
 
 
 def main(plan: Plan) -> None:
-    """Measure; rank 0 prints a line per way."""
+    """Measure; rank 0 prints a line per hook."""
     torch.set_num_threads(1)
     group = init()
     base = job_of("mlp", 1, seed=0).model
@@ -103,7 +101,7 @@ def main(plan: Plan) -> None:
 
 
 class _Training:
-    """Training steps of one copy."""
+    """Training steps of one copy of the model."""
 
     def __init__(self, model: nn.Module, group: Group, name: str) -> None:
         hook = None if name == EXACT else name
@@ -120,13 +118,13 @@ class _Training:
 
 def _ways(names: tuple[str, ...], times: list[list[float]], losses: list[list[float]]) -> list[Way]:
     warm = min(4, len(times[0]) - 1)  # buckets and formats are made in the first steps
-    found = []
+    ways = []
     for name, own, seen in zip(names, times, losses, strict=True):
         ratios = [exact / mine for exact, mine in zip(times[0][warm:], own[warm:], strict=True)]
         low, high = ratios[0], ratios[0]
         if len(ratios) > 1:
             low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        found.append(
+        ways.append(
             Way(
                 name=name,
                 step_s=statistics.median(own[warm:]),
@@ -136,7 +134,7 @@ def _ways(names: tuple[str, ...], times: list[list[float]], losses: list[list[fl
                 last_loss=statistics.mean(seen[-LAST:]),
             )
         )
-    return found
+    return ways
 
 
 if __name__ == "__main__":

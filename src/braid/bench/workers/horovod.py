@@ -4,8 +4,8 @@
     step        training of one model by our DistributedDataParallel, and by Horovod's optimizer
     exchange    the messages of ranks in steady state before 200 tensors; the pure part alone
 
-In every round each is done once, in an order drawn anew, behind a barrier; it takes as long as the
-slowest rank's.
+In every round each is done once, in an order drawn anew, behind a barrier. The time is that of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ WARM_UP = 5
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
         cases: Models and batches, such as mlp:64; `tiny` is a model whose step is short.
-        rounds: Of each.
-        budget_s: Seconds for a case, about; not less than 20 rounds.
+        rounds: Number of rounds of each.
+        budget_s: Seconds for a case, about; at least 20 rounds are made.
         out: File for the figures, written by rank 0.
     """
 
@@ -55,12 +55,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Small(msgspec.Struct, kw_only=True):
-    """Many small tensors.
+    """Figures of many small tensors.
 
     Attributes:
-        seconds: Median of all of them, by way.
-        speedup: Of the engine over Gloo, median of the rounds.
-        between: Its quartiles.
+        seconds: Median seconds of all tensors, by way.
+        speedup: Speed-up of the engine over Gloo, median of the rounds.
+        between: First and third quartile of the speed-up.
     """
 
     seconds: dict[str, float]
@@ -69,14 +69,14 @@ class Small(msgspec.Struct, kw_only=True):
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """One model.
+    """Figures of one model.
 
     Attributes:
-        model: Name.
-        batch: Of a rank.
-        seconds: Median step, by way.
-        longer: How much longer than with our DDP, as a share, median of the rounds.
-        between: Its quartiles.
+        model: Name of the model.
+        batch: Batch of a rank.
+        seconds: Median seconds of a step, by way.
+        longer: Extra time of a step over one with our DDP, as a share, median of the rounds.
+        between: First and third quartile of that share.
     """
 
     model: str
@@ -87,12 +87,12 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Exchange(msgspec.Struct, kw_only=True):
-    """In steady state.
+    """Figures of an exchange in steady state.
 
     Attributes:
-        tensors: That become ready in it.
-        seconds: Median, of the slowest rank.
-        state_s: Of it, in the pure part.
+        tensors: Number of tensors that become ready in it.
+        seconds: Median seconds of the slowest rank.
+        state_s: Seconds of the pure part.
     """
 
     tensors: int
@@ -101,7 +101,7 @@ class Exchange(msgspec.Struct, kw_only=True):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """All of it."""
+    """Figures of small tensors, steps and exchanges."""
 
     small: Small
     steps: list[Step]
@@ -163,7 +163,7 @@ def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
         [(f"{model}{batch}.{name}", param) for name, param in other.named_parameters()],
     )
 
-    def taken_by(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def step() -> None:
             loss = job.loss(net(job.inputs))
             optimizer.zero_grad()
@@ -172,12 +172,12 @@ def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
 
         return step
 
-    ways = {"ddp": taken_by(wrapped, plain), "horovod": taken_by(other, patched)}
+    ways = {"ddp": step_of(wrapped, plain), "horovod": step_of(other, patched)}
     start = time.perf_counter()
     for way in ways.values():
         way()
-    taken = group.all_reduce(torch.tensor([time.perf_counter() - start]), "max").item()
-    rounds = min(plan.rounds, max(20, int(plan.budget_s / taken)))
+    elapsed = group.all_reduce(torch.tensor([time.perf_counter() - start]), "max").item()
+    rounds = min(plan.rounds, max(20, int(plan.budget_s / elapsed)))
     times = _in_rounds(group, ways, rounds)
     longer = [h / d - 1.0 for h, d in zip(times["horovod"], times["ddp"], strict=True)]
     return Step(
@@ -190,7 +190,7 @@ def _step(group: Group, model: str, batch: int, plan: Plan) -> Step:
 
 
 def _tiny(batch: int, rank: int) -> Job:
-    """Twelve layers of 256: a step of some milliseconds."""
+    """Make a model of twelve layers of 256, whose step takes some milliseconds."""
     numbers = torch.Generator().manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(12):
@@ -200,28 +200,28 @@ def _tiny(batch: int, rank: int) -> Job:
         layers += [layer, nn.ReLU()]
     generator = torch.Generator().manual_seed(rank)
     x, y = (torch.randn(batch, 256, generator=generator) for _ in range(2))
-    return Job(nn.Sequential(*layers[:-1]), x, lambda found: nn.functional.mse_loss(found, y))
+    return Job(nn.Sequential(*layers[:-1]), x, lambda output: nn.functional.mse_loss(output, y))
 
 
 def _exchange(group: Group, count: int, rounds: int) -> Exchange:
-    """As the engine does it, without what it carries out."""
+    """Time exchanges as the engine makes them, without the operations that follow."""
     state = FusionState(group.rank, group.ranks)
     requests = [
         Request(f"x{n}", "all_reduce", "float32", (SMALL_NUMEL,), 4, "sum") for n in range(count)
     ]
-    words = torch.zeros(len(state.open(0.0)) // 8, dtype=torch.int64)
-    exchange = group.persistent("all_reduce", words, op="band")
+    bits = torch.zeros(len(state.open(0.0)) // 8, dtype=torch.int64)
+    exchange = group.persistent("all_reduce", bits, op="band")
     whole, pure = [], []
     for _ in range(20 * rounds):
         for request in requests:
             state.submit(request, 0.0)
         group.barrier()
         start = time.perf_counter()
-        words.copy_(torch.frombuffer(bytearray(state.open(0.0)), dtype=torch.int64))
+        bits.copy_(torch.frombuffer(bytearray(state.open(0.0)), dtype=torch.int64))
         opened = time.perf_counter()
         exchange.start().wait()
-        came = time.perf_counter()
-        lists = state.combined(words.numpy().tobytes())
+        received = time.perf_counter()
+        lists = state.combined(bits.numpy().tobytes())
         answer = None
         if lists:
             own = group.objects.gather(state.own_list(0.0))
@@ -231,7 +231,7 @@ def _exchange(group: Group, count: int, rounds: int) -> Exchange:
         assert sum(len(batch.responses) for batch in outcome.batches) == count
         if not lists:
             whole.append(end - start)
-            pure.append(end - came + opened - start)
+            pure.append(end - received + opened - start)
     slowest = group.all_reduce(torch.tensor([whole, pure], dtype=torch.float64), "max").tolist()
     return Exchange(
         tensors=count, seconds=statistics.median(slowest[0]), state_s=statistics.median(slowest[1])
@@ -241,14 +241,14 @@ def _exchange(group: Group, count: int, rounds: int) -> Exchange:
 def _in_rounds(
     group: Group, ways: Mapping[str, Callable[[], None]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each, of the rank that took longest, by way."""
-    order, names = random.Random(0), list(ways)
+    """Time each way in every round: seconds of the slowest rank, by way."""
+    shuffler, names = random.Random(0), list(ways)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(WARM_UP):
         for way in ways.values():
             way()
     for _ in range(rounds):
-        order.shuffle(names)
+        shuffler.shuffle(names)
         for name in names:
             group.barrier()
             start = time.perf_counter()

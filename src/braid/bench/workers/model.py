@@ -1,7 +1,7 @@
 """One rank of `braid bench net --model`: messages and algorithms, timed in turns.
 
-The cost model never sees the times of algorithms; it sees those of messages, of a barrier, and of
-copies and additions in memory.
+The cost model never receives the times of algorithms. It receives those of messages, of a barrier,
+and of copies and additions in memory.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from braid.comm.engines.selection import STEP_BYTES, Costs, predicted_s
 from braid.context import init, shutdown
 from braid.errors import ConfigError
 
-__all__ = ["Found", "Near", "Plan", "Taken", "main"]
+__all__ = ["AlgorithmTime", "MemoryFigures", "NetworkFigures", "Plan", "main"]
 
-NEAR_TURNS = 4  # for each over a network: they are short
-NEAR_ALGORITHMS = (  # of ranks that share memory: those that the engine chooses between
+MEMORY_TURNS = 4  # for each turn over a network, because they are short
+MEMORY_ALGORITHMS = (  # of ranks that share memory: the engine chooses between these
     ("all_reduce", "direct"),
     ("all_reduce", "two_phase"),
     ("all_reduce", "pulled"),
@@ -48,14 +48,14 @@ NEAR_ALGORITHMS = (  # of ranks that share memory: those that the engine chooses
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
-        algorithms: (operation, algorithm) by name; those that the engine chooses between where all
-            share memory when empty.
+        algorithms: Pairs (operation, algorithm). If empty, the algorithms are those between which
+            the engine chooses in shared memory.
         sizes_bytes: Bytes of the largest full buffer of a rank.
         message_bytes: Sizes of messages.
-        turns: Through everything.
+        turns: Number of turns through all measurements.
     """
 
     algorithms: tuple[tuple[str, str], ...]
@@ -64,8 +64,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
 
 
-class Taken(msgspec.Struct, kw_only=True):
-    """What an algorithm took: median seconds, and first and third quartile."""
+class AlgorithmTime(msgspec.Struct, kw_only=True):
+    """Time of an algorithm: median seconds, and first and third quartile."""
 
     operation: str
     algorithm: str
@@ -74,17 +74,17 @@ class Taken(msgspec.Struct, kw_only=True):
     spread: tuple[float, float]
 
 
-class Found(msgspec.Struct, kw_only=True):
-    """Over a network.
+class NetworkFigures(msgspec.Struct, kw_only=True):
+    """Figures of ranks on a network.
 
     Attributes:
         ranks: World size.
-        probed: What messages cost.
-        step_s: An all-reduce of next to nothing, in which every rank sends to every other: what a
-            step costs beside its bytes.
-        copy_s_per_byte: In memory.
-        add_s_per_byte: In memory.
-        taken: What algorithms took.
+        probed: Costs of messages.
+        step_s: Seconds of an all-reduce of a few bytes, in which every rank sends to every other:
+            the cost of a step beside its bytes.
+        copy_s_per_byte: Seconds of a copy in memory, per byte.
+        add_s_per_byte: Seconds of an addition in memory, per byte.
+        times: Times of algorithms.
     """
 
     ranks: int
@@ -92,15 +92,15 @@ class Found(msgspec.Struct, kw_only=True):
     step_s: float
     copy_s_per_byte: float
     add_s_per_byte: float
-    taken: list[Taken]
+    times: list[AlgorithmTime]
 
 
-class Near(msgspec.Struct, kw_only=True):
-    """Measure algorithms in shared memory, each beside the selection's own prediction."""
+class MemoryFigures(msgspec.Struct, kw_only=True):
+    """Figures of ranks that share memory: times of algorithms and the selection's predictions."""
 
     ranks: int
     costs: Costs
-    taken: list[Taken]
+    times: list[AlgorithmTime]
     predicted_s: list[float]
 
 
@@ -108,13 +108,13 @@ def main(plan: Plan) -> None:
     """Measure; rank 0 prints the figures."""
     torch.set_num_threads(1)
     group = init()
-    found = _near(group, plan) if not plan.algorithms else _far(group, plan)
+    figures = _in_memory(group, plan) if not plan.algorithms else _over_network(group, plan)
     if group.rank == 0:
-        print(msgspec.json.encode(found).decode(), flush=True)
+        print(msgspec.json.encode(figures).decode(), flush=True)
     shutdown()
 
 
-def _far(group: Group, plan: Plan) -> Found:
+def _over_network(group: Group, plan: Plan) -> NetworkFigures:
     levels = stand(group, pin=False)
     runs = message_runs(group, levels, plan.message_bytes)
     names = [(*pair, n) for pair in plan.algorithms for n in plan.sizes_bytes]
@@ -128,30 +128,29 @@ def _far(group: Group, plan: Plan) -> Found:
     rested += [f"{operation} {name} {n}" for operation, name, n in names if n > LONG_BYTES]
     times = in_turns(group, runs, plan.turns, rest_s=REST_S, rested=rested)
     per_byte = {name: statistics.median(times[name]) / (a.numel() * 4) for name in ("copy", "add")}
-    return Found(
+    return NetworkFigures(
         ranks=group.size,
         probed=measured(levels, plan.message_bytes, times),
         step_s=statistics.median(times["step"]),
         copy_s_per_byte=per_byte["copy"],
         add_s_per_byte=per_byte["add"],
-        taken=[_taken(*name, times[f"{name[0]} {name[1]} {name[2]}"]) for name in names],
+        times=[_time_of(*name, times[f"{name[0]} {name[1]} {name[2]}"]) for name in names],
     )
 
 
-def _near(group: Group, plan: Plan) -> Near:
-    """Costs are measured anew before every turn, as the engine measures them when it begins.
+def _in_memory(group: Group, plan: Plan) -> MemoryFigures:
+    """Time algorithms in shared memory; costs are measured anew before every turn.
 
-    What counts is the best turn of either: these operations take less than the time for which a
-    rank loses its core to somebody else, so on a machine that others use, too, medians would tell
-    of them.
+    The best turn of times and costs counts: these operations take less time than an interruption
+    of a rank by another program, so on a busy machine medians would show the interruptions.
     """
     able = group.engine.capabilities.algorithms
-    names = [(*pair, n) for pair in NEAR_ALGORITHMS if pair[1] in able for n in plan.sizes_bytes]
+    names = [(*pair, n) for pair in MEMORY_ALGORITHMS if pair[1] in able for n in plan.sizes_bytes]
     runs = {" ".join(map(str, name)): run_of(group, *name) for name in names}
     times: dict[str, list[float]] = {name: [] for name in runs}
     predicted: dict[str, list[float]] = {name: [] for name in runs}
     costs = _costs(group)
-    for _ in range(NEAR_TURNS * plan.turns):
+    for _ in range(MEMORY_TURNS * plan.turns):
         group.engine.tune(60.0)
         costs = _costs(group)
         for name, every in in_turns(group, runs, 1).items():
@@ -160,10 +159,10 @@ def _near(group: Group, plan: Plan) -> Near:
             predicted[name].append(
                 predicted_s(operation, algorithm, int(nbytes), group.size, costs)
             )
-    return Near(
+    return MemoryFigures(
         ranks=group.size,
         costs=costs,
-        taken=[_taken(*name, times[" ".join(map(str, name))], min) for name in names],
+        times=[_time_of(*name, times[" ".join(map(str, name))], min) for name in names],
         predicted_s=[min(every) for every in predicted.values()],
     )
 
@@ -176,12 +175,12 @@ def _costs(group: Group) -> Costs:
             "run it on ranks of one host"
         )
         raise ConfigError(msg)
-    found: Costs = selection.costs
-    return found
+    costs: Costs = selection.costs
+    return costs
 
 
 def run_of(group: Group, operation: str, name: str, nbytes: int) -> Callable[[], object]:
-    """One call of an operation by a named algorithm on l = `nbytes`."""
+    """Return a function that runs an operation by a named algorithm on l = `nbytes`."""
     n = group.size
     numel = max(n, nbytes // 4 // n * n)
     x, out = torch.zeros(numel), torch.zeros(numel)
@@ -196,17 +195,17 @@ def run_of(group: Group, operation: str, name: str, nbytes: int) -> Callable[[],
     return known[operation]
 
 
-def _taken(
+def _time_of(
     operation: str,
     algorithm: str,
     nbytes: int,
     times: list[float],
     of: Callable[[list[float]], float] = statistics.median,
-) -> Taken:
+) -> AlgorithmTime:
     low, high = min(times), max(times)
     if len(times) > 1:
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return Taken(
+    return AlgorithmTime(
         operation=operation,
         algorithm=algorithm,
         nbytes=nbytes,

@@ -1,8 +1,7 @@
-"""One rank of `braid bench net`: all-reduce by Gloo, by braid and in fewer bytes, taken in turns.
+"""One rank of `braid bench net`: all-reduce by Gloo, by braid and in fewer bytes, in turns.
 
-Every repetition begins behind a barrier, lasts until the slowest rank is ready, and is followed by
-one of the next library, so that whatever else the machine and its network do meets all of them
-alike.
+Every repetition begins behind a barrier, lasts until the slowest rank is done, and is followed by
+one of the next library. So other load on the machine and its network affects all of them alike.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ BASE = "gloo"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
-        sizes_bytes: Of the tensor, multiples of 4.
+        sizes_bytes: Sizes of the tensor, multiples of 4.
         wires: Formats in which numbers cross the network, besides their own.
-        turns: Repetitions of each library, at least.
+        turns: Least number of repetitions of each library.
         budget_s: Seconds of one library and size, about.
-        drain_bytes: What every rank sends before each repetition, so that no link has a full bucket
-            to draw on (`lab`).
+        drain_bytes: Bytes that every rank sends before each repetition, so that no link has a full
+            token bucket (`harness.lab`).
     """
 
     sizes_bytes: tuple[int, ...]
@@ -45,10 +44,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """All-reduce of float32 at one size.
+    """Figures of all-reduce of float32 at one size.
 
     Attributes:
-        nbytes: Of the tensor.
+        nbytes: Bytes of the tensor.
         seconds: Median of the slowest rank, by library or wire format.
         ratio: Gloo's time over this one's, median of the turns.
         spread: First and third quartile of these ratios.
@@ -67,7 +66,7 @@ def main(plan: Plan) -> None:
     dist.init_process_group(BASE)
     generator = torch.Generator().manual_seed(group.rank)
     for nbytes in plan.sizes_bytes:
-        # not ones: what a sparse format sends depends on the numbers
+        # not ones: a sparse format's bytes depend on the numbers
         numbers = torch.randn(nbytes // 4, generator=generator)
         x = torch.empty_like(numbers)
         runs: dict[str, Callable[[], object]] = {
@@ -85,7 +84,7 @@ def main(plan: Plan) -> None:
 
 
 def row_of(nbytes: int, times: dict[str, list[float]]) -> Row:
-    """Medians over turns; ratios are taken within each."""
+    """Compute medians over turns; ratios are computed within each turn."""
     ratios = {
         name: [base / own for base, own in zip(times[BASE], every, strict=True)]
         for name, every in times.items()
@@ -113,7 +112,7 @@ def _measure(
     runs: dict[str, Callable[[], object]],
     plan: Plan,
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, by library and turn."""
+    """Time each library in every turn: seconds of the slowest rank."""
     drain = torch.zeros(plan.drain_bytes // 4)
 
     def once(run: Callable[[], object]) -> float:

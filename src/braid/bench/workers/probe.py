@@ -1,9 +1,8 @@
-"""One rank of `braid probe`: how long messages take, by size, for each level of the cluster.
+"""One rank of `braid probe`: time messages by size, for each level of the cluster.
 
 Ranks that stand for the children of a unit (`topology.places`) send to each other in pairs, all
-pairs at the same time, there and back: half of that is one message while nothing comes the other
-way. The largest goes both ways at once, too, which tells whether the two ways of a link are in each
-other's way.
+pairs at the same time, there and back. Half of that is one message while nothing comes the other
+way. The largest message also goes both ways at once, which shows whether a link is full duplex.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ __all__ = [
 ]
 
 NODES = Path("/sys/devices/system/node")
-REST_S = 3e-3  # in which a bucket of tokens of a fast network fills
-LONG_BYTES = 64 << 10  # of a message, from which such a bucket matters
-SMALL_BYTES = 4  # of the message whose time is all latency
+REST_S = 3e-3  # time in which a token bucket of a fast network fills
+LONG_BYTES = 64 << 10  # size of messages from which such a bucket matters
+SMALL_BYTES = 4  # size of a message whose time is all latency
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure.
+    """Measurements to make.
 
     Attributes:
         sizes: Bytes of messages.
-        rounds: Turns through all of them.
+        rounds: Number of turns through all sizes.
         pin: Whether ranks stay on the processors of one NUMA node.
     """
 
@@ -59,14 +58,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """One level.
+    """Figures of one level.
 
     Attributes:
-        name: Of its unit.
-        size: Children of each unit.
-        latency_s: Of the smallest message.
-        seconds: Of a message, by its bytes.
-        both_ways_s: Of the largest one, while another goes the other way.
+        name: Name of its unit.
+        size: Number of children of each unit.
+        latency_s: Seconds of the smallest message.
+        seconds: Seconds of a message, by its bytes.
+        both_ways_s: Seconds of the largest message, while another goes the other way.
     """
 
     name: str
@@ -77,7 +76,7 @@ class Measured(msgspec.Struct, kw_only=True):
 
 
 class Probed(msgspec.Struct, kw_only=True):
-    """What was measured: levels from the ranks upwards."""
+    """Measured levels, from the ranks upwards."""
 
     levels: list[Measured]
 
@@ -96,10 +95,10 @@ def main(plan: Plan) -> None:
 
 
 def stand(group: Group, *, pin: bool) -> list[Rings]:
-    """Take a place on this host, and say what the levels between all ranks are.
+    """Pin this rank if asked, and return the levels between all ranks.
 
     Args:
-        group: All ranks.
+        group: Group of all ranks.
         pin: Whether to stay on the processors of one NUMA node.
     """
     hosts = membership().transport.hosts
@@ -125,24 +124,24 @@ def stand(group: Group, *, pin: bool) -> list[Rings]:
 
 
 def _nodes() -> list[tuple[int, ...]]:
-    """Processors of each NUMA node that has some which this process may use."""
+    """List the usable processors of each NUMA node that has some."""
     allowed = set(os.sched_getaffinity(0))
-    found = [
+    nodes = [
         tuple(cpu for cpu in cpus_of(file.read_text()) if cpu in allowed)
         for file in sorted(NODES.glob("node[0-9]*/cpulist"))
     ]
-    return [cpus for cpus in found if cpus]
+    return [cpus for cpus in nodes if cpus]
 
 
 def message_runs(
     group: Group, levels: list[Rings], sizes: tuple[int, ...]
 ) -> dict[str, Callable[[], object]]:
-    """What to time: messages of each level and size, there and back.
+    """Return functions that send messages of each level and size, there and back.
 
     Args:
-        group: All ranks.
-        levels: Who sends to whom.
-        sizes: Bytes.
+        group: Group of all ranks.
+        levels: Pairs of ranks that send to each other, by level.
+        sizes: Bytes of messages.
     """
     runs: dict[str, Callable[[], object]] = {}
     for level in levels:
@@ -157,14 +156,14 @@ def message_runs(
 
 def rested_of(levels: list[Rings], sizes: tuple[int, ...]) -> list[str]:
     """Names of messages that are sent after a rest: long ones over a network."""
-    far = [level.name for level in levels if level.name == LEVEL_NAMES[-1]]
-    return [f"{name} {size}" for name in far for size in sizes if size >= LONG_BYTES]
+    remote = [level.name for level in levels if level.name == LEVEL_NAMES[-1]]
+    return [f"{name} {size}" for name in remote for size in sizes if size >= LONG_BYTES]
 
 
 def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[float]]) -> Probed:
-    """Medians, by level."""
+    """Compute medians, by level."""
     medians = {name: statistics.median(every) for name, every in times.items()}
-    found = [
+    levels_ = [
         Measured(
             name=level.name,
             size=level.size,
@@ -174,13 +173,13 @@ def measured(levels: list[Rings], sizes: tuple[int, ...], times: dict[str, list[
         )
         for level in levels
     ]
-    return Probed(levels=found)
+    return Probed(levels=levels_)
 
 
 def _there_and_back(
     group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
 ) -> None:
-    """A message from every even place of a ring to the next, and one of the same size back."""
+    """Send a message from every even place of a ring to the next, and one of the same size back."""
     at = ring.index(group.rank) if group.rank in ring else -1
     if at % 2 and at > 0:
         group.recv(received, ring[at - 1])
@@ -193,7 +192,7 @@ def _there_and_back(
 def _both_ways(
     group: Group, ring: tuple[int, ...], sent: torch.Tensor, received: torch.Tensor
 ) -> None:
-    """The same messages, both at the same time."""
+    """Send the same messages, both at the same time."""
     at = ring.index(group.rank) if group.rank in ring else -1
     if at < 0 or (at == len(ring) - 1 and not at % 2):
         return
