@@ -48,7 +48,8 @@ NAMES_BYTES = 256 << 10  # some 5,000 texts of 40 bytes; a job uses a few hundre
 DEFAULT_CAPACITY = 32768  # records; 2 MiB a rank, some 300 to 1,000 training steps
 MAX_NAME_BYTES = 8000  # a table of a mismatch among some 100 ranks
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120 - a string is what frames carry
+# frames carry strings
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep  # noqa: PTH100, PTH120
 # Braid's own programs. Frames of all other files of braid are never the user's line.
 _PROGRAMS = tuple(_PACKAGE + room + os.sep for room in ("train", "demo", "bench", "testing"))
 # Frames between the user's line and braid's: backward() and Module.__call__ of torch, ...

@@ -32,7 +32,8 @@ def check_call(
     """
     signature = f"{operation}(group, {name}, ...) with a braid.Group and a torch.Tensor"
     if not isinstance(group, Group):
-        kinds = f"{type(group).__name__} and {type(x).__name__}"  # type: ignore[unreachable]  # unchecked callers
+        # for callers without a type checker
+        kinds = f"{type(group).__name__} and {type(x).__name__}"  # type: ignore[unreachable]
         advice = (
             f"swap them, the group comes first: {operation}(group, {name})"
             if isinstance(x, Group)
@@ -41,7 +42,7 @@ def check_call(
         msg = f"call {signature}, got {kinds}: {advice}"
         raise ConfigError(msg)
     if not isinstance(x, torch.Tensor):
-        msg = f"call {signature}, got {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]  # likewise
+        msg = f"call {signature}, got {_described(x)} as {name}: {_advice(x)}"  # type: ignore[unreachable]
         raise ConfigError(msg)
     if not hasattr(dim, "__index__") or not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
         msg = f"{operation} got dim {dim!r}, which {name} of shape {list(x.shape)} does not have"

@@ -147,7 +147,8 @@ class _Keep(torch.autograd.Function):
         return edge.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG004 - never on a path
+    # autograd never computes these
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:  # noqa: ARG004
         raise AssertionError
 
 
@@ -195,7 +196,8 @@ class _Call:
     def load(self, slot: _Slot) -> torch.Tensor:
         with self._lock:
             # what another pass left behind may be of other parameters
-            number = torch._C._current_graph_task_id()  # noqa: SLF001 - torch tells passes apart nowhere else
+            # only this number identifies a backward pass
+            number = torch._C._current_graph_task_id()  # noqa: SLF001
             if number != self._pass or number == NO_PASS:
                 self._recomputed.clear()
                 self._pass = number

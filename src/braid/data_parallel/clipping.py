@@ -69,7 +69,8 @@ def clip_grad_norm_(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for param in given:
         if param.grad is not None:
-            numbers = param.grad._values() if param.grad.is_sparse else param.grad  # noqa: SLF001 - values() wants it coalesced
+            # values() wants it coalesced
+            numbers = param.grad._values() if param.grad.is_sparse else param.grad  # noqa: SLF001
             numbers.mul_(factor.to(numbers.device))  # not in 16 bits, where a small factor is zero
     return total
 

@@ -54,7 +54,7 @@ def _behind(process_group: Any) -> Group | None:
     group = getattr(process_group, "braid_group", None)
     if group is None and isinstance(process_group, dist.ProcessGroup):
         try:
-            backend = process_group._get_backend(torch.device("cpu"))  # noqa: SLF001 - no public way
+            backend = process_group._get_backend(torch.device("cpu"))  # noqa: SLF001
         except RuntimeError:  # of other devices only
             return None
         group = getattr(backend, "braid_group", None)

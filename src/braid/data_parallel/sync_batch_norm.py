@@ -250,11 +250,13 @@ class _Once(torch.autograd.Function):
     """Autograd function that returns a gradient and refuses to differentiate it."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, *of: Any) -> torch.Tensor:  # noqa: ARG004 - what it depends on
+    # autograd gets `of` as dependencies
+    def forward(ctx: Any, grad: torch.Tensor, *of: Any) -> torch.Tensor:  # noqa: ARG004
         return grad.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ARG004 - never computed
+    # autograd never computes these
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # noqa: ARG004
         msg = (
             "the gradient of SyncBatchNorm was differentiated, and it has no second "
             "derivative: use BatchNorm or GroupNorm where gradients are part of the loss"

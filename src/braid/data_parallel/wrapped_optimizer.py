@@ -46,7 +46,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         self.optim = optim  # torch's constructor would make groups and state of its own
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in torch, replaced by load_state_dict
+    # an attribute in torch, replaced by load_state_dict
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """Parameter groups of the inner optimizer."""
         return self.optim.param_groups
 
@@ -75,7 +76,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load the state of the inner optimizer."""
         self.optim.load_state_dict(state_dict)
 
-    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - for those that are not all own
+    # subclasses use the argument
+    def is_own(self, name: str, tensor: torch.Tensor) -> bool:  # noqa: ARG002
         """Return whether a tensor of a checkpoint may have another value on other ranks."""
         return True
 

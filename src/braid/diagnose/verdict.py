@@ -11,7 +11,7 @@ one bad option fails all ranks. A symptom is blamed only if there is no cause, a
 then marked as uncertain.
 
     end                                                | weight
-    ---------------------------------------------------+---------------------------------------------
+    ---------------------------------------------------+--------------------------------------------
     declared dead while stopped                        | cause
     ended after the launcher's request to stop         | none: it is no evidence
     killed by the kernel for memory, or by a signal    | cause

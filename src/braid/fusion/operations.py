@@ -325,7 +325,7 @@ class Nothing:
         """Return whether the batch is of its kind."""
         return batch.request.kind == self.kind
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - all have come
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002
         """Return no results."""
         return [None for _ in batch.responses]
 

@@ -147,7 +147,8 @@ class Averager:
             grad = self._records[position].param.grad
             if grad is None:
                 continue
-            values = grad._values() if grad.is_sparse else grad  # noqa: SLF001 - values() wants it coalesced
+            # values() wants it coalesced
+            values = grad._values() if grad.is_sparse else grad  # noqa: SLF001
             if not bool(values.isfinite().all()):
                 self._nonfinite.add(position)
         return holding

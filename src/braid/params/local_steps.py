@@ -40,7 +40,8 @@ class LocalSteps:
         if own:
             record = min(own, key=lambda r: r.param.numel())
             values = record.param.detach().clone()
-            self._copy = _Copy(record, record.param._version, values)  # noqa: SLF001 - torch documents no other name
+            # torch has no public name for it
+            self._copy = _Copy(record, record.param._version, values)  # noqa: SLF001
 
     def forget(self) -> None:
         """Drop the copy: gradients have been averaged, or shall stay local."""
@@ -57,7 +58,7 @@ class LocalSteps:
             return
         record, version, values = self._copy
         param = record.param
-        if param._version == version or torch.equal(param.detach(), values):  # noqa: SLF001 - as above
+        if param._version == version or torch.equal(param.detach(), values):  # noqa: SLF001
             return
         self._copy = None
         if self._warned:

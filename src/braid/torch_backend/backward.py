@@ -24,7 +24,8 @@ from braid.torch_backend.futures import WorkFuture
 
 __all__ = ["Backward", "inside_backward"]
 
-_graph_task = torch._C._current_graph_task_id  # noqa: SLF001 - -1 outside of backward; there is no public way
+# -1 outside of backward
+_graph_task = torch._C._current_graph_task_id  # noqa: SLF001
 _node = torch._C._current_autograd_node  # noqa: SLF001 - as above
 
 
@@ -45,7 +46,7 @@ class Backward:
         task = _graph_task()
         if task != self._task:  # a nested backward (checkpointing) has an end of its own
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001 - there is no public way
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # noqa: SLF001
         self._futures.append(future)
 
     def finish(self) -> None:

@@ -135,7 +135,8 @@ class Collectives(BaseProcessGroup):
             output_lists = [list(column) for column in zip(*output_lists, strict=True)]
         return self.allgather(output_lists, inputs, opts)
 
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+    # torch's argument names
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Gather into one tensor, concatenated or stacked."""
         return self._all_gather_singles("all_gather_single", [output], [input], opts)
 
@@ -179,7 +180,8 @@ class Collectives(BaseProcessGroup):
 
         return self._carry_out(call, outputs, opts, several=len(pairs) != 1)
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002 - torch's name
+    # torch's argument names
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002
         """Reduce a tensor and keep this rank's part."""
         return self._reduce_scatter_singles("reduce_scatter_single", [output], [input], opts)
 

@@ -61,7 +61,8 @@ class Foreign:
 
     def backend(self, device: torch.device) -> Any:
         """Return the backend for tensors on `device`."""
-        return self.group(device)._get_backend(device)  # noqa: SLF001 - torch asks ours in the same way
+        # torch calls ours in the same way
+        return self.group(device)._get_backend(device)  # noqa: SLF001
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the deadline of later operations."""
@@ -108,7 +109,7 @@ class Foreign:
         if name == "xccl" and dist.is_xccl_available():
             xccl = c10d.ProcessGroupXCCL.Options()
             return _KINDS.XCCL, c10d.ProcessGroupXCCL(store, rank, size, self._described(xccl))
-        if name.upper() in dist.Backend._plugins and name != "braid":  # noqa: SLF001 - no public way
+        if name.upper() in dist.Backend._plugins and name != "braid":  # noqa: SLF001
             return _KINDS.CUSTOM, self._from_plugin(name, store)
         if device_type in {"cpu", "cuda"} and dist.is_gloo_available():
             return _KINDS.GLOO, c10d.ProcessGroupGloo(store, rank, size, timeout=self.timeout)

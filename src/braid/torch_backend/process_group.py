@@ -77,7 +77,8 @@ class BraidProcessGroup(Collectives):
         if device.type == "cpu":
             self._coalesced = []
         else:
-            self._foreign.group(device)._start_coalescing(device)  # noqa: SLF001 - torch asks ours in the same way
+            # torch calls ours in the same way
+            self._foreign.group(device)._start_coalescing(device)  # noqa: SLF001
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type != "cpu":
@@ -102,7 +103,8 @@ class BraidProcessGroup(Collectives):
         opts: Any = None,  # noqa: ARG002 - torch's signature; nothing to be set
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: Any = None,  # noqa: ARG002 - as above: a device's backend comes when it is needed
+        # a device's backend is made when it is needed
+        device_types: Any = None,  # noqa: ARG002
     ) -> BraidProcessGroup | None:
         """Make a group of the members `ranks`, counted here; collective among them.
 

@@ -101,7 +101,8 @@ class _FabricView:
         if slots:
             self._bells[rank].ring_own()
 
-    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002 - one process
+    # all ranks share one process
+    def pull(self, rank: int, address: int, out: torch.Tensor) -> None:  # noqa: ARG002
         nbytes = out.numel() * out.element_size()
         memory = (ctypes.c_char * nbytes).from_address(address)
         out.copy_(torch.frombuffer(memory, dtype=out.dtype).view(out.shape))

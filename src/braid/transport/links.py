@@ -263,7 +263,8 @@ class Links:
             return bool(act())
         except PeerLostError as exc:
             self._end(link, silence(exc))
-        except Exception as exc:  # noqa: BLE001 - whatever a peer sends ends its connection, and nothing else
+        # a peer's bytes can only end its own connection
+        except Exception as exc:  # noqa: BLE001
             kind = "" if isinstance(exc, BraidError) else f"{type(exc).__name__}: "
             self._end(link, f"sent what makes no sense: {kind}{exc}")
         return True

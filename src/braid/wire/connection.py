@@ -158,7 +158,8 @@ class SocketConnection:
             if hasattr(socket, name):
                 self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
-    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002 - one queue, in order
+    # the queue has no priorities
+    def send(self, meta: bytes, buffers: Sequence[Buffer] = (), priority: int = 0) -> None:  # noqa: ARG002
         """Send a frame; returns when the kernel has all of it, and the buffers may be reused.
 
         Two peers that both send more than the kernel buffers, while neither receives, wait for each

@@ -70,7 +70,8 @@ def main(plan: Plan) -> None:
         numbers = torch.randn(nbytes // 4, generator=generator)
         x = torch.empty_like(numbers)
         runs: dict[str, Callable[[], object]] = {
-            BASE: lambda x=x: dist.all_reduce(x),  # type: ignore[misc]  # mypy does not infer lambdas with defaults
+            # mypy does not infer lambdas with defaults
+            BASE: lambda x=x: dist.all_reduce(x),  # type: ignore[misc]
             "braid": lambda x=x: group.all_reduce(x),  # type: ignore[misc]
         }
         for wire in plan.wires:

@@ -222,7 +222,7 @@ class Group(Reductions, Movements, PointToPoint):
             msg = f"{shape!r} is not a shape: pass sizes that are not negative, such as (3, 4)"
             raise ConfigError(msg)
         if not isinstance(dtype, torch.dtype):
-            msg = f"{dtype!r} is not a torch.dtype, such as torch.float32"  # type: ignore[unreachable]  # without a type checker
+            msg = f"{dtype!r} is not a torch.dtype, such as torch.float32"  # type: ignore[unreachable]
             raise ConfigError(msg)
         return self._engine.empty(shape, dtype)
 
@@ -351,7 +351,7 @@ class Group(Reductions, Movements, PointToPoint):
         tokens = [[int(token) for token in word.split(",")] for word in words.values()]
         order = [self.ranks.index(rank) for rank in words]
         group = self._subset(order, tokens, epoch=self.epoch + 1, name_prefix=self._name_prefix)
-        for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001 - one of its own
+        for old, new in zip(self._engines(), group._engines(), strict=True):  # noqa: SLF001
             old.hand_over_to(new)
         self._successor = group
         self.close()
@@ -486,7 +486,7 @@ def _note_fork() -> None:
     """In a forked child: close the groups that only the parent may use, before they write."""
     for group in _GROUPS:
         if group.engine.forked:
-            group._closed = group._closed or "belongs to the parent of this forked process"  # noqa: SLF001 - one of its own
+            group._closed = group._closed or "belongs to the parent of this forked process"  # noqa: SLF001
 
 
 os.register_at_fork(after_in_child=_note_fork)  # after the transports have been told

@@ -103,7 +103,7 @@ class Reductions(Face):
             between h hosts 2 (h-1)/h l bytes a host, see `braid.comm.algorithms.hierarchical`.
         """
         if wire is not None and not isinstance(wire, str):
-            msg = f"wire is the name of a wire format, such as 'bf16', not {wire!r}"  # type: ignore[unreachable]
+            msg = f"wire must be a name such as 'bf16', got {wire!r}"  # type: ignore[unreachable]
             raise ConfigError(msg)
         flat = dense(x, self.devices) if out is None else None
         if flat is not None:  # nearly always

@@ -80,7 +80,8 @@ class SharedRemote:
         """Fill flat, contiguous `out` from element `start` on."""
         out.copy_(self._view[start : start + out.numel()])
 
-    def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - see Remote
+    # `scratch` is for remote tensors
+    def block(self, start: int, end: int, scratch: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Return elements `start` to `end`."""
         return self._view[start:end]
 

@@ -126,7 +126,8 @@ def predicted_s(
 # rank
 _Form = Callable[[int, int, float], tuple[float, float, float, float]]
 _FORMS: dict[tuple[str, str], _Form] = {
-    ("all_reduce", "direct"): lambda n, l, _: (_chunks(l), l, (n - 1) * l, 0),  # noqa: E741 - the model's l
+    # the cost model calls it l
+    ("all_reduce", "direct"): lambda n, l, _: (_chunks(l), l, (n - 1) * l, 0),  # noqa: E741
     ("all_reduce", "two_phase"): lambda n, l, m: (  # noqa: E741
         2 * _chunks(l / n * 2),
         l + 2 * l / n + m,
@@ -135,7 +136,12 @@ _FORMS: dict[tuple[str, str], _Form] = {
     ),
     ("all_reduce", "hierarchical"): lambda _n, l, m: (1, 2 * l, m, 0),  # noqa: E741
     ("all_reduce", "pulled"): lambda _n, _l, m: (3, 0, m, 2 * m),
-    ("broadcast", "staged"): lambda _n, l, _: (1 + _chunks(l), l + min(l, CHUNK_BYTES), 0, 0),  # noqa: E741
+    ("broadcast", "staged"): lambda _n, l, _: (  # noqa: E741
+        1 + _chunks(l),
+        l + min(l, CHUNK_BYTES),
+        0,
+        0,
+    ),
     ("broadcast", "pulled"): lambda _n, l, _: (2, 0, 0, l),  # noqa: E741
     ("all_gather", "staged"): lambda n, l, m: (_offered(l / n), 2 * l / n + m, 0, 0),  # noqa: E741
     ("all_gather", "pulled"): lambda n, l, m: (2, l / n, 0, m),  # noqa: E741
@@ -174,14 +180,26 @@ _SENT: dict[tuple[str, str], Callable[[int, int, NodeMap], tuple[float, float]]]
         1 + _chunks(l),
         (n - nodes.fewest) * l,
     ),
-    ("broadcast", "hierarchical"): lambda _n, l, nodes: (3, (len(nodes.hosts) - 1) * l),  # noqa: E741
-    ("all_gather", "staged"): lambda n, l, nodes: (_chunks(l / n), nodes.bytes_out(l / n)),  # noqa: E741
+    ("broadcast", "hierarchical"): lambda _n, l, nodes: (  # noqa: E741
+        3,
+        (len(nodes.hosts) - 1) * l,
+    ),
+    ("all_gather", "staged"): lambda n, l, nodes: (  # noqa: E741
+        _chunks(l / n),
+        nodes.bytes_out(l / n),
+    ),
     ("all_gather", "hierarchical"): lambda n, l, nodes: (  # noqa: E741
         3,
         nodes.most * (len(nodes.hosts) - 1) * l / n,
     ),
-    ("reduce_scatter", "staged"): lambda n, l, nodes: (_chunks(l), nodes.bytes_out(l / n)),  # noqa: E741
-    ("reduce_scatter", "hierarchical"): lambda n, l, nodes: (3, (n - nodes.fewest) * l / n),  # noqa: E741
+    ("reduce_scatter", "staged"): lambda n, l, nodes: (  # noqa: E741
+        _chunks(l),
+        nodes.bytes_out(l / n),
+    ),
+    ("reduce_scatter", "hierarchical"): lambda n, l, nodes: (  # noqa: E741
+        3,
+        (n - nodes.fewest) * l / n,
+    ),
 }
 _KINDS = tuple(dict.fromkeys(kind for kind, _ in _FORMS))
 _Table: TypeAlias = tuple[list[int], list[str]]
@@ -229,7 +247,7 @@ class Selection:
         primitives = list(zip(("copy", "add", "pull"), self.costs[1:4], strict=True))
         primitives += [("send", self.costs.send)] if self.costs.send else []
         for name, rates in primitives:
-            at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(l)}" for l, rate in rates)  # noqa: E741
+            at = ", ".join(f"{1e-9 / rate:.1f} GB/s at {_size(nbytes)}" for nbytes, rate in rates)
             lines.append(f"  {name:<5} {at or 'not permitted by the host'}")
         for kind in _KINDS:
             bounds, names = self._table(kind)

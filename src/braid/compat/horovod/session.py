@@ -247,10 +247,12 @@ class _NewSet:
         """Return whether the request is of its kind."""
         return batch.request.kind == NEW_SET
 
-    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002 - they bring no tensors
+    # the operation has no tensors
+    def carry_out(self, batch: Batch, entries: Sequence[Entry]) -> list[Result]:  # noqa: ARG002
         """Divide the engine's group."""
         ranks = [int(rank) for rank in batch.request.text.split(",")]
-        member = self._session._add(self._session.whole.engine.group, ranks)  # noqa: SLF001 - its continuation
+        # this class is a part of the session
+        member = self._session._add(self._session.whole.engine.group, ranks)  # noqa: SLF001
         return [member.number]
 
 

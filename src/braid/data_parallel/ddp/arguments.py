@@ -94,7 +94,8 @@ def checked_weight(weight: object) -> float | None:
     if weight is None:
         return None
     try:
-        number = -1.0 if isinstance(weight, str) else float(weight)  # type: ignore[arg-type]  # whatever the program has
+        # the program may pass anything
+        number = -1.0 if isinstance(weight, str) else float(weight)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
         number = -1.0
     if not 0 <= number < float("inf"):

@@ -269,7 +269,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             ConfigError: The hook cannot be called, or there is one already.
         """
         if not callable(hook):
-            msg = f"a communication hook must be callable, got {type(hook).__name__}"  # type: ignore[unreachable]  # users without a type checker
+            # for callers without a type checker
+            msg = f"a communication hook must be callable, got {type(hook).__name__}"  # type: ignore[unreachable]
             raise ConfigError(msg)
         if self._comm_hook is not None or self._hook_name is not None:
             raise ConfigError(ONE_HOOK)

@@ -111,7 +111,8 @@ class Join:
         self._joinables = tuple(joinables)
         self._enable = enable
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
-        odd = [hook for hook in self._hooks if not isinstance(hook, JoinHook)]  # type: ignore[redundant-expr]  # users without a type checker
+        # for callers without a type checker
+        odd = [hook for hook in self._hooks if not isinstance(hook, JoinHook)]  # type: ignore[redundant-expr]
         if odd:
             msg = f"join_hook() of every joinable must return a JoinHook, got {odd[0]!r}"
             raise ConfigError(msg)
@@ -199,11 +200,11 @@ class Join:
 
 
 def _check_joinables(joinables: Sequence[Joinable]) -> None:
-    if not isinstance(joinables, Sequence) or not joinables:  # type: ignore[redundant-expr]  # as above
+    if not isinstance(joinables, Sequence) or not joinables:  # type: ignore[redundant-expr]
         msg = f"Join takes a list of at least one joinable, got {joinables!r}"
         raise ConfigError(msg)
     for joinable in joinables:
-        if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]  # as above
+        if not isinstance(joinable, Joinable) or not hasattr(joinable, "_join"):  # type: ignore[redundant-expr]
             kind = type(joinable).__name__
             is_joinable = isinstance(joinable, Joinable)
             problem = "has not called Joinable.__init__" if is_joinable else "is no Joinable"

@@ -139,7 +139,7 @@ class ModuleBuffers:
         expanded = [
             repr(name)
             for name, buffer in self._module.named_buffers()
-            if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001 - there is no public way
+            if name not in self._ignored and torch._debug_has_internal_overlap(buffer) == 1  # noqa: SLF001
         ]
         if expanded:
             msg = (

@@ -85,7 +85,8 @@ def hook_of(text: str, group: Group, table: ParamTable) -> tuple[str | None, Hoo
             to do.
     """
     if not isinstance(text, str):
-        msg = f"hook takes a name, got {text!r}: use register_comm_hook(state, hook) for functions"  # type: ignore[unreachable]  # users without a type checker
+        # for callers without a type checker
+        msg = f"hook takes a name, got {text!r}: use register_comm_hook(state, hook) for functions"  # type: ignore[unreachable]
         raise ConfigError(msg)
     wire, _, rest = text.rpartition("+")
     kind, _, options = rest.partition(":")

@@ -170,7 +170,8 @@ def _raise_named(
     msg = f"replica {first} of {len(outcomes)} on {places[first]}: {error}{others}"
     try:
         named = type(error)(msg)
-    except Exception:  # noqa: BLE001 - exceptions that are made of something else, such as UnicodeDecodeError
+    # exceptions that are made of something else, such as UnicodeDecodeError
+    except Exception:  # noqa: BLE001
         named = RuntimeError(f"{type(error).__name__} in {msg}")
     try:
         raise named from error

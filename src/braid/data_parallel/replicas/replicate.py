@@ -75,7 +75,8 @@ def replicate(module: M, devices: Sequence[DeviceLike]) -> list[M]:
     originals = list(module.modules())
     for memo in made:
         for original in originals:
-            memo[id(original)] = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's hook for subclasses
+            # torch's hook for subclasses
+            memo[id(original)] = original._replicate_for_data_parallel()  # type: ignore[no-untyped-call]  # noqa: SLF001
     for index, memo in enumerate(made):
         for original in originals:
             _fill(original, memo, keep=index == 0)
@@ -94,7 +95,8 @@ def write_back(module: nn.Module, replica: nn.Module) -> None:
         if given is None:
             continue  # the module itself, or a replica of another make
         attributes, buffers = given
-        for name, value in twin._buffers.items():  # noqa: SLF001 - names in no other way lead to None
+        # only this way shows buffers that are None
+        for name, value in twin._buffers.items():  # noqa: SLF001
             if value is not buffers.get(name):
                 original._buffers[name] = value  # noqa: SLF001 - likewise
         for name, value in vars(twin).items():
@@ -221,7 +223,7 @@ def _pairs(module: nn.Module, replica: nn.Module) -> list[nn.Module]:
         twin = twins[id(original)]
         for name, child in original._modules.items():  # noqa: SLF001 - children() drops shared ones
             if child is not None:
-                twins.setdefault(id(child), twin._modules[name])  # type: ignore[arg-type]  # noqa: SLF001 - likewise
+                twins.setdefault(id(child), twin._modules[name])  # type: ignore[arg-type]  # noqa: SLF001
     return [twins[id(original)] for original in module.modules()]
 
 

@@ -37,7 +37,8 @@ class QuietConsole:
         self.lines: list[tuple[int, int, bytes]] = []
         self.notices: list[str] = []
 
-    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002 - whole lines only
+    # the launcher passes whole lines only
+    def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:  # noqa: ARG002
         """Keep a line of a rank."""
         self.lines.append((rank, stream, text))
 

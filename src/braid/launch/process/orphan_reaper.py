@@ -25,7 +25,8 @@ PROC = "/proc"
 def sweep(marks: set[bytes]) -> int:
     """Kill all other processes whose environment contains `marks`; return their number."""
     num_killed = 0
-    for name in os.listdir(PROC) if os.path.isdir(PROC) else ():  # noqa: PTH112, PTH208 - pathlib is not imported here
+    # pathlib is not imported here
+    for name in os.listdir(PROC) if os.path.isdir(PROC) else ():  # noqa: PTH112, PTH208
         with suppress(OSError):
             if not name.isdigit() or int(name) == os.getpid():
                 continue

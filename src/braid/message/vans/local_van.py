@@ -147,7 +147,7 @@ class LocalVan(Van):
         """State machine of the van, for the network."""
         return self._state
 
-    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002 - Van's
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
         """Link this node to another; waits for a node that has not joined yet."""
         deadline_ns = self._deadline_ns(timeout_s)
         with self._guard:

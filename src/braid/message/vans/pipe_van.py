@@ -184,7 +184,7 @@ class PipeVan(StreamVan):
                 raise ConfigError(msg)
             self._adopt(stream, peer, known=True)
 
-    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002 - Van's
+    def connect(self, to: str, address: str = "", *, timeout_s: float | None = None) -> None:  # noqa: ARG002
         """Check that a node is attached; see `Van.connect`.
 
         Raises:

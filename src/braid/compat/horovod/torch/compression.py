@@ -30,7 +30,8 @@ class NoneCompressor(Compressor):
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:  # noqa: ARG004 - the interface
+    # `ctx` is part of the interface
+    def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:  # noqa: ARG004
         """Return the tensor."""
         return tensor
 

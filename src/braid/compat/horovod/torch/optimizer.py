@@ -135,7 +135,8 @@ class _Methods(ChangedOptimizer):
         reduction.is_synchronized = False
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch's mark: the optimizer's own step calls the hooks
+    # torch's mark: the optimizer's own step calls the hooks
+    step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Wait for gradients, to clip them for example; then `step` inside `skip_synchronize()`."""
