@@ -27,7 +27,7 @@ from braid.commands.schedule import (
     schedule_simulate,
 )
 from braid.errors import ConfigError
-from braid.last_words import drop_unwritten, ending_well, say_why
+from braid.last_words import drop_unwritten, ending_well, print_error
 
 __all__ = ["main"]
 
@@ -61,7 +61,7 @@ def _answer(given: list[str]) -> int:
         return _dispatch(given)
     except ConfigError as exc:
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
-        say_why(f"nothing was {what} (exit {USAGE_EXIT_CODE})", str(exc))
+        print_error(f"nothing was {what} (exit {USAGE_EXIT_CODE})", str(exc))
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE

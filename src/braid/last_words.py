@@ -1,4 +1,4 @@
-"""How a command ends when its output goes nowhere: the reader has gone, or the disk is full.
+"""End a command properly when nobody reads its output, or the disk is full.
 
 Python would show a traceback, partly after `main` has returned, when the interpreter writes out
 what is left. Here a reader that has gone ends the command in silence, as SIGPIPE ends other
@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 
-__all__ = ["drop_unwritten", "ending_well", "say_why"]
+__all__ = ["drop_unwritten", "ending_well", "print_error"]
 
 BROKEN_PIPE_EXIT_CODE = 141  # as if SIGPIPE had ended it
 UNWRITTEN_EXIT_CODE = 74  # EX_IOERR of sysexits.h
@@ -48,15 +48,15 @@ def ending_well(command: Callable[[], int]) -> int:
         drop_unwritten()
         where = exc.filename or "the standard output"
         advice = "make room there, or send the output elsewhere"
-        say_why(f"stopped (exit {UNWRITTEN_EXIT_CODE})", f"{exc.strerror}: {where}\n{advice}")
+        print_error(f"stopped (exit {UNWRITTEN_EXIT_CODE})", f"{exc.strerror}: {where}\n{advice}")
         return UNWRITTEN_EXIT_CODE
 
 
-def say_why(what: str, problem: str) -> None:
+def print_error(what: str, problem: str) -> None:
     """Print an error block.
 
     Args:
-        what: Has happened to the command.
+        what: Fate of the command, such as `stopped`.
         problem: One line, or several.
     """
     first, *rest = problem.split("\n")
@@ -65,7 +65,7 @@ def say_why(what: str, problem: str) -> None:
 
 
 def drop_unwritten() -> None:
-    """Let go of output that nobody takes: it would fail once more as the interpreter ends."""
+    """Discard output that nobody reads, which would fail again as the interpreter ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

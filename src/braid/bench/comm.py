@@ -33,7 +33,7 @@ from braid.errors import ConfigError
 
 __all__ = ["OPERATIONS", "CommBench", "CommReport", "plot", "print_report", "run_comm", "table"]
 
-SHORT = 20  # above, decimals are noise and only widen the table
+SHORT = 20  # figures above are shown without decimals, which are noise
 OPERATIONS = (
     "all_reduce",
     "broadcast",
@@ -64,7 +64,7 @@ KNOWN_DTYPES = (
     "int32",
     "int8",
     "uint8",
-)  # Gloo's
+)  # dtypes of Gloo
 
 
 class CommReport(Report, kw_only=True):

@@ -54,8 +54,8 @@ CASES = (
 )
 LEAST_ROUNDS = 24
 LEAST_GONE, LEAST_GONE_LOADED = 0.75, 0.6
-AS_FAST = 0.98  # means of equal steps differ by as much
-STEADY = 1.3  # steps of one process alone differ by less, on a machine that has nothing else to do
+AS_FAST = 0.98  # means of equal steps differ by as much as 2%
+STEADY = 1.3  # steps of one process alone differ by less on an idle machine
 LEAST_SPEEDUP = {"mlp": 1.2, "gpt": 1.1}
 HEADINGS = {
     "alone": "none",

@@ -31,9 +31,9 @@ from braid.bench.workers.hooks import EXACT, Plan, Way
 __all__ = ["HooksBench", "HooksReport", "hooks_table", "hooks_verdicts", "print_hooks", "run_hooks"]
 
 HOOKS = ("bf16", "int8", "topk:0.01", "powersgd:rank=4,start=2")
-LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # times as fast a step, at 1 Gbit/s
-LOSS_HELD = 1.1  # times the loss with exact gradients
-LEARNED = 0.5  # of the first loss, or nothing can be said about what hooks do to losses
+LEAST = {"bf16": 1.6, "topk": 3.0, "powersgd": 4.0}  # least speed-up of a step, at 1 Gbit/s
+LOSS_HELD = 1.1  # largest loss, relative to that with exact gradients
+LEARNED = 0.5  # share of the first loss; with less learned, losses show nothing about hooks
 
 
 class HooksReport(Report, kw_only=True):

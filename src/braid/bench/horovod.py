@@ -204,8 +204,8 @@ def _ended(state: FusionState, combined: bytes) -> bool:
 
 def _timed(call: Callable[[], X]) -> tuple[float, int, X]:
     start = time.perf_counter()
-    found = call()
-    return time.perf_counter() - start, 0, found
+    result = call()
+    return time.perf_counter() - start, 0, result
 
 
 def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
@@ -218,10 +218,10 @@ def _counted(call: Callable[[], X]) -> tuple[float, int, X]:
 
     sys.setprofile(on_event)
     try:
-        found = call()
+        result = call()
     finally:
         sys.setprofile(None)
-    return 0.0, number, found
+    return 0.0, number, result
 
 
 def fusion_verdicts(report: FusionReport) -> list[Verdict]:

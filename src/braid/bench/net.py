@@ -44,7 +44,7 @@ __all__ = [
 SIZES_BYTES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 WIRES = ("bf16", "int8", "topk:0.01")
 SMALL_BYTES, LARGE_BYTES = 64 * KIB, 4 * MIB
-DRAINS = 2  # sizes of a token bucket, in an all-reduce that empties one at either end of each cable
+DRAINS = 2  # size of the all-reduce that empties both buckets of a cable, in buckets
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -154,7 +154,7 @@ class NetBench:
             if n < 4 or n % 4
         ]
         if self.rsh and not self.hosts:
-            problems.append("--rsh needs hosts: name them with --hosts")
+            problems.append(f"--rsh {self.rsh} needs hosts: name them with --hosts")
         check_minimums(least, problems)
 
 

@@ -99,7 +99,7 @@ def bench_ddp(
     for text in cases:
         model, _, batch = text.partition(":")
         if not batch.isdecimal():
-            msg = f"a case is a model and a batch size such as mlp:64, got {text!r}"
+            msg = f"a case must be a model and a batch size such as mlp:64, got {text!r}"
             raise ConfigError(msg)
         chosen.append(Case(model, int(batch)))
     bench = ddp.DdpBench(
@@ -139,7 +139,7 @@ def bench_horovod(
     for text in cases:
         model, _, batch = text.partition(":")
         if not batch.isdecimal():
-            msg = f"a case is a model and a batch size such as mlp:64, got {text!r}"
+            msg = f"a case must be a model and a batch size such as mlp:64, got {text!r}"
             raise ConfigError(msg)
         chosen.append((model, int(batch)))
     bench = fusion.FusionBench(

@@ -47,7 +47,7 @@ def probe(
 
     where = Where(hosts=hosts, rsh=rsh, remote_python=remote_python) if hosts else None
     if rsh and not hosts:
-        msg = "--rsh needs hosts: name them with -H"
+        msg = f"--rsh {rsh} needs hosts: name them with -H"
         raise ConfigError(msg)
     wanted = Probe(ranks=n, rounds=rounds, where=where, pin=not no_pin, log_dir=Path(log_dir))
     cluster = measure(wanted)

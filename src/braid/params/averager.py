@@ -39,7 +39,7 @@ class Averager:
 
     Args:
         group: Ranks that train together.
-        records: Their parameters.
+        records: Parameters that are averaged.
         options: Sizes, wire format and checks.
         listener: Learns of each averaging.
         state: State of the backwards whose gradients are averaged.

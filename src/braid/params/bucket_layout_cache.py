@@ -40,7 +40,7 @@ class BucketLayoutCache:
 
     Args:
         group: Ranks that reduce together.
-        records: Their parameters.
+        records: Parameters that are reduced.
         options: Sizes, wire format and delayed parameters.
 
     Attributes:

@@ -56,7 +56,7 @@ class GradientReducer(GradientListener):
 
     Args:
         group: Ranks that train together.
-        table: Their parameters; equal on all of them.
+        table: Parameters of the model, the same on all ranks.
         options: Sizes, accumulation and checks.
         listener: Learns of each averaging.
         hears_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a

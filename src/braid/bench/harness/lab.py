@@ -38,9 +38,8 @@ __all__ = ["Lab", "abandoned", "bucket_bytes", "cabling", "what_is_missing"]
 HOSTS = string.ascii_lowercase
 BUCKET_S = 1e-3
 LEAST_BUCKET_BYTES = 16 << 10
-CONGESTION_CONTROL = (
-    "reno"  # in every kernel; others pace what they send by their guess at the rate
-)
+# in every kernel; other algorithms pace packets by their estimate of the rate
+CONGESTION_CONTROL = "reno"
 QUEUE = "20ms"  # packets that wait longer at a link are dropped
 LIMIT_S = 30.0
 

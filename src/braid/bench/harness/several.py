@@ -20,7 +20,7 @@ from braid.errors import ConfigError
 
 __all__ = ["Where", "figures_in", "run_ranks"]
 
-END_S = 15.0  # for a job to end after Ctrl-C, with its hosts
+END_S = 15.0  # until a job is killed after Ctrl-C, with its hosts
 FIRST = "[rank 0] {"
 
 

@@ -79,7 +79,7 @@ def runs_of(
         else:
             shared = group.empty((numel,), dtype).zero_()
             table = _braid_runs(group, Buffers.of(shared, ordinary.out, n))
-            del table["send_recv"], table["barrier"]  # the same as of ordinary tensors
+            del table["send_recv"], table["barrier"]  # no different for registered tensors
         if operation in table:
             runs[library] = table[operation]
     return runs

@@ -39,7 +39,7 @@ from braid.data_parallel import DistributedDataParallel
 __all__ = ["VARIANTS", "Case", "Measured", "Plan", "main"]
 
 VARIANTS = ("alone", "silent", "gloo", "torch", "braid")
-COMPARED = ("torch", "braid")  # with gloo
+COMPARED = ("torch", "braid")  # each is compared with gloo
 NUM_RESAMPLED = 400
 LEARNING_RATE = 1e-4
 

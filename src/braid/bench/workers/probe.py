@@ -108,11 +108,7 @@ def stand(group: Group, *, pin: bool) -> list[Rings]:
     if len(nodes) > 1:
         try:
             psutil.Process().cpu_affinity(list(nodes[node]))
-        except (
-            OSError,
-            ValueError,
-            AttributeError,
-        ) as exc:  # a container that has other processors
+        except (OSError, ValueError, AttributeError) as exc:  # a container has other processors
             msg = (
                 f"rank {group.rank} cannot stay on the processors {nodes[node]} of NUMA node "
                 f"{node}: {exc}; say --no-pin"

@@ -15,7 +15,7 @@ from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
 from braid.compat.horovod.launcher.job_plan import Launch, plan
 from braid.errors import ConfigError
-from braid.last_words import drop_unwritten, ending_well, say_why
+from braid.last_words import drop_unwritten, ending_well, print_error
 from braid.launch import Console, Host, Outcome, Supervisor, TerminalConsole, parse_hostfile
 from braid.launch.cluster.several_hosts import HostsSupervisor
 
@@ -89,7 +89,7 @@ def _answer(given: Sequence[str]) -> int:
         else:
             return _start(flags)
     except ConfigError as exc:
-        say_why(f"nothing was started (exit {USAGE_EXIT_CODE})", str(exc))
+        print_error(f"nothing was started (exit {USAGE_EXIT_CODE})", str(exc))
         return USAGE_EXIT_CODE
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
