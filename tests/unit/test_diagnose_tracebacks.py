@@ -48,6 +48,7 @@ json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
         type="JSONDecodeError",
         message="Expecting value: line 1 column 1 (char 0)",
         where="train.py:12 in step",
+        raised_by="torch",
     )
 
 
@@ -247,7 +248,7 @@ def test_an_error_of_braid_that_no_line_of_the_users_led_to_has_no_place(kind, w
     frame = f'  File "{BRAID_ROOT}/checkpoint/loading.py", line 3, in load'
     text = f"Traceback (most recent call last):\n{frame}\n{kind}: bad"
     assert parse_error(text) == ParsedError(
-        type=kind.rpartition(".")[2], message="bad", where=where
+        type=kind.rpartition(".")[2], message="bad", where=where, raised_by="braid"
     )
 
 

@@ -75,6 +75,46 @@ def test_an_exception_raised_because_of_a_lost_peer_is_a_symptom():
     assert verdict(wrapped, exited(2, 3, at=5)) == ("exit", [2], True)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ValueError: no such backend: gloo",
+        "RuntimeError: gloo is not in the list of backends",
+        "OSError: Connection refused by the licence server",
+        "KeyError: 'Timed out waiting'",
+    ],
+)
+def test_words_of_the_users_text_make_no_symptom(text):
+    both = (raised(0, text, at=2), raised(1, text, at=1))
+    assert verdict(*both) == ("exception", [0, 1], True)
+    assert verdict(raised(0, text, at=2), raised(1, SYMPTOMS[0], at=1)) == ("exception", [0], True)
+
+
+def test_a_connection_error_is_judged_by_who_raised_it():
+    text = "ConnectionResetError: [Errno 104] Connection reset by peer"
+    lost = raised(0, "PeerLostError: rank 1 died", at=1)
+    assert verdict(lost, raised(1, text, at=2)) == ("exception", [1], True)
+    in_torch = raised(1, text, at=2, raised_by="torch")
+    assert verdict(raised(0, "ValueError: x", at=3), in_torch) == ("exception", [0], True)
+    assert verdict(lost, in_torch)[2] is False
+
+
+def test_a_doubtful_error_is_no_cause_beside_an_ordinary_one():
+    own = raised(0, "ConnectionResetError: x", at=1)
+    assert verdict(own, raised(1, "ValueError: y", at=2)) == ("exception", [1], True)
+    said = exited(0, 3, at=1, last_line="fatal: Connection refused")
+    assert verdict(said, raised(1, "PeerLostError: rank 0 left", at=2)) == ("exit", [0], True)
+    assert verdict(said, raised(1, "ConnectionResetError: x", at=2)) == ("exit", [0], False)
+
+
+def test_a_rank_that_exits_without_leaving_its_groups_is_the_cause_of_failures_without_errors():
+    gone = exited(1, 0, at=1, unclosed=True)
+    caught = exited(0, 1, at=2, last_line="fatal: it went wrong")
+    assert verdict(gone, caught) == ("left", [1], True)
+    assert verdict(gone, raised(0, "ValueError: x", at=2)) == ("exception", [0], True)
+    assert verdict(gone, exited(0, 0, at=2)) == ("finished", [], True)
+
+
 def test_abort_after_a_reset_connection_is_a_symptom():
     error = ParsedError(type="gloo::EnforceNotMet", message="Connection reset by peer")
     ends = (killed(0, signal.SIGABRT, at=1, error=error), killed(1, signal.SIGSEGV, at=2))
@@ -168,7 +208,7 @@ def test_only_symptoms_name_the_earliest_with_doubt():
 def test_only_symptoms_prefer_the_one_that_others_accuse():
     ends = (
         raised(0, "PeerLostError: rank 1 raised ConnectionResetError", at=1),
-        raised(1, SYMPTOMS[3], at=2),
+        raised(1, SYMPTOMS[2], at=2),
     )
     assert verdict(*ends) == ("exception", [1], False)
 

@@ -50,6 +50,7 @@ FATAL = re.compile(r"^Fatal Python error: (?P<message>.*)$")
 BOX_HEADER = re.compile(r"^╭─+ Traceback \(most recent call last\) ─+╮")
 BOX_FRAME = re.compile(r"^│ (?P<file>\S[^│]*?):(?P<line>\d+) in (?P<name>\S+) *│")
 STACK_HEADER = re.compile(r"^(?P<current>Current )?[Tt]hread .*\(most recent call first\):\s*$")
+SITE_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3[^/\\]*[/\\]")
 
 
@@ -64,6 +65,8 @@ class ParsedError:
             of braid without a frame of user code, as in `braid train`.
         details: Further lines of the message, and the notes.
         chain: Errors that led to this one, oldest first, each as `Type: message`.
+        raised_by: Top-level package of the deepest frame outside of the standard library, such as
+            `torch`; empty for the user's code.
     """
 
     type: str
@@ -71,6 +74,7 @@ class ParsedError:
     where: str = ""
     details: tuple[str, ...] = ()
     chain: tuple[str, ...] = ()
+    raised_by: str = ""
 
     def __str__(self) -> str:
         """Type and message, such as `ValueError: dataset file shard-7 is missing`."""
@@ -97,6 +101,19 @@ class _Frame(NamedTuple):
     def __str__(self) -> str:
         place = f"{PurePath(self.file).name}:{self.line}"
         return f"{place} in {self.name}" if self.name else place
+
+    @property
+    def package(self) -> str:
+        """Top-level package of an installed file; empty for the user's own."""
+        if self.file.startswith(BRAID_ROOT):
+            return "braid"
+        match = SITE_PACKAGE.search(self.file)
+        return match["name"] if match is not None else ""
+
+    @property
+    def is_stdlib(self) -> bool:
+        generated = self.file.startswith("<")
+        return generated or (INSTALLED.search(self.file) is not None and not self.package)
 
     @property
     def is_users(self) -> bool:
@@ -173,6 +190,7 @@ def _last_traceback(lines: list[str], *, threads: bool) -> ParsedError | None:
             where=error.where,
             details=error.details,
             chain=tuple(errors),
+            raised_by=error.raised_by,
         )
     return last
 
@@ -262,6 +280,7 @@ def _to_error(match: re.Match[str], frames: list[_Frame], rest: list[str]) -> Pa
         message=(match["message"] or "").strip(),
         where=_shown_frame(frames) if of_users or not explains_itself else "",
         details=_details(rest),
+        raised_by=next((frame.package for frame in reversed(frames) if not frame.is_stdlib), ""),
     )
 
 

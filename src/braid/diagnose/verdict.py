@@ -5,10 +5,14 @@ Problem: when one rank dies, every other rank fails milliseconds later, often wi
 rank: torchrun's "root cause" did so in 11 of 17 measured kills.
 
 Idea: the end of a rank is a *cause* or a *symptom*. Causes are a signal that braid has not sent, an
-ordinary exception, an exit code, or a rank declared dead. Symptoms are a lost peer, a deadline, or
-a reset connection. The verdict names the first cause in time, and all ranks with the same error:
-one bad option fails all ranks. A symptom is blamed only if there is no cause, and the verdict is
-then marked as uncertain.
+ordinary exception, an exit code, or a rank declared dead. Symptoms are errors that braid or torch
+raise when a peer is lost or late: an error is judged by its type and by who raised it, not by the
+words of the user's text. The verdict names the first cause in time, and all ranks with the same
+error: one bad option fails all ranks. A symptom is blamed only if there is no cause, and the
+verdict is then marked as uncertain.
+
+A connection error of the program's own, or a last line that speaks of a connection, is *doubtful*:
+it is a cause unless another rank has an undoubted one.
 
     end                                                | weight
     ---------------------------------------------------+--------------------------------------------
@@ -16,8 +20,10 @@ then marked as uncertain.
     ended after the launcher's request to stop         | none: it is no evidence
     killed by the kernel for memory, or by a signal    | cause
     exited with code 0, then named by a PeerLostError  | cause: it left early
+    exited with code 0 without leaving its groups      | cause if no other rank tells an error
     exited with code 0                                 | suspect if there are only symptoms
     error of a lost peer, also in the exception chain  | symptom
+    connection error that braid and torch did not raise| doubtful
     any other error, any other exit code               | cause
 """
 
@@ -45,18 +51,23 @@ __all__ = [
 SYMPTOM_TYPES = frozenset(
     {
         "PeerLostError", "CommTimeout", "StaleError", "RendezvousError",
-        "DistNetworkError", "DistBackendError", "DistStoreError",
-        "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError",
-        "BrokenPipeError", "KeyboardInterrupt",
+        "DistNetworkError", "DistBackendError", "DistStoreError", "KeyboardInterrupt",
     }
 )  # fmt: skip
-SYMPTOM_TEXT = re.compile(
-    r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|stopped because rank|"
-    r"Socket Timeout|Timed out waiting|\bgloo(?:\b|::)|NCCL (?:communicator was aborted|error: "
-    r"remote)|"
-    r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b",
+CONNECTION_TYPES = frozenset(
+    {"ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError"}
+)
+LIBRARY_TYPES = re.compile(r"RuntimeError$|(?:gloo|c10|std)::")  # of torch's C++, for any failure
+LIBRARY_TEXT = re.compile(  # by which torch's C++ tells a lost or late peer from other failures
+    r"gloo/|gloo::|Connection (?:reset|closed) by peer|Broken pipe|Socket Timeout|"
+    r"Timed out waiting|NCCL (?:communicator was aborted|error: remote)|stopped because rank",
     re.IGNORECASE,
 )
+NAMED_TYPE = re.compile(r"\b(?:PeerLostError|CommTimeout|DistNetworkError|DistBackendError)\b")
+CONNECTION_TEXT = re.compile(
+    r"Connection (?:reset|closed|refused)|closed by peer|Broken pipe|Timed out", re.IGNORECASE
+)
+LIBRARIES = frozenset({"braid", "torch"})
 NAMED_RANK = re.compile(r"\brank (\d+)\b")
 
 
@@ -65,6 +76,7 @@ class Ending(Enum):
 
     FINISHED = "finished"
     CAUSE = "cause"
+    DOUBTFUL = "doubtful"
     SYMPTOM = "symptom"
     STOPPED_BY_US = "stopped by us"
 
@@ -88,6 +100,7 @@ class RankEnd:
         ended_ns: Time of the end, on the launcher's clock.
         exit_code: Exit code; None if a signal ended the rank.
         signal: Number of the signal that ended the rank; None if the rank exited.
+        unclosed: Whether the rank exited without leaving the groups that it had joined.
         asked_to_stop: Whether the launcher had sent the rank a signal before.
         stopped_s: Seconds for which the rank had been stopped (SIGSTOP); None if it was not.
         stop_signal: Signal that stopped the rank.
@@ -104,6 +117,7 @@ class RankEnd:
     ended_ns: int = 0
     exit_code: int | None = None
     signal: int | None = None
+    unclosed: bool = False
     asked_to_stop: bool = False
     stopped_s: float | None = None
     stop_signal: int = int(signals.SIGSTOP)
@@ -122,21 +136,15 @@ class RankEnd:
             return Ending.STOPPED_BY_US
         if self.exit_code == 0:
             return Ending.FINISHED
-        return Ending.SYMPTOM if self._is_symptom else Ending.CAUSE
-
-    @property
-    def _is_symptom(self) -> bool:
         if self.memory_kill is not None:
-            return False
+            return Ending.CAUSE
         if self.signal is not None and self.signal not in {signals.SIGABRT, signals.SIGPIPE}:
-            return False
-        if self.error is None:
-            is_known = SYMPTOM_TEXT.search(self.last_line) is not None
-            return self.signal == signals.SIGPIPE or is_known
-        if self.error.type == "MismatchError":
-            return False
-        texts = [str(self.error), *self.error.details, *self.error.chain]
-        return self.error.type in SYMPTOM_TYPES or any(map(SYMPTOM_TEXT.search, texts))
+            return Ending.CAUSE
+        if self.error is not None:
+            return _ending_of(self.error)
+        if self.signal == signals.SIGPIPE or NAMED_TYPE.search(self.last_line):
+            return Ending.SYMPTOM
+        return Ending.DOUBTFUL if CONNECTION_TEXT.search(self.last_line) else Ending.CAUSE
 
     @property
     def names(self) -> frozenset[int]:
@@ -182,11 +190,21 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
     symptoms = [end for end in by_rank if end.ending is Ending.SYMPTOM]
     named = {rank for end in symptoms for rank in end.names}
     causes = [e for e in by_rank if e.ending is Ending.CAUSE or _left_early(e, named, symptoms)]
+    doubtful = [end for end in by_rank if end.ending is Ending.DOUBTFUL]
+    if all(end.error is None and end.signal is None for end in causes):
+        failed_ns = [end.ended_ns for end in (*causes, *doubtful, *symptoms)]
+        causes += [
+            end for end in by_rank if end.unclosed and end.ended_ns <= max(failed_ns, default=-1)
+        ]
     if causes:
         first = min(causes, key=lambda end: end.ended_ns)
         return _verdict(_kind(first), [e for e in causes if _alike(e, first)], by_rank)
     if stopped_by:
         return _verdict(stopped_by, [], by_rank)
+    if doubtful:
+        first = min(doubtful, key=lambda end: end.ended_ns)
+        blamed = [end for end in doubtful if _alike(end, first)]
+        return _verdict(_kind(first), blamed, by_rank, certain=len(blamed) == len(doubtful))
     if not symptoms:
         stopped = [end for end in by_rank if end.stopped_s is not None]
         return _verdict("stopped" if stopped else "finished", stopped[:1], by_rank)
@@ -227,6 +245,22 @@ def signal_name(number: int) -> str:
         return signals.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _ending_of(error: ParsedError) -> Ending:
+    """Return what an error says of its rank's end: by its type and origin."""
+    if error.type == "MismatchError":
+        return Ending.CAUSE
+    if error.type in SYMPTOM_TYPES:
+        return Ending.SYMPTOM
+    texts = [str(error), *error.details, *error.chain]
+    if any(map(NAMED_TYPE.search, texts)):
+        return Ending.SYMPTOM
+    if LIBRARY_TYPES.match(error.type) and any(map(LIBRARY_TEXT.search, texts)):
+        return Ending.SYMPTOM
+    if error.type in CONNECTION_TYPES:
+        return Ending.SYMPTOM if error.raised_by in LIBRARIES else Ending.DOUBTFUL
+    return Ending.CAUSE
 
 
 def _alike(end: RankEnd, first: RankEnd) -> bool:

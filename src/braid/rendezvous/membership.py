@@ -128,9 +128,9 @@ class Membership:
             sys.excepthook = self._hook
         atexit.unregister(self.close)
         if not self.failed and not self.transport.forked:
-            self.transport.leave()
-            if self.control is not None:
+            if self.control is not None:  # first, so that the launcher knows who left first
                 self.control.send(Left())
+            self.transport.leave()
         self.transport.close()
         self._closers.close()
 

@@ -40,6 +40,7 @@ class Rank(ABC):
 
     Attributes:
         has_joined: Whether the rank has joined the job, and so dumps its stack on request.
+        left_ns: Time at which the rank left its groups, on the launcher's clock; None if it has not.
         failure: The failure that the rank has reported; None if it has not.
         end: How the rank ended; None while it lives.
     """
@@ -60,6 +61,7 @@ class Rank(ABC):
         self.box = box
         self.output = output
         self.has_joined = False
+        self.left_ns: int | None = None
         self.failure: Failed | None = None
         self.end: RankEnd | None = None
         self._control: SocketConnection | None = None
@@ -176,6 +178,8 @@ class Rank(ABC):
         if facts.failed_ns is not None:  # the rank failed then; the launcher may have ended it
             ended_ns = facts.failed_ns
             exit_code, signum = (exit_code, signum) if not facts.signalled else (1, None)
+        elif exit_code and self.left_ns is not None:  # its peers lost it when it left its groups
+            ended_ns = min(ended_ns, self.left_ns)
         lines = self.output.stderr_tail.splitlines() if exit_code != 0 else []
         self.end = RankEnd(
             rank=self.rank,
@@ -184,6 +188,7 @@ class Rank(ABC):
             ended_ns=ended_ns,
             exit_code=exit_code,
             signal=signum,
+            unclosed=exit_code == 0 and self.has_joined,
             asked_to_stop=asked,
             stopped_s=stopped_s,
             stop_signal=facts.stop_signal,
@@ -207,6 +212,7 @@ class Rank(ABC):
             where=failure.where or (written.where if written else ""),
             details=tuple(details),
             chain=written.chain if written else (),
+            raised_by=written.raised_by if written else "",
         )
 
     def _hang_up(self) -> None:

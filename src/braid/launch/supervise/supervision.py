@@ -320,6 +320,7 @@ class _Run:
             process.has_joined = True
         elif isinstance(message, Left):
             process.has_joined = False  # the rank no longer dumps its stack
+            process.left_ns = self._clock.now_ns()
         elif isinstance(message, Saved):
             self._note_saved(message)
         elif isinstance(message, Failed):
