@@ -1,6 +1,6 @@
 """Measure how often the launcher names the right rank: seeded faults in a real job.
 
-Each trial starts the same program on a few ranks and lets one of them die, stop, raise or exit at a
+Each trial starts the same program on a few ranks. One of them dies, stops, raises or exits at a
 random step and inside a random phase. The launcher does not know the fault; it must infer the cause
 from what is left. A trial is correct when exactly the struck rank is the cause, with certainty and
 for a fitting reason.

@@ -1,8 +1,8 @@
 """`braid bench horovod`: compare the negotiated engine with Gloo and braid's own wrapper.
 
 Figures that need ranks are measured in ranks (`workers.horovod`). The pure part also runs as a
-thousand ranks in one process, to compare the work of the first rank in steady state with that of
-the others.
+thousand ranks in one process. That compares the work of the first rank in steady state with that
+of the others.
 """
 
 from __future__ import annotations

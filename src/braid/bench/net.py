@@ -3,8 +3,8 @@
 It is measured on namespaces of this machine (`harness.lab`), or on real hosts; always in one
 interleaved run (`workers.net`).
 
-The share of a link is computed from the bytes that an all-reduce must send over the card of each
-host, 2 (h-1)/h l with h hosts and l bytes of the tensor, over time and rate. Headers are not
+The share of a link is payload over time and rate. The payload is what an all-reduce must send over
+the card of each host: 2 (h-1)/h l with h hosts and l bytes of the tensor. Headers are not
 counted, so no library gets more than 1448 / 1514 = 95.6 % of Ethernet with 1500 bytes a packet.
 Higher shares are those of a full token bucket (`harness.lab`): only large tensors show the rate of
 the link.

@@ -15,8 +15,8 @@ single thread records each rank's actions:
 
 Then all interleavings of these lists are enumerated. A state is the position of each rank in its
 list. There is a *deadlock* if some state has unfinished ranks and none can move. There is a *race*
-(which includes early reuse of a slot) if in some state two ranks are both about to access the same
-bytes and one of them writes. Since counters only grow, the absence of races means that every
+if in some state two ranks are both about to access the same bytes and one of them writes. Early
+reuse of a slot is a race, too. Since counters only grow, the absence of races means that every
 interleaving computes what the recorded one did.
 
 The assignment of claimed blocks of work to ranks does depend on timing. There the caller deals the

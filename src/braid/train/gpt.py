@@ -9,8 +9,8 @@
         x += down(gelu(up(norm(x))))      B T 4D     8 D D        16 D D
     logits = norm(x) token^T              B T V      0 (tied)     2 V D
 
-Backward costs twice the forward, so a token of training costs 6 N + 12 L T D floating point
-operations, with N = 12 L D D + V D. MFU counts these, with the full square of attention, as is
+Backward costs twice the forward. So a token of training costs 6 N + 12 L T D floating point
+operations with N = 12 L D D + V D. MFU counts these, with the full square of attention, as is
 the custom.
 
 Initial values are drawn per parameter from a generator keyed by (seed, name). They are the same on

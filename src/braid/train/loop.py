@@ -3,8 +3,8 @@
     batch of this step -> shards: forward, backward, average -> all ranks know all losses and
     whether to stop -> clip, optimizer -> now and then: evaluate, checkpoint
 
-Every decision that ranks must make together (stop, checkpoint, give up on NaN) follows from the
-same exchanged numbers, so no rank is ever alone in a collective.
+Ranks decide together to stop, to write a checkpoint or to give up on NaN. Every such decision
+follows from the same exchanged numbers, so no rank is ever alone in a collective.
 """
 
 from __future__ import annotations
