@@ -8,6 +8,7 @@ docstrings. A new command is a function, here or with its family in `commands`, 
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
@@ -26,6 +27,7 @@ from braid.commands.schedule import (
     schedule_show,
     schedule_simulate,
 )
+from braid.commands.torchrun_options import OWN_FLAGS, translated
 from braid.errors import ConfigError
 from braid.last_words import drop_unwritten, ending_well, print_error
 
@@ -35,9 +37,6 @@ USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 TYRO_CONFIG = (tyro.conf.FlagCreatePairsOff,)
 Threads = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint=TOLD)]
-RUN_FLAGS = frozenset(
-    {"-m", "--module", "--no-python", "--insecure-network", "-h", "--help"}
-)  # options without a value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,9 +54,9 @@ def _answer(given: list[str]) -> int:
     if given[:1] in (["--version"], ["-V"]):
         print(f"braid {__version__}")
         return 0
-    if given[:1] == ["run"]:
-        given[1:] = separate_command(given[1:])
     try:
+        if given[:1] == ["run"]:
+            given[1:] = separate_command(translated(given[1:]))
         return _dispatch(given)
     except ConfigError as exc:
         what = "started" if given[:1] in (["run"], ["train"], ["demo"]) else "done"
@@ -75,6 +74,8 @@ def _dispatch(given: list[str]) -> int:
             prog, rest = f"braid {name}", given[words:]
             return tyro.cli(COMMANDS[name], prog=prog, args=rest, config=TYRO_CONFIG)
     family = given[0] if given else ""
+    if family and not family.startswith("-"):
+        _check_command(family)
     parts = [(*name.split(" "), "")[:2] for name in COMMANDS]
     inside = {
         last: COMMANDS[f"{first} {last}"] for first, last in parts if last and first == family
@@ -90,6 +91,16 @@ def _dispatch(given: list[str]) -> int:
     return chosen
 
 
+def _check_command(name: str) -> None:
+    """Refuse a command that does not exist, and name the one that may be meant."""
+    known = {word for command in COMMANDS for word in (command, command.split(" ")[0])}
+    if name not in known:
+        near = difflib.get_close_matches(name, sorted(known), 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        msg = f"there is no command {name}: {hint}"
+        raise ConfigError(msg)
+
+
 def separate_command(arguments: Sequence[str]) -> list[str]:
     """Put `--` before the script: everything after it belongs to the script."""
     index = 0
@@ -99,7 +110,7 @@ def separate_command(arguments: Sequence[str]) -> list[str]:
             return list(arguments)
         if not argument.startswith("-"):
             return [*arguments[:index], "--", *arguments[index:]]
-        index += 1 if argument in RUN_FLAGS or "=" in argument else 2
+        index += 1 if argument in OWN_FLAGS or "=" in argument else 2
     return list(arguments)
 
 

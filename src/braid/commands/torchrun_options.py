@@ -1,0 +1,138 @@
+"""torchrun's options, and `-np`, as options of `braid run`.
+
+    --nproc-per-node 2        -n 2            --standalone, --rdzv-backend ...      nothing
+    --master-port 29500       --port 29500    --rdzv-endpoint a:29400               --rdzv tcp://a:29400
+
+Names may be written with underscores, as torchrun permits. What braid cannot do is refused by name,
+with the option to use instead. Options of the script, which stand behind it, are not touched.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from braid.errors import ConfigError
+
+__all__ = ["translated"]
+
+RENAMED: Mapping[str, str] = {"--nproc-per-node": "--num-ranks", "-np": "--num-ranks"}
+NUMBERS_OF_DEVICES = ("auto", "gpu", "cpu")  # values of --nproc-per-node
+WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in one way
+    {
+        "--rdzv-backend", "--rdzv-id", "--rdzv-conf", "--monitor-interval", "--start-method",
+        "-r", "--redirects", "-t", "--tee", "--local-addr", "--event-log-handler",
+        "--signals-to-handle", "--logs-specs", "--shutdown-timeout",
+    }
+)  # fmt: skip
+FLAGS_WITHOUT_EFFECT = frozenset({"--standalone"})
+REFUSED: Mapping[str, str] = {
+    "--local-ranks-filter": "all ranks are shown; each has a log of its own in --log-dir",
+    "--role": "ROLE_NAME is `default`",
+    "--run-path": "give the script itself, or -m MODULE",
+    "--node-failure-timeout": "hosts that fall silent are named after 30 s",
+}
+OWN_FLAGS = frozenset({"-m", "--module", "--no-python", "--insecure-network", "-h", "--help"})
+OWN = (
+    "-n", "--num-ranks", "--log-dir", "--port", "--timeout", "--threads", "--stopped-limit",
+    "--hang-report", "--grace", "--resume", "-H", "--hosts", "--hostfile", "--rsh",
+    "--remote-python", "--env", "--nnodes", "--node-rank", "--rdzv", "--rdzv-timeout",
+    "--network-interface", "--listen",
+)  # fmt: skip
+
+
+def translated(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of `braid run` with torchrun's options replaced.
+
+    Args:
+        arguments: Arguments after `run`, with the script and its own.
+
+    Returns:
+        Options of braid, then the script and its arguments as they are.
+
+    Raises:
+        ConfigError: An option is unknown, or braid cannot do what it says.
+
+    >>> translated(["--standalone", "--nproc_per_node=2", "train.py", "--lr", "1"])
+    ['--num-ranks', '2', 'train.py', '--lr', '1']
+    """
+    options: dict[str, str] = {}
+    kept: list[str] = []
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-") and arguments[index] != "--":
+        given, has_value, value = arguments[index].partition("=")
+        name = given.replace("_", "-") if given.startswith("--") else given
+        name = RENAMED.get(name, name)
+        index += 1
+        if name in OWN_FLAGS or name in FLAGS_WITHOUT_EFFECT:
+            kept += [name] if name in OWN_FLAGS else []
+            continue
+        _refuse(given, name)
+        if not has_value:
+            if index == len(arguments):
+                msg = f"{given} needs a value: `braid run --help` lists the options"
+                raise ConfigError(msg)
+            value = arguments[index]
+            index += 1
+        if name not in WITHOUT_EFFECT:
+            options[name] = value
+    _meet(options)
+    _check_values(options)
+    for name, value in options.items():
+        kept += [name, value]
+    return [*kept, *arguments[index:]]
+
+
+def _refuse(given: str, name: str) -> None:
+    if name in REFUSED:
+        msg = f"braid run has no {given} of torchrun: {REFUSED[name]}"
+        raise ConfigError(msg)
+    torchs = {"--max-restarts", "--master-addr", "--master-port", "--rdzv-endpoint"}
+    known = {*OWN, *OWN_FLAGS, *WITHOUT_EFFECT, *RENAMED, *torchs}
+    if name not in known:
+        names = [*OWN, *OWN_FLAGS, *RENAMED]
+        begin = [one for one in names if one.startswith(name)]
+        near = begin or difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        msg = f"braid run has no option {given}: {hint}`braid run --help` lists them all"
+        raise ConfigError(msg)
+
+
+def _meet(options: dict[str, str]) -> None:
+    """Replace torchrun's meeting places by braid's; one host needs none."""
+    nodes = options.get("--nnodes", "1")
+    low, _, high = nodes.partition(":")
+    if high and low != high:
+        msg = (
+            f"--nnodes {nodes} lets the number of hosts change, which braid run does not: give "
+            f"one number, such as --nnodes {high}"
+        )
+        raise ConfigError(msg)
+    address, port = options.pop("--master-addr", ""), options.pop("--master-port", "")
+    endpoint = options.pop("--rdzv-endpoint", "")
+    if low == "1" and "--rdzv" not in options:
+        options.pop("--nnodes", None)
+        if options.get("--node-rank") == "0":
+            del options["--node-rank"]
+        if port:
+            options.setdefault("--port", port)
+        return
+    options["--nnodes"] = low
+    if not endpoint and address:
+        endpoint = f"{address}:{port or 29500}"
+    if endpoint:
+        options.setdefault("--rdzv", f"tcp://{endpoint}")
+
+
+def _check_values(options: dict[str, str]) -> None:
+    restarts = options.pop("--max-restarts", "0")
+    if restarts != "0":
+        msg = (
+            f"--max-restarts {restarts}: braid run does not restart ranks. Start it again with "
+            "--resume auto, which goes on from the last checkpoint"
+        )
+        raise ConfigError(msg)
+    number = options.get("--num-ranks", "1")
+    if number in NUMBERS_OF_DEVICES:
+        msg = f"--nproc-per-node {number} asks braid to count: give the number of ranks, -n 2"
+        raise ConfigError(msg)
