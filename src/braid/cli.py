@@ -189,7 +189,7 @@ def run(
     with TerminalConsole(sys.stdout, sys.stderr, prefixed=prefixed) as console:
         if where is None:
             outcome = Supervisor(console, owns_process=True).run(job)
-            exit_code, text = outcome.exit_code, "" if outcome.ok else str(outcome)
+            exit_code, text = outcome.exit_code, str(outcome)
         else:
             exit_code, text = run_on(where, job, console)
     drop_unwritten()  # the logs have it all; the exit code is that of the job

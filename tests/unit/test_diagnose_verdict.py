@@ -436,7 +436,7 @@ def test_the_last_words_stand_for_an_error_of_a_program_without_traceback():
         "braid: run stopped after 1.0 s (exit 2)\n"
         "  cause    rank 1 (pid 101): exited with code 2\n"
         "           train.py: error: no such option\n"
-        "  affected rank 0 stopped cleanly"
+        "  affected rank 0 also failed: exited with code 1"
     )
 
 

@@ -61,7 +61,7 @@ def run_on(where: Hosts | Nodes, job: JobSpec, console: Console) -> tuple[int, s
     if isinstance(where, Nodes):
         return supervisor.meet(job, where)
     outcome = supervisor.run(job, where)
-    return outcome.exit_code, "" if outcome.ok else str(outcome)
+    return outcome.exit_code, str(outcome)
 
 
 def _refuse_contradictions(

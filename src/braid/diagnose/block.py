@@ -182,7 +182,7 @@ def _how_it_ended(end: RankEnd) -> str:
     ending = end.ending
     if ending is Ending.FINISHED:
         return "finished"
-    if ending is Ending.CAUSE:
+    if ending in {Ending.CAUSE, Ending.DOUBTFUL}:
         return f"also failed: {describe(end)}"
     if ending is Ending.STOPPED_BY_US and end.signal == signals.SIGKILL:
         return "did not stop when asked, killed by braid"
