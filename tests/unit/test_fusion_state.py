@@ -11,7 +11,8 @@ import pytest
 
 from braid.errors import ConfigError
 from braid.fusion.autotune import Settings
-from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
+from braid.fusion.fusion_state import FusionState, Outcome
+from braid.fusion.options import StateOptions
 from braid.fusion.request import Request, Response
 
 

@@ -1,13 +1,38 @@
-"""Functions and a script that ranks of `test_horovod_run` run."""
+"""What ranks of the tests of Horovod's front run: functions, a script, and the session that these live in."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from braid.comm import Group
+
+
+@contextlib.contextmanager
+def horovod(group: Group, **variables: str) -> Iterator[None]:
+    """A session of the front for torch on `group`, with HOROVOD_* as given."""
+    from braid.compat.horovod import session
+    from braid.compat.horovod.environment import Environment
+
+    session.start(group, Environment.of({f"HOROVOD_{k}": v for k, v in variables.items()}))
+    try:
+        yield
+    finally:
+        session.stop()
+
+
+def said(call: Callable[[], object]) -> str:
+    """The error of a call, or its result, as text."""
+    try:
+        return repr(call())
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 class TwoPartsError(Exception):

@@ -158,7 +158,11 @@ class Coordinator:
 
         Each comes with the positions of the ranks that have, and the time of the first request.
         """
-        return {n: (sorted(by_rank), self._since_s[n]) for n, by_rank in self._table.items()}
+        return {
+            name: (sorted(by_rank), self._since_s[name])
+            for name, by_rank in self._table.items()
+            if not all(request.refusal for request in by_rank.values())  # nobody waits for these
+        }
 
     def drop(self) -> list[str]:
         """Forget all requests that wait; return their names."""
@@ -233,6 +237,9 @@ def agree(name: str, by_rank: Mapping[int, Request], ranks: Sequence[int]) -> Re
 
 
 def _difference(by_rank: Mapping[int, Request], ranks: Sequence[int]) -> str:
+    for position, request in sorted(by_rank.items()):
+        if request.refusal:
+            return f"rank {ranks[position]} refuses {request.name!r}: {request.refusal}"
     first = next(iter(by_rank.values()))
     fields: list[tuple[str, Callable[[Request], Any]]] = [
         ("operation", lambda r: r.kind),

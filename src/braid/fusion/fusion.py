@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -29,50 +28,28 @@ import torch
 from braid.comm import Group
 from braid.errors import CommError, ConfigError, PeerLostError
 from braid.fusion.activities import Activities
-from braid.fusion.autotune import Autotuner, Settings, TuneOptions
+from braid.fusion.autotune import Autotuner, Settings
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Handle, Waiters
 from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
-from braid.fusion.fusion_state import FusionState, Outcome, StateOptions
-from braid.fusion.operations import Operations, default_operations
+from braid.fusion.fusion_state import FusionState, Outcome
+from braid.fusion.operations import Operations, default_operations, missing_memory, needed_bytes
+from braid.fusion.options import FusionOptions
 from braid.fusion.request import Request
 from braid.fusion.stall import Stall
 from braid.fusion.streams import wait_for_points
 from braid.fusion.timeline import Timeline, write_timeline
 
-__all__ = ["Fusion", "FusionOptions"]
+__all__ = ["Fusion"]
 
 # between exchanges of a rank that waits for something, and has nothing new; grows
 MIN_PAUSE_S = 0.001
 MAX_PAUSE_S = 0.008
 STOP_TIMELINE = "stop timeline"
 HEARTBEAT_S = 1.0  # between exchanges of a rank that waits for nothing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusionOptions:
-    """Options of an engine; the same on all ranks.
-
-    Attributes:
-        state: Options of the agreement.
-        cycle_time_s: Time for which requests are collected before an exchange, while no thread
-            waits for one.
-        algorithm: Algorithm of all_reduce, see `Group.all_reduce`.
-        autotune: Search for the limit of a batch and the cycle time; fixed when None.
-
-    Raises:
-        ConfigError: A time is negative.
-    """
-
-    state: StateOptions = field(default_factory=StateOptions)
-    cycle_time_s: float = 0.001
-    algorithm: str | None = None
-    autotune: TuneOptions | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.cycle_time_s < float("inf"):
-            msg = f"cycle_time_s must not be negative or infinite, got {self.cycle_time_s!r}"
-            raise ConfigError(msg)
+# from here on ranks agree on whether all have the memory: the agreement costs little beside it
+LARGE_BYTES = 64 << 20
+BROKEN_LIMIT_S = 2.0  # until all ranks have said that they could not carry out an operation
 
 
 class Fusion:
@@ -87,6 +64,7 @@ class Fusion:
         on_tuned: Called on the first rank when a search is over.
         on_wait: Called in threads that are about to wait for an operation; requests that were kept
             back until then can be submitted there.
+        on_joined: Called when all ranks have joined, before anything is accepted from them again.
 
     Cost: an exchange is one all_reduce of a quarter KiB; with something new also two gathers and
         broadcasts of the news.
@@ -103,7 +81,9 @@ class Fusion:
         on_choice: Callable[[str, str], None] | None = None,
         on_tuned: Callable[[Autotuner], None] | None = None,
         on_wait: Callable[[], None] | None = None,
+        on_joined: Callable[[], None] | None = None,
     ) -> None:
+        self._on_joined = on_joined or (lambda: None)
         self._on_wait = on_wait or (lambda: None)
         self._on_tuned = on_tuned or (lambda _tuner: None)
         self.options = options or FusionOptions()
@@ -159,7 +139,8 @@ class Fusion:
             out: Place of the result, for kinds whose result has the shape of `tensor`.
 
         Raises:
-            ConfigError: Its name is in flight on this rank, or this rank has joined.
+            ConfigError: Its name is in flight on this rank, this rank has joined, or the request
+                cannot be sent.
             CommError: The engine has ended.
         """
         return self.submit_all([(request, tensor, out)])[0]
@@ -174,14 +155,24 @@ class Fusion:
         ]
         with self._lock:
             self._check_running()
-            if len(made) > 1:
-                self._state.check([entry.request.name for entry in made])
-            for entry in made:
-                self._state.submit(entry.request, now_ns * 1e-9)
-                self._entries[entry.request.name] = entry
+            self._state.submit_all([entry.request for entry in made], now_ns * 1e-9)
+            self._entries |= {entry.request.name: entry for entry in made}
             if self._is_asleep:
                 self._lock.notify()
         return [entry.handle for entry in made]
+
+    def refuse(self, request: Request) -> None:
+        """Let requests of a name on the other ranks end with `request.refusal` as their error.
+
+        This rank has no handle: its caller has been told.
+
+        Raises:
+            CommError: The engine has ended.
+        """
+        with self._lock:
+            self._check_running()
+            self._state.refuse(request, self._now_s())
+            self._lock.notify()
 
     def reserve(self, numel: int) -> int:
         """Return the first place (`Request.place`) for a flat tensor of `numel` elements.
@@ -304,15 +295,17 @@ class Fusion:
         answer = self._ask() if lists else None
         with self._lock:
             outcome = state.conclude(answer)
-            agreed = [(batch, self._own_entries(batch)) for batch in outcome.batches]
-            self._in_flight = [entry for _, entries in agreed for entry in entries]
+            agreed = [(batch, self._own_entries(batch, outcome)) for batch in outcome.batches]
+            self._in_flight = [entry for _, entries in agreed for entry in entries if entry]
+            if outcome.last_joined >= 0:
+                self._on_joined()
         self.num_cycles += 1
         agreed_ns = self._clock.now_ns()
         if self._timeline is not None:
             self._timeline.cycle(start_ns, agreed_ns)
         for batch, entries in agreed:
             self._pause_s = MIN_PAUSE_S
-            self._carry_out(batch, entries, agreed_ns)
+            self._try(batch, entries, agreed_ns)
         self._in_flight = []
         for stall in outcome.stalls:
             self._on_stall(stall)
@@ -332,23 +325,56 @@ class Fusion:
         decided: bytes = self.group.objects.broadcast(answer)
         return decided
 
-    def _own_entries(self, batch: Batch) -> list[Entry]:
-        """Return this rank's entries of a batch; stand-ins where it has joined."""
-        return [
-            self._entries.pop(response.name)
-            if response.name in self._entries
-            else Entry.stand_in(response, self._waiters, self._joined_on)
-            for response in batch.responses
-        ]
+    def _own_entries(self, batch: Batch, outcome: Outcome) -> list[Entry | None]:
+        """Return this rank's entries of a batch; None where it has joined, or has refused."""
+        refused, entries = outcome.refused_here, self._entries
+        names = [response.name for response in batch.responses]
+        return [None if name in refused else entries.pop(name, None) for name in names]
+
+    def _try(self, batch: Batch, own: Sequence[Entry | None], agreed_ns: int) -> None:
+        """Carry out a batch, or let it fail on all ranks."""
+        error = batch.responses[0].error or self._missing_memory(batch)
+        if error:
+            self._refuse(own, error)
+            return
+        try:
+            entries = [
+                entry or Entry.stand_in(response, self._waiters, self._joined_on)
+                for entry, response in zip(own, batch.responses, strict=True)
+            ]
+            self._carry_out(batch, entries, agreed_ns)
+        except CommError:  # of the group, which all ranks see
+            raise
+        except Exception as exc:
+            what = f"{batch.request.kind} of {batch.request.name!r}"
+            error = f"{what} could not be carried out: {type(exc).__name__}: {exc}"
+            if not self._all_broken():
+                raise CommError(error) from exc
+            self._refuse(own, error, exc)
+
+    def _missing_memory(self, batch: Batch) -> str:
+        """Return which ranks have no memory for a large batch; the same on all ranks."""
+        if needed_bytes(batch) < LARGE_BYTES:
+            return ""
+        missing = self.group.objects.all_gather(missing_memory(batch, self.group.rank))
+        named = [f"rank {r} has {m}" for r, m in zip(self.group.ranks, missing, strict=True) if m]
+        return "; ".join(named)
+
+    def _all_broken(self) -> bool:
+        """Return whether no rank could carry out what this one could not."""
+        self._bitmask.copy_(torch.frombuffer(bytearray(self._state.broken()), dtype=torch.int64))
+        try:
+            self._exchange.start().wait(BROKEN_LIMIT_S)
+        except CommError:  # others wait for this rank, or have ended
+            return False
+        return self._state.all_broken(self._bitmask.numpy().tobytes())
 
     def _carry_out(self, batch: Batch, entries: Sequence[Entry], agreed_ns: int) -> None:
-        error = batch.responses[0].error
-        if error:
-            self._refuse(entries, error)
-            return
         if batch.request.kind == STOP_TIMELINE:
             self._path = None
-            self._write_timeline(self._stop_path)
+            error = self.group.objects.broadcast(self._write_timeline(self._stop_path))
+            if error:
+                self._refuse(entries, error)
             entries[0].handle.finish(None)
             self._waiters.wake()
             return
@@ -376,9 +402,14 @@ class Fusion:
                     what=f"{entry.request.dtype}{list(entry.request.shape)}",
                 )
 
-    def _refuse(self, entries: Sequence[Entry], error: str) -> None:
+    def _refuse(
+        self, entries: Sequence[Entry | None], error: str, cause: Exception | None = None
+    ) -> None:
         for entry in entries:
-            entry.handle.fail(CommError(error))
+            if entry is not None:
+                failed = CommError(error)
+                failed.__cause__ = cause
+                entry.handle.fail(failed)
         self._waiters.wake()
 
     def _tuner(self) -> Autotuner | None:
@@ -425,12 +456,16 @@ class Fusion:
         """Write the timelines when the engine ends; all ranks call this."""
         self._path = path
 
-    def _write_timeline(self, path: Path | None) -> None:
-        """Gather and write the timelines; a collective of the engine's thread."""
+    def _write_timeline(self, path: Path | None) -> str:
+        """Gather and write the timelines, in the engine's thread; return why it cannot be done."""
         timeline, self._timeline = self._timeline, None
         parts = self.group.objects.gather(b"[]" if timeline is None else timeline.encode())
         if parts is not None and path is not None:
-            write_timeline(path, parts)
+            try:
+                write_timeline(path, parts)
+            except (OSError, ValueError) as error:  # the latter of a path with a null byte
+                return f"timeline cannot be written to {str(path)!r}: {error}"
+        return ""
 
     def _end(self, reason: str, error: BaseException | None) -> None:
         """End the engine with an error for every thread that waits."""

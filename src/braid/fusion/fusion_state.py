@@ -15,95 +15,42 @@ In steady state rank 0 does what every rank does. What ranks hold in common (cac
 in `combined` and `conclude` only, by what all ranks have received alike; so it stays equal without
 being compared.
 
-The bitmask, from its lowest bit: quiet, working, joined, then for each position of the cache
-whether this rank is ready for it, then whether it is still valid for this rank.
+The bitmask, from its lowest bit: quiet, working, joined, sound, broken, then for each position of
+the cache whether this rank is ready for it, then whether it is still valid for this rank. A rank
+that could not carry out an operation sends `BROKEN` alone before it goes on: what all ranks could
+not carry out does no harm; what only some could not ends the engine on all of them.
+
+A rank whose caller passed what cannot work sends a *refusal* in place of the request, so that the
+other ranks get that error instead of waiting. Calls count: later requests of the name on this rank
+wait until the refusal has met the other ranks' requests.
 
 Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.fusion.autotune import Settings
 from braid.fusion.batching import Batch, batches
 from braid.fusion.coordinator import Coordinator
-from braid.fusion.request import JOINABLE, Request, Response
+from braid.fusion.lists import NOTHING, Answer, RankList, read_answer, read_list
+from braid.fusion.options import StateOptions
+from braid.fusion.request import JOINABLE, Request, Response, check_sendable
 from braid.fusion.response_cache import Lookup, ResponseCache
 from braid.fusion.stall import Stall, StallInspector
 
-__all__ = ["FusionState", "Outcome", "StateOptions"]
+__all__ = ["FusionState", "Outcome"]
 
-QUIET, WORKING, JOINED = 1, 2, 4
-NUM_FLAGS = 3
+QUIET, WORKING, JOINED, SOUND, BROKEN = 1, 2, 4, 8, 16
+NUM_FLAGS = 5
 WORD_BYTES = 8
 MAX_PLANS = 64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateOptions:
-    """Options that must be the same on all ranks.
-
-    Attributes:
-        threshold_bytes: Limit of a batch.
-        cache_capacity: Number of responses that are remembered.
-        split_groups: Whether explicit groups share batches with others.
-        stall_check_s: Seconds until the ranks are reported that have not submitted what others
-            have; 0 never reports.
-        stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
-
-    Raises:
-        ConfigError: A number is negative.
-    """
-
-    threshold_bytes: int = 128 << 20
-    cache_capacity: int = 1024
-    split_groups: bool = False
-    stall_check_s: float = 60.0
-    stall_shutdown_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        numbers = {
-            "threshold_bytes": self.threshold_bytes,
-            "cache_capacity": self.cache_capacity,
-            "stall_check_s": self.stall_check_s,
-            "stall_shutdown_s": self.stall_shutdown_s,
-        }
-        for name, number in numbers.items():
-            if not number >= 0:
-                msg = f"{name} must not be negative, got {number!r}"
-                raise ConfigError(msg)
-
-
-class _List(msgspec.Struct, array_like=True):
-    """News of a rank."""
-
-    requests: list[Request]
-    ages_s: list[float]
-    joined: bool
-    stopping: str
-
-
-class _Answer(msgspec.Struct, array_like=True):
-    """Decisions of rank 0."""
-
-    responses: list[Response]
-    last_joined: int
-    stalls: list[Stall]
-    stop: str
-    settings: tuple[int, float] | None = None
-
-
-_NOTHING = _Answer([], -1, [], "")
-
-# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
-_LISTS = msgspec.msgpack.Decoder(_List)
-_ANSWERS = msgspec.msgpack.Decoder(_Answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +62,7 @@ class Outcome:
         last_joined: Position of the rank that joined last, when all have; -1 otherwise.
         stalls: Names that wait for ranks that have not submitted them.
         stop: Reason why everything ends now; empty to go on.
+        refused_here: Names whose responses answer refusals of this rank, not requests that wait.
         cycle_time_s: Time for which requests are collected from now on, if that changes.
     """
 
@@ -122,6 +70,7 @@ class Outcome:
     last_joined: int = -1
     stalls: Sequence[Stall] = ()
     stop: str = ""
+    refused_here: Collection[str] = ()
     cycle_time_s: float | None = None
 
 
@@ -168,6 +117,8 @@ class FusionState:
         self._ranks = tuple(ranks)
         self._mine: dict[str, _Mine] = {}
         self._unsent: dict[str, _Mine] = {}
+        self._refused: set[str] = set()  # names of refusals that have not met all ranks
+        self._behind: list[tuple[Sequence[Request], float]] = []  # calls behind such refusals
         self._hits = 0  # bits of positions that this rank is ready for
         self._changed = 0  # bits of positions that are not valid for this rank any more
         self._joined = False
@@ -190,13 +141,46 @@ class FusionState:
     # What happens here.
 
     def submit(self, request: Request, now_s: float) -> None:
-        """Enter a request of this rank.
+        """Enter a request of this rank; see `submit_all`."""
+        self.submit_all([request], now_s)
+
+    def submit_all(self, requests: Sequence[Request], now_s: float) -> None:
+        """Enter requests of one call on this rank: all or none.
 
         Raises:
-            ConfigError: This rank has submitted that name, which is not carried out yet; or it has
-                joined.
+            ConfigError: This rank has submitted one of the names, which is not carried out yet; it
+                has joined; or a request cannot be sent.
         """
-        self.check([request.name])
+        self._check(requests)
+        if any(request.name in self._refused for request in requests):
+            self._mine |= {request.name: _Mine(request, now_s) for request in requests}
+            self._behind.append((requests, now_s))
+            return
+        for request in requests:
+            self._enter(request, now_s)
+
+    def refuse(self, request: Request, now_s: float) -> None:
+        """Enter a refusal: requests of its name on the other ranks end with `request.refusal`.
+
+        Nothing happens where this rank has joined, or has that name in flight.
+        """
+        check_sendable(request)
+        waits = any(request.name == each.name for call, _ in self._behind for each in call)
+        if self._joined or (request.name in self._mine and not waits):
+            return
+        if request.name in self._refused:
+            self._behind.append(([request], now_s))
+        else:
+            self._enter_refusal(request, now_s)
+
+    def _enter_refusal(self, request: Request, now_s: float) -> None:
+        self._refused.add(request.name)
+        self._unsent[request.name] = _Mine(request, now_s)
+        _, position = self._cache.look_up(request)
+        for member in {position, *self._cache.members(request.group)} - {-1}:
+            self._changed |= 1 << member
+
+    def _enter(self, request: Request, now_s: float) -> None:
         lookup, position = self._cache.look_up(request)
         mine = self._mine[request.name] = _Mine(request, now_s, position)
         if lookup is Lookup.HIT:
@@ -208,11 +192,14 @@ class FusionState:
         for member in self._cache.members(request.group):  # it has other members now
             self._changed |= 1 << member
 
-    def check(self, names: Sequence[str]) -> None:
-        """Check whether this rank may submit these names; raise as `submit` does."""
+    def _check(self, requests: Sequence[Request]) -> None:
+        """Check whether this rank may submit these requests; raise as `submit_all` does."""
         where = f"on rank {self._ranks[self._rank]}"
         seen: set[str] = set()
-        for name in names:
+        for request in requests:
+            name: Any = request.name  # callers pass anything
+            if not isinstance(name, str) or self._cache.look_up(request)[0] is not Lookup.HIT:
+                check_sendable(request)
             if name in self._mine or name in seen:
                 msg = (
                     f"{name!r} is in flight {where} already: wait for the first operation, or "
@@ -220,10 +207,10 @@ class FusionState:
                 )
                 raise ConfigError(msg)
             seen.add(name)
-        if self._joined and names:
+        if self._joined and seen:
             msg = (
-                f"{names[0]!r} was submitted {where}, which has joined and may submit nothing "
-                "until all have"
+                f"{requests[0].name!r} was submitted {where}, which has joined and may "
+                "submit nothing until all have"
             )
             raise ConfigError(msg)
 
@@ -251,6 +238,14 @@ class FusionState:
         """Number of this rank's requests that are not carried out yet."""
         return len(self._mine)
 
+    def broken(self) -> bytes:
+        """Return the bitmask of a rank that could not carry out an operation."""
+        return BROKEN.to_bytes(self._num_words * WORD_BYTES, "little")
+
+    def all_broken(self, bitmask: bytes) -> bool:
+        """Return whether all ranks could not carry out an operation, by their combined bitmask."""
+        return bool(int.from_bytes(bitmask, "little") & BROKEN)
+
     # One cycle.
 
     def open(self, now_s: float) -> bytes:
@@ -264,7 +259,7 @@ class FusionState:
             quiet = self._proposed is None and not self._inspector.is_due(
                 self._coordinator.waiting(), now_s
             )
-        bitmask = QUIET * quiet | (JOINED if self._joined else WORKING)
+        bitmask = SOUND | QUIET * quiet | (JOINED if self._joined else WORKING)
         hits = self._all if self._joined else self._hits
         valid = self._all & ~self._changed
         bitmask |= (hits | valid << self.options.cache_capacity) << NUM_FLAGS
@@ -272,8 +267,15 @@ class FusionState:
         return bitmask.to_bytes(self._num_words * WORD_BYTES, "little")
 
     def combined(self, bitmask: bytes) -> bool:
-        """Read the bitmask of all ranks; return whether lists are to be exchanged."""
+        """Read the bitmask of all ranks; return whether lists are to be exchanged.
+
+        Raises:
+            CommError: Another rank could not carry out what this one has.
+        """
         number = int.from_bytes(bitmask, "little")
+        if not number & SOUND:
+            msg = "another rank could not carry out an operation that this rank has carried out"
+            raise CommError(msg)
         fields = number >> NUM_FLAGS
         invalid = ~(fields >> self.options.cache_capacity) & self._all
         if invalid:
@@ -296,7 +298,7 @@ class FusionState:
         self._join_notice_due = self._join_notice_due and not joined
         ages = [now_s - mine.since_s for mine in new]
         return msgspec.msgpack.encode(
-            _List([mine.request for mine in new], ages, joined, self._stopping)
+            RankList([mine.request for mine in new], ages, joined, self._stopping)
         )
 
     def answer(self, lists: Sequence[bytes], now_s: float) -> bytes:
@@ -307,7 +309,7 @@ class FusionState:
             raise ConfigError(msg)
         stop = ""
         for rank, data in enumerate(lists):
-            news = _LISTS.decode(data)
+            news = read_list(data)
             for request, age_s in zip(news.requests, news.ages_s, strict=True):
                 table.add(rank, [request], now_s - age_s)
             if news.joined:
@@ -317,7 +319,7 @@ class FusionState:
         last = table.all_joined()
         stalls, fatal = self._inspector.inspect(table.waiting(), table.joined, now_s)
         settings, self._proposed = self._proposed, None
-        decided = _Answer(responses, -1 if last is None else last, stalls, stop or fatal, settings)
+        decided = Answer(responses, -1 if last is None else last, stalls, stop or fatal, settings)
         return msgspec.msgpack.encode(decided)
 
     def conclude(self, answer: bytes | None = None) -> Outcome:
@@ -331,8 +333,14 @@ class FusionState:
         if answer is None and all_work:
             return Outcome(ready.batches)
         cached = [self._cached(position, all_work=all_work) for position in ready.positions]
-        new = _NOTHING if answer is None else _ANSWERS.decode(answer)
-        own = [self._mine.pop(response.name, None) for response in new.responses]
+        new = NOTHING if answer is None else read_answer(answer)
+        behind = {request.name for requests, _ in self._behind for request in requests}
+        refused = {r.name for r in new.responses if r.name in self._refused or r.name in behind}
+        own = [
+            None if response.name in refused else self._mine.pop(response.name, None)
+            for response in new.responses
+        ]
+        self._refused -= refused
         asked = [None if mine is None else mine.request for mine in own]
         self._renegotiate(self._cache.put(new.responses, asked))
         if new.last_joined >= 0:
@@ -342,7 +350,9 @@ class FusionState:
         if new.settings is not None:
             self._threshold_bytes, cycle_time_s = new.settings
             self._plans.clear()
-        return Outcome(planned, new.last_joined, new.stalls, new.stop, cycle_time_s)
+        if refused:
+            self._enter_waiting()
+        return Outcome(planned, new.last_joined, new.stalls, new.stop, refused, cycle_time_s)
 
     @property
     def digest(self) -> int:
@@ -350,6 +360,18 @@ class FusionState:
         return self._cache.digest
 
     # Parts.
+
+    def _enter_waiting(self) -> None:
+        """Enter calls that have waited behind refusals, in their order."""
+        behind, self._behind = self._behind, []
+        for requests, since_s in behind:
+            if any(request.name in self._refused for request in requests):
+                self._behind.append((requests, since_s))
+            elif requests[0].refusal:
+                self._enter_refusal(requests[0], since_s)
+            else:
+                for request in requests:
+                    self._enter(request, since_s)
 
     def _plan(self, bits: int) -> _Planned:
         """Return the batches for these positions; the same ones come back in every step."""

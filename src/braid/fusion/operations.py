@@ -24,7 +24,7 @@ from braid.fusion.entry import Entry, Result, neutral
 from braid.fusion.fusion_buffer import ALIGNMENT, FusionBuffer
 from braid.fusion.request import Request
 
-__all__ = ["Operation", "Operations", "default_operations"]
+__all__ = ["Operation", "Operations", "default_operations", "missing_memory", "needed_bytes"]
 
 
 class Operation(Protocol):
@@ -364,6 +364,34 @@ def default_operations(
         ],
         on_choice,
     )
+
+
+def needed_bytes(batch: Batch) -> int:
+    """Return a limit of the bytes that a rank allocates for a batch; the same on all ranks."""
+    response = batch.responses[0]
+    if not response.rows:
+        return batch.nbytes
+    row_bytes = prod(response.request.shape[1:]) * response.request.itemsize
+    return sum(map(sum, response.rows)) * row_bytes
+
+
+def missing_memory(batch: Batch, rank: int) -> str:
+    """Return why this rank has not the memory for a batch; empty if it has.
+
+    Args:
+        batch: Batch.
+        rank: Group rank.
+    """
+    request, rows = batch.request, batch.responses[0].rows
+    nbytes = needed_bytes(batch)
+    if request.kind == "all_to_all":
+        num_rows = sum(row[rank] for row in rows) + sum(rows[rank])
+        nbytes = num_rows * prod(request.shape[1:]) * request.itemsize
+    try:
+        torch.empty(nbytes, dtype=torch.uint8, device=request.device.partition(":")[0])
+    except (RuntimeError, TypeError, OverflowError, MemoryError):  # the last of ints beyond 64 bits
+        return f"no memory for {nbytes} bytes of {request.name!r}"
+    return ""
 
 
 def runs(requests: Sequence[Request]) -> list[list[int]]:

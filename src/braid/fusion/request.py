@@ -6,7 +6,9 @@ from math import prod
 
 import msgspec
 
-__all__ = ["BATCHED", "JOINABLE", "Request", "Response"]
+from braid.errors import ConfigError
+
+__all__ = ["BATCHED", "JOINABLE", "Request", "Response", "check_sendable"]
 
 BATCHED = frozenset({"all_reduce"})  # kinds that share a message with others of their kind
 # kinds that can go on without a rank that has joined
@@ -36,6 +38,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
             without one. Operations that are carried out together and lie side by side need no
             copies. Places of several flat tensors differ: see `Fusion.reserve`.
         strides: Strides of a tensor with a place that does not lie row by row.
+        refusal: Reason why this rank cannot take part; the operation is then refused on all ranks.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     device: str = "cpu"
     place: int = -1
     strides: tuple[int, ...] = ()
+    refusal: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -75,3 +79,21 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     request: Request
     rows: tuple[tuple[int, ...], ...] = ()
     error: str = ""
+
+
+# made here: msgspec (0.22) crashes where two threads make the first decoder of a type at once
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+
+
+def check_sendable(request: Request) -> None:
+    """Check that the other ranks can read a request.
+
+    Raises:
+        ConfigError: A field has another type than its own, a number of more than 64 bits, or text
+            that cannot be written as UTF-8.
+    """
+    try:
+        _REQUESTS.decode(msgspec.msgpack.encode(request))
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        msg = f"request {request.name!r} cannot be sent to the other ranks: {error}"
+        raise ConfigError(msg) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         mark_cycles: Whether to record each exchange as well.
     """
     current = session()
-    current.timeline = file_path
+    current.timeline = os.fspath(file_path)
     current.whole.engine.start_timeline(mark_cycles=mark_cycles)
 
 

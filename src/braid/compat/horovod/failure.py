@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from braid.errors import CommError, StaleError
+from braid.errors import CommError, ConfigError, StaleError
 
-__all__ = ["HorovodInternalError", "NotInitializedError", "translated"]
+__all__ = ["HorovodInternalError", "NotInitializedError", "UnsupportedError", "translated"]
 
 
 class HorovodInternalError(RuntimeError):
@@ -16,6 +16,10 @@ class HorovodInternalError(RuntimeError):
 
 class NotInitializedError(StaleError, ValueError):
     """There is no session, as `hvd.init()` was not called; Horovod's is a ValueError."""
+
+
+class UnsupportedError(ConfigError, NotImplementedError):
+    """An operation is not defined for an argument; Horovod's is a NotImplementedError."""
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 
 from braid.compat.horovod.failure import translated
@@ -32,7 +33,11 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int] | int) -> None:
-        members = [ranks] if isinstance(ranks, int) else list(ranks)
+        try:
+            members = [operator.index(r) for r in ([ranks] if isinstance(ranks, int) else ranks)]
+        except TypeError as error:
+            msg = f"ranks of a process set must be whole numbers, got {ranks!r}"
+            raise ConfigError(msg) from error
         if not members or len(set(members)) < len(members) or min(members) < 0:
             msg = f"ranks of a process set must be different and at least 0, got {members}"
             raise ConfigError(msg)

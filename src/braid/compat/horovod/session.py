@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,12 +71,15 @@ class Member:
             raise ConfigError(msg)
         return self._engine
 
-    def name(self, kind: str, given: str | None) -> str:
+    def name(self, kind: str, given: Any) -> str:
         """Return a name for an operation: ranks that give none must start them in one order.
 
         Raises:
-            ConfigError: The name cannot be written as UTF-8, and so not be sent.
+            ConfigError: The name is no text, or cannot be written as UTF-8, and so not be sent.
         """
+        if not isinstance(given, str | None):
+            msg = f"name of {kind} must be text or None, got {given!r}"
+            raise ConfigError(msg)
         if given and not given.isascii():
             try:
                 given.encode()
@@ -83,6 +87,10 @@ class Member:
                 msg = f"name {given!r} for {kind} cannot be written as UTF-8: {error}"
                 raise ConfigError(msg) from error
         return f"{kind}.{given}" if given else f"{kind}.noname.{next(self._counts[kind])}"
+
+    def restart_names(self) -> None:
+        """Number operations without a name from 0 again; ranks do so together."""
+        self._counts.clear()
 
 
 class Session:
@@ -191,6 +199,7 @@ class Session:
                 on_tuned=partial(self._on_tuned, number),
                 on_wait=self._submit_collected,
                 on_choice=self._notes,
+                on_joined=partial(self._restart_names, number),
             )
             engine.operations.prefer(AdasumReduce(part, engine.activities))
         self._members[number] = Member(number, ranks, engine)
@@ -201,6 +210,11 @@ class Session:
         for submit in tuple(self.collected):
             self.collected.discard(submit)
             submit()
+
+    def _restart_names(self, number: int) -> None:
+        """Number operations alike again: a rank that has joined has started fewer than others."""
+        if number in self._members:
+            self._members[number].restart_names()
 
     def _on_tuned(self, number: int, tuner: Autotuner) -> None:
         best = tuner.best

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from braid.compat.horovod.failure import UnsupportedError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.torch import operations as under_way
+from braid.compat.horovod.torch.arguments import refused_on_all
 from braid.compat.horovod.torch.compression import Compression, Compressor
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.reductions import Adasum, Average, ReduceOp, Sum, chosen_op
-from braid.errors import ConfigError
 
 __all__ = [
     "allgather",
@@ -63,8 +64,9 @@ def allreduce(
         postscale_factor: Factor after it.
         process_set: Ranks that take part.
     """
-    wanted = chosen_op(op, average)
-    small, ctx = compression.compress(tensor)
+    with refused_on_all("allreduce", name, process_set):
+        wanted = chosen_op(op, average)
+        small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
     y: torch.Tensor = _AllReduce.apply(small, name, wanted, factors, process_set)  # type: ignore[no-untyped-call]
     return compression.decompress(y, ctx)
@@ -80,17 +82,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Reduce in the place of `tensor`, like `allreduce`; cannot be differentiated."""
-    y: torch.Tensor = synchronize(
-        under_way.allreduce_async_(
-            tensor,
-            None,
-            name,
-            chosen_op(op, average),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
+    handle = under_way.allreduce_async_(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
+    y: torch.Tensor = synchronize(handle)
     return y
 
 
@@ -105,8 +100,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors together, like `allreduce`."""
-    wanted = chosen_op(op, average)
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    with refused_on_all("allreduce", name, process_set, grouped=True):
+        wanted = chosen_op(op, average)
+        pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     y = _GroupedAllReduce.apply(name, wanted, factors, process_set, *(x for x, _ in pairs))  # type: ignore[no-untyped-call]
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
@@ -122,17 +118,10 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Reduce several tensors in their places; cannot be differentiated."""
-    y: list[torch.Tensor] = synchronize(
-        under_way.grouped_allreduce_async_(
-            tensors,
-            None,
-            name,
-            chosen_op(op, average),
-            prescale_factor,
-            postscale_factor,
-            process_set,
-        )
+    handle = under_way.grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
+    y: list[torch.Tensor] = synchronize(handle)
     return y
 
 
@@ -148,6 +137,8 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors together, like `allgather`."""
+    with refused_on_all("allgather", name, process_set, grouped=True):
+        tensors = list(tensors)
     return list(_GroupedAllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
 
@@ -198,9 +189,11 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Reduce over the ranks and scatter the rows; see `reducescatter_async`."""
-    small, ctx = compression.compress(tensor)
+    with refused_on_all("reducescatter", name, process_set):
+        wanted = chosen_op(op)
+        small, ctx = compression.compress(tensor)
     factors = (prescale_factor, postscale_factor)
-    (y,) = _ReduceScatter.apply(name, chosen_op(op), factors, process_set, False, small)  # type: ignore[no-untyped-call]
+    (y,) = _ReduceScatter.apply(name, wanted, factors, process_set, False, small)  # type: ignore[no-untyped-call]
     return compression.decompress(y, ctx)
 
 
@@ -214,10 +207,12 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter several tensors together, like `reducescatter`."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
+    with refused_on_all("reducescatter", name, process_set, grouped=True):
+        wanted = chosen_op(op)
+        pairs = [compression.compress(tensor) for tensor in tensors]
     factors = (prescale_factor, postscale_factor)
     y = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
-        name, chosen_op(op), factors, process_set, True, *(x for x, _ in pairs)
+        name, wanted, factors, process_set, True, *(x for x, _ in pairs)
     )
     return [compression.decompress(x, ctx) for x, (_, ctx) in zip(y, pairs, strict=True)]
 
@@ -230,7 +225,7 @@ def _linear(op: ReduceOp) -> None:
         msg = (
             f"{op.name} has no gradient here, only Average, Sum and Adasum have: detach the tensor"
         )
-        raise ConfigError(msg)
+        raise UnsupportedError(msg)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -294,8 +289,9 @@ class _GroupedAllReduce(torch.autograd.Function):
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> Any:
-        ctx.rows, ctx.process_set = (tensor.shape[0] if tensor.dim() else 0), process_set
-        return synchronize(under_way.allgather_async(tensor, name, process_set))
+        y = synchronize(under_way.allgather_async(tensor, name, process_set))
+        ctx.rows, ctx.process_set = tensor.shape[0], process_set
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -306,9 +302,9 @@ class _AllGather(torch.autograd.Function):
 class _GroupedAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
-        ctx.rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        ctx.process_set = process_set
-        return tuple(synchronize(under_way.grouped_allgather_async(tensors, name, process_set)))
+        y = tuple(synchronize(under_way.grouped_allgather_async(tensors, name, process_set)))
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -354,10 +350,9 @@ class _AllToAll(torch.autograd.Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> Any:
-        y = synchronize(under_way.alltoall_async(tensor, splits, name, process_set))
-        if splits is None:
-            size = process_set.size()
-            y = y, torch.full((size,), y.shape[0] // size, dtype=torch.int32)
+        y = synchronize(
+            under_way.exchange_rows(tensor, splits, name, process_set, with_received=True)
+        )
         ctx.received, ctx.process_set = y[1], process_set
         ctx.mark_non_differentiable(y[1])
         return y

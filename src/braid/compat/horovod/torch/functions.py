@@ -11,6 +11,7 @@ import torch
 from braid.comm.tensors.plain_data import decode, encode
 from braid.compat.horovod.failure import HorovodInternalError
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
+from braid.compat.horovod.torch.arguments import refused_on_all
 from braid.compat.horovod.torch.differentiable import allgather, broadcast_
 from braid.compat.horovod.torch.handles import synchronize
 from braid.compat.horovod.torch.operations import broadcast_async_
@@ -42,17 +43,9 @@ def broadcast_parameters(
         ConfigError: A value is no tensor.
         HorovodInternalError: Ranks have other names, or shapes.
     """
-    pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-    named = [(str(name), value) for name, value in pairs if value is not None]
-    wrong = [
-        f"{name!r} ({type(x).__name__})" for name, x in named if not isinstance(x, torch.Tensor)
-    ]
-    if wrong:
-        msg = (
-            "tensors must come by name, as state_dict() and named_parameters() have them, got "
-            f"{', '.join(wrong[:5])}"
-        )
-        raise ConfigError(msg)
+    with refused_on_all("allgather", None, process_set):
+        named = _named(params)
+        _is_root(root_rank, process_set)
     _compare([name for name, _ in named], process_set)
     handles = [
         broadcast_async_(tensor, root_rank, f"parameter.{name}", process_set)
@@ -80,13 +73,9 @@ def broadcast_optimizer_state(
         ConfigError: The optimizer is LBFGS, whose state is not one of parameters.
     """
     del model
-    if isinstance(optimizer, torch.optim.LBFGS):
-        msg = (
-            "LBFGS does not keep its state by parameter: use another optimizer, or broadcast "
-            "what you need by broadcast_object"
-        )
-        raise ConfigError(msg)
-    is_root = process_set.rank() == process_set.member.ranks.index(root_rank)
+    with refused_on_all("broadcast", "object.optimizer.size", process_set):
+        is_root = _is_root(root_rank, process_set)
+        _check_optimizer(optimizer)
     tensors: list[torch.Tensor] = []
     outline = _outline(optimizer.state_dict(), tensors) if is_root else None
     about = [(str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in tensors]
@@ -130,7 +119,8 @@ def broadcast_object(
     allowed = _allowed(allow_pickle)
     member = process_set.member
     base = member.name("object", name)
-    is_root = process_set.rank() == member.ranks.index(root_rank)
+    with refused_on_all("broadcast", f"{base}.size", process_set):
+        is_root = _is_root(root_rank, process_set)
     data, error = _packed(obj, allowed) if is_root else (b"", None)
     size = torch.tensor([len(data) if error is None else -len(data)])
     broadcast_(size, root_rank, f"{base}.size", process_set)
@@ -168,6 +158,57 @@ def allgather_object(
     ]
 
 
+def _named(params: Named) -> list[tuple[str, torch.Tensor]]:
+    """Return tensors by name; None values are left out.
+
+    Raises:
+        ConfigError: A value is no tensor.
+    """
+    try:
+        pairs = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+        named = [(str(name), value) for name, value in pairs if value is not None]
+    except (TypeError, ValueError) as error:
+        msg = f"tensors must come by name, as a state dict or pairs of name and tensor: {error}"
+        raise ConfigError(msg) from error
+    wrong = [
+        f"{name!r} ({type(x).__name__})" for name, x in named if not isinstance(x, torch.Tensor)
+    ]
+    if wrong:
+        msg = (
+            "tensors must come by name, as state_dict() and named_parameters() have them, got "
+            f"{', '.join(wrong[:5])}"
+        )
+        raise ConfigError(msg)
+    return named
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Check that the state of an optimizer is one of parameters.
+
+    Raises:
+        ConfigError: It is that of LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        msg = (
+            "LBFGS does not keep its state by parameter: use another optimizer, or broadcast "
+            "what you need by broadcast_object"
+        )
+        raise ConfigError(msg)
+
+
+def _is_root(root_rank: int, process_set: ProcessSet) -> bool:
+    """Return whether this rank is the root.
+
+    Raises:
+        ConfigError: The root is not in the set.
+    """
+    ranks = process_set.member.ranks
+    if root_rank not in ranks:
+        msg = f"root_rank must be one of the ranks {list(ranks)}, got {root_rank}"
+        raise ConfigError(msg)
+    return process_set.rank() == ranks.index(root_rank)
+
+
 def _allowed(allow_pickle: bool | None) -> bool:
     return os.environ.get(PICKLE_SWITCH) == "1" if allow_pickle is None else allow_pickle
 
@@ -179,6 +220,9 @@ def _packed(obj: Any, allowed: bool) -> tuple[bytes, ConfigError | None]:
     except ConfigError as error:
         why = f"{error}; scripts that cannot say so: set {PICKLE_SWITCH}=1 for all ranks"
         return why.encode(), ConfigError(why)
+    except Exception as error:  # noqa: BLE001 - of pickle and of the object; the others must know
+        why = f"object of type {type(obj).__name__} cannot be sent: {type(error).__name__}: {error}"
+        return why.encode(errors="backslashreplace"), ConfigError(why)
 
 
 def _unpacked(data: torch.Tensor, failed: bool, rank: int, allowed: bool) -> Any:

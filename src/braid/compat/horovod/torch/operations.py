@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from braid.compat.horovod.failure import translated
+from braid.compat.horovod.failure import UnsupportedError, translated
 from braid.compat.horovod.process_sets import ProcessSet, global_process_set
 from braid.compat.horovod.session import Member
+from braid.compat.horovod.torch.arguments import (
+    check_tensor,
+    check_tensors,
+    factor,
+    refused_on_all,
+    splits_of,
+)
 from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
 from braid.errors import ConfigError
@@ -45,18 +52,7 @@ Wanted = tuple[Request, torch.Tensor | None, torch.Tensor | None]
 
 
 def request(name: str, kind: str, tensor: torch.Tensor, **fields: Any) -> Request:
-    """Return the request for a tensor.
-
-    Raises:
-        ConfigError: The tensor does not lie in memory as ordinary tensors do.
-    """
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        what = "quantized" if tensor.is_quantized else str(tensor.layout)
-        msg = (
-            f"tensor {name!r} is a {what} one, which cannot be sent: use "
-            "sparse_allreduce_async, or convert it (to_dense, dequantize)"
-        )
-        raise ConfigError(msg)
+    """Return the request for a tensor that has been checked."""
     return Request(
         name,
         kind,
@@ -96,15 +92,12 @@ def allreduce_async(
         HorovodInternalError: From `synchronize`: ranks pass different shapes, dtypes, reductions or
             factors.
     """
-    return _reduce(
-        [tensor],
-        [torch.empty_like(tensor, requires_grad=False)],
-        name,
-        chosen_op(op, average),
-        (prescale_factor, postscale_factor),
-        process_set,
-        grouped=False,
-    )
+    with refused_on_all("allreduce", name, process_set):
+        check_tensor(tensor)
+        out = torch.empty_like(tensor, requires_grad=False)
+        wanted = chosen_op(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], [out], name, wanted, factors, process_set, grouped=False)
 
 
 def allreduce_async_(
@@ -117,15 +110,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce in the place of `tensor`, like `allreduce_async`."""
-    return _reduce(
-        [tensor],
-        [tensor],
-        name,
-        chosen_op(op, average),
-        (prescale_factor, postscale_factor),
-        process_set,
-        grouped=False,
-    )
+    with refused_on_all("allreduce", name, process_set):
+        wanted = chosen_op(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduce([tensor], [tensor], name, wanted, factors, process_set, grouped=False)
 
 
 def grouped_allreduce_async(
@@ -138,15 +126,12 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce several tensors together, like `allreduce_async`."""
-    return _reduce(
-        tensors,
-        [torch.empty_like(tensor, requires_grad=False) for tensor in tensors],
-        name,
-        chosen_op(op, average),
-        (prescale_factor, postscale_factor),
-        process_set,
-        grouped=True,
-    )
+    with refused_on_all("allreduce", name, process_set, grouped=True):
+        check_tensors(tensors)
+        outs = [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
+        wanted = chosen_op(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, outs, name, wanted, factors, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -159,15 +144,10 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Reduce several tensors in their places, like `grouped_allreduce_async`."""
-    return _reduce(
-        tensors,
-        tensors,
-        name,
-        chosen_op(op, average),
-        (prescale_factor, postscale_factor),
-        process_set,
-        grouped=True,
-    )
+    with refused_on_all("allreduce", name, process_set, grouped=True):
+        wanted = chosen_op(op, average)
+    factors = prescale_factor, postscale_factor
+    return _reduce(tensors, tensors, name, wanted, factors, process_set, grouped=True)
 
 
 def allgather_async(
@@ -199,16 +179,10 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Reduce over the ranks and scatter the rows; the first ranks get one more if needed."""
-    return _each(
-        [tensor],
-        "reduce_scatter",
-        name,
-        process_set,
-        grouped=False,
-        op=_reducing(op, tensor),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with refused_on_all("reducescatter", name, process_set):
+        check_tensor(tensor)
+        fields = _reducing(op, tensor, prescale_factor, postscale_factor)
+    return _each([tensor], "reduce_scatter", name, process_set, grouped=False, **fields)
 
 
 def grouped_reducescatter_async(
@@ -220,16 +194,10 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending:
     """Reduce and scatter several tensors when all ranks have submitted all of them."""
-    return _each(
-        tensors,
-        "reduce_scatter",
-        name,
-        process_set,
-        grouped=True,
-        op=_reducing(op, tensors[0]),
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
+    with refused_on_all("reducescatter", name, process_set, grouped=True):
+        check_tensors(tensors)
+        fields = _reducing(op, tensors[0], prescale_factor, postscale_factor)
+    return _each(tensors, "reduce_scatter", name, process_set, grouped=True, **fields)
 
 
 def broadcast_async(
@@ -246,9 +214,10 @@ def broadcast_async(
         name: Name of the operation; see the module.
         process_set: Ranks that take part; the root is one of them.
     """
-    return _broadcast(
-        tensor, torch.empty_like(tensor, requires_grad=False), root_rank, name, process_set
-    )
+    with refused_on_all("broadcast", name, process_set):
+        check_tensor(tensor)
+        out = torch.empty_like(tensor, requires_grad=False)
+    return _broadcast(tensor, out, root_rank, name, process_set)
 
 
 def broadcast_async_(
@@ -279,26 +248,43 @@ def alltoall_async(
     Returns:
         A handle of (received rows, number of rows from each rank), or of received rows without
         `splits`.
+
+    Raises:
+        ConfigError: `splits` are no whole numbers, are not one for each rank, or do not add up to
+            the rows of `tensor`.
+    """
+    return exchange_rows(tensor, splits, name, process_set, with_received=splits is not None)
+
+
+def exchange_rows(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    with_received: bool,
+) -> Pending:
+    """Start an alltoall; see `alltoall_async`.
+
+    Args:
+        tensor: As there.
+        splits: As there.
+        name: As there.
+        process_set: As there.
+        with_received: Whether the result has the number of rows from each rank.
     """
     member = process_set.member
-    size = len(member.ranks)
-    if splits is None:
-        rows = tensor.shape[0] if tensor.dim() else -1
-        if rows < 0 or rows % size:
-            given_rows = "a scalar" if rows < 0 else f"{rows} rows"
-            msg = f"{size} ranks cannot share {given_rows} equally: pass splits"
-            raise ConfigError(msg)
-        shares: tuple[int, ...] = (rows // size,) * size
-    else:
-        given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
-        shares = tuple(int(share) for share in given)
-    wanted = request(member.name("alltoall", name), "all_to_all", tensor, splits=shares)
-    (handle,) = _submit(member, [(wanted, tensor.detach(), None)])
+    with refused_on_all("alltoall", name, process_set):
+        check_tensor(tensor)
+        shares = splits_of(tensor, splits, len(member.ranks))
+        given = _plain(tensor)
+    wanted = request(member.name("alltoall", name), "all_to_all", given, splits=shares)
+    (handle,) = _submit(member, [(wanted, given, None)])
 
     def finish(results: list[Result]) -> Any:
         (received,) = results
         assert isinstance(received, tuple)
-        return received[0] if splits is None else received
+        return received if with_received else received[0]
 
     return Pending([handle], finish, tensor)
 
@@ -310,11 +296,16 @@ def sparse_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Pending:
     """Sum or average a sparse tensor by gathering indices and values of all ranks."""
-    wanted = chosen_op(op)
-    if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
-        raise ConfigError(msg)
-    whole = tensor.coalesce()
+    with refused_on_all("allgather", f"{name}.indices", process_set):
+        wanted = chosen_op(op)
+        if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+            msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
+            raise UnsupportedError(msg)
+        if getattr(tensor, "layout", None) is not torch.sparse_coo:
+            what = getattr(tensor, "layout", type(tensor).__name__)
+            msg = f"sparse_allreduce_async works on sparse COO tensors, got {what}: use allreduce"
+            raise ConfigError(msg)
+        whole = tensor.coalesce()
     size = len(process_set.member.ranks)
     indices = allgather_async(whole.indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(whole.values(), f"{name}.values", process_set)
@@ -350,18 +341,31 @@ def join(device: int = -1) -> int:
         HorovodInternalError: Another rank has failed or shut down.
     """
     engine = global_process_set.member.engine
+    _check_device(device)
     with translated():
         handle = engine.join(device if device >= 0 else None)
     received: int = Pending([handle], lambda results: results[0]).wait()
     return engine.group.ranks.index(received)
 
 
-def _reducing(op: ReduceOp | None, tensor: torch.Tensor) -> str:
+def _check_device(device: Any) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 1 << 15
+    if not isinstance(device, int) or device >= num_gpus:
+        msg = f"device must be the number of a GPU or -1, got {device!r}"
+        raise ConfigError(msg)
+
+
+def _reducing(op: Any, tensor: torch.Tensor, prescale: Any, postscale: Any) -> dict[str, Any]:
+    """Return the fields of requests for reducescatter."""
     wanted = chosen_op(op)
     if wanted is ReduceOp.ADASUM:
         msg = "reducescatter does not know Adasum: use another reduction"
-        raise ConfigError(msg)
-    return engine_op(wanted, tensor)
+        raise UnsupportedError(msg)
+    return {
+        "op": engine_op(wanted, tensor),
+        "prescale": factor(prescale, "prescale_factor"),
+        "postscale": factor(postscale, "postscale_factor"),
+    }
 
 
 def _reduce(
@@ -375,20 +379,26 @@ def _reduce(
     grouped: bool,
 ) -> Pending:
     member = process_set.member
+    with refused_on_all("allreduce", name, process_set, grouped=grouped):
+        check_tensors(tensors)
+        places = [_places(*pair) for pair in zip(tensors, outs, strict=True)]
+        ops = [engine_op(op, tensor) for tensor in tensors]
+        prescale = factor(factors[0], "prescale_factor")
+        postscale = factor(factors[1], "postscale_factor")
     base = member.name("allreduce", name)
     group = _group(base, tensors, grouped=grouped)
     wanted = []
-    for number, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
+    for number, (tensor, place) in enumerate(zip(tensors, places, strict=True)):
         asked = request(
             f"{base}.{number}" if grouped else base,
             "all_reduce",
             tensor,
-            op=engine_op(op, tensor),
-            prescale=float(factors[0]),
-            postscale=float(factors[1]),
+            op=ops[number],
+            prescale=prescale,
+            postscale=postscale,
             **group,
         )
-        wanted.append((asked, *_places(tensor, out)))
+        wanted.append((asked, *place))
     handles = _submit(member, wanted)
     results = list(outs)
     return Pending(handles, lambda _: results if grouped else results[0], (tensors, outs))
@@ -405,15 +415,14 @@ def _each(
 ) -> Pending:
     """Submit operations whose results have other shapes."""
     member = process_set.member
+    with refused_on_all(kind.replace("_", ""), name, process_set, grouped=grouped):
+        check_tensors(tensors)
+        given = [_plain(tensor) for tensor in tensors]
     base = member.name(kind.replace("_", ""), name)
     fields |= _group(base, tensors, grouped=grouped)
     wanted = [
-        (
-            request(f"{base}.{number}" if grouped else base, kind, tensor, **fields),
-            tensor.detach(),
-            None,
-        )
-        for number, tensor in enumerate(tensors)
+        (request(f"{base}.{number}" if grouped else base, kind, tensor, **fields), tensor, None)
+        for number, tensor in enumerate(given)
     ]
     handles = _submit(member, wanted)
     return Pending(handles, lambda received: received if grouped else received[0], tensors)
@@ -427,12 +436,15 @@ def _broadcast(
     process_set: ProcessSet,
 ) -> Pending:
     member = process_set.member
-    if root_rank not in member.ranks:
-        msg = f"root_rank must be one of the ranks {list(member.ranks)}, got {root_rank}"
-        raise ConfigError(msg)
+    with refused_on_all("broadcast", name, process_set):
+        check_tensor(tensor)
+        if root_rank not in member.ranks:
+            msg = f"root_rank must be one of the ranks {list(member.ranks)}, got {root_rank}"
+            raise ConfigError(msg)
+        places = _places(tensor, out)
     root = member.ranks.index(root_rank)
     wanted = request(member.name("broadcast", name), "broadcast", tensor, root=root)
-    (handle,) = _submit(member, [(wanted, *_places(tensor, out))])
+    (handle,) = _submit(member, [(wanted, *places)])
     return Pending([handle], lambda _: out, (tensor, out))
 
 
@@ -445,7 +457,8 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return the input and the place of the result; one object if they are one, to save a copy.
 
     Raises:
-        ConfigError: Elements of the result would share memory.
+        ConfigError: Elements of the result would share memory, or are conjugated when they are
+            read.
     """
     given = tensor.detach()
     if out is not tensor:
@@ -460,11 +473,19 @@ def _places(tensor: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torc
             "share their memory, so an operation in place cannot use it: pass x.clone()"
         )
         raise ConfigError(msg)
+    if out.is_conj() or out.is_neg():
+        msg = (
+            f"tensor of shape {list(out.shape)} is a conjugated view, so an operation in place "
+            "cannot use it: pass x.resolve_conj().resolve_neg()"
+        )
+        raise ConfigError(msg)
     return given, given
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values: conjugated views hold others."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def _group(base: str, tensors: Tensors, *, grouped: bool) -> dict[str, Any]:
-    if grouped and not tensors:
-        msg = "group of tensors is empty: pass at least one"
-        raise ConfigError(msg)
     return {"group": base, "group_size": len(tensors)} if grouped else {}

@@ -41,6 +41,7 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
+ADASUM_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _NAMES = {
     Average: "avg",
     Sum: "sum",
@@ -85,7 +86,7 @@ def engine_op(op: ReduceOp, tensor: torch.Tensor) -> str:
     Raises:
         ConfigError: The dtype cannot be reduced so.
     """
-    if op is Adasum and not tensor.is_floating_point():
-        msg = f"Adasum needs a tensor of floats, got {tensor.dtype}"
+    if op is Adasum and tensor.dtype not in ADASUM_DTYPES:
+        msg = f"Adasum needs a tensor of floats of 16 bits or more, got {tensor.dtype}"
         raise ConfigError(msg)
     return _NAMES[op]

@@ -1,0 +1,168 @@
+"""Checks of arguments of operations; what is wrong is an error on the caller's rank and the others.
+
+Problem: a rank that raises on its own arguments never starts its operation, and the ranks that
+passed right ones wait for it. Idea: the rank sends the reason in place of the operation, so that
+the other ranks' operation of that name ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from braid.compat.horovod.process_sets import ProcessSet
+from braid.errors import BraidError, ConfigError
+from braid.fusion import Request
+
+__all__ = [
+    "check_tensor",
+    "check_tensors",
+    "factor",
+    "refused_on_all",
+    "splits_of",
+]
+
+LONGEST_REASON = 1000  # characters that travel
+
+
+@contextlib.contextmanager
+def refused_on_all(
+    kind: str, name: str | None, process_set: ProcessSet, *, grouped: bool = False
+) -> Iterator[None]:
+    """Refuse an operation on all ranks of a set if its arguments are refused inside the context.
+
+    Args:
+        kind: Kind of operation, as in its name.
+        name: Name that the caller has passed.
+        process_set: Ranks that take part.
+        grouped: Whether several tensors are passed.
+    """
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(BraidError, AttributeError):  # there may be no such set or name
+            member = process_set.member
+            base = member.name(kind, name)
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, BraidError):
+                reason = str(error)
+            reason = reason[:LONGEST_REASON].encode(errors="backslashreplace").decode()
+            group = {"group": base, "group_size": 1} if grouped else {}
+            asked = Request(f"{base}.0" if grouped else base, kind, refusal=reason, **group)  # type: ignore[arg-type]
+            member.engine.refuse(asked)
+        raise
+
+
+def check_tensor(tensor: Any) -> None:
+    """Check that the memory of a tensor can be sent.
+
+    Raises:
+        ConfigError: It is no tensor, or does not lie in memory as ordinary tensors do.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        msg = f"operations work on tensors, got {type(tensor).__name__}: pass torch.tensor(...)"
+        raise ConfigError(msg)
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        what = "quantized" if tensor.is_quantized else str(tensor.layout)
+        msg = (
+            f"tensor of shape {list(tensor.shape)} is a {what} one, which cannot be sent: use "
+            "sparse_allreduce_async, or convert it (to_dense, dequantize)"
+        )
+        raise ConfigError(msg)
+    if tensor.device.type == "meta":
+        msg = f"tensor of shape {list(tensor.shape)} is on the meta device and has no numbers"
+        raise ConfigError(msg)
+    reach = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((n - 1) * stride for n, stride in reach)
+    nbytes = tensor.untyped_storage().nbytes()
+    if tensor.numel() and (last + 1) * tensor.element_size() > nbytes:
+        msg = (
+            f"tensor of shape {list(tensor.shape)} reaches behind the {nbytes} bytes of its "
+            "memory, which may have been freed"
+        )
+        raise ConfigError(msg)
+
+
+def check_tensors(tensors: Any) -> None:
+    """Check tensors of a grouped operation.
+
+    Raises:
+        ConfigError: There is none, or one of them cannot be sent.
+    """
+    if not isinstance(tensors, list | tuple):
+        msg = f"grouped operations work on a list of tensors, got {type(tensors).__name__}"
+        raise ConfigError(msg)
+    if not tensors:
+        msg = "group of tensors is empty: pass at least one"
+        raise ConfigError(msg)
+    for tensor in tensors:
+        check_tensor(tensor)
+
+
+def factor(value: Any, what: str) -> float:
+    """Return a factor before or after a reduction.
+
+    Raises:
+        ConfigError: It is no number.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors
+        number = math.nan
+    if math.isnan(number):
+        msg = f"{what} must be a number, got {value!r}"
+        raise ConfigError(msg)
+    return number
+
+
+def splits_of(tensor: torch.Tensor, splits: Any, size: int) -> tuple[int, ...]:
+    """Return the number of rows for each of `size` ranks.
+
+    Args:
+        tensor: Tensor whose rows are sent.
+        splits: Numbers that the caller has passed; equal ones when None.
+        size: Number of ranks.
+
+    Raises:
+        ConfigError: The rows cannot be shared so.
+    """
+    rows = tensor.shape[0] if tensor.dim() else -1
+    if splits is None:
+        if rows < 0 or rows % size:
+            given_rows = "a scalar" if rows < 0 else f"{rows} rows"
+            msg = f"{size} ranks cannot share {given_rows} equally: pass splits"
+            raise ConfigError(msg)
+        return (rows // size,) * size
+    if rows < 0:
+        msg = "rows of a scalar cannot be split: pass a tensor with a dim 0"
+        raise ConfigError(msg)
+    shares = _whole_numbers(splits)
+    if len(shares) != size or min(shares) < 0 or sum(shares) != rows:
+        msg = (
+            f"splits must give each of {size} ranks its rows and add up to the {rows} rows of "
+            f"dim 0, got {_short(shares)}, which add up to {sum(shares)}"
+        )
+        raise ConfigError(msg)
+    return shares
+
+
+def _whole_numbers(splits: Any) -> tuple[int, ...]:
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    try:
+        shares = tuple(operator.index(share) for share in given)
+    except TypeError as error:
+        what = type(splits).__name__
+        if isinstance(splits, torch.Tensor):
+            what = f"a tensor of {splits.dtype} and shape {list(splits.shape)}"
+        msg = f"splits must be whole numbers, one for each rank, got {what}"
+        raise ConfigError(msg) from error
+    return shares
+
+
+def _short(shares: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shares[:8]))}{', ...' if len(shares) > 8 else ''}]"

@@ -1,0 +1,71 @@
+"""Options of the engine and of the agreement; the same on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from braid.errors import ConfigError
+from braid.fusion.autotune import TuneOptions
+
+__all__ = ["FusionOptions", "StateOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateOptions:
+    """Options that must be the same on all ranks.
+
+    Attributes:
+        threshold_bytes: Limit of a batch.
+        cache_capacity: Number of responses that are remembered.
+        split_groups: Whether explicit groups share batches with others.
+        stall_check_s: Seconds until the ranks are reported that have not submitted what others
+            have; 0 never reports.
+        stall_shutdown_s: Seconds until everything ends for that; 0 never ends.
+
+    Raises:
+        ConfigError: A number is negative.
+    """
+
+    threshold_bytes: int = 128 << 20
+    cache_capacity: int = 1024
+    split_groups: bool = False
+    stall_check_s: float = 60.0
+    stall_shutdown_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        numbers = {
+            "threshold_bytes": self.threshold_bytes,
+            "cache_capacity": self.cache_capacity,
+            "stall_check_s": self.stall_check_s,
+            "stall_shutdown_s": self.stall_shutdown_s,
+        }
+        for name, number in numbers.items():
+            if not number >= 0:
+                msg = f"{name} must not be negative, got {number!r}"
+                raise ConfigError(msg)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FusionOptions:
+    """Options of an engine; the same on all ranks.
+
+    Attributes:
+        state: Options of the agreement.
+        cycle_time_s: Time for which requests are collected before an exchange, while no thread
+            waits for one.
+        algorithm: Algorithm of all_reduce, see `Group.all_reduce`.
+        autotune: Search for the limit of a batch and the cycle time; fixed when None.
+
+    Raises:
+        ConfigError: A time is negative.
+    """
+
+    state: StateOptions = field(default_factory=StateOptions)
+    cycle_time_s: float = 0.001
+    algorithm: str | None = None
+    autotune: TuneOptions | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cycle_time_s < float("inf"):
+            msg = f"cycle_time_s must not be negative or infinite, got {self.cycle_time_s!r}"
+            raise ConfigError(msg)
