@@ -255,11 +255,9 @@ class _Line:
     def _other_message(self, receipt: Receipt, message: _Message) -> str:
         pages, source = self._pages, self.source
         return (
-            f"expected {pages.text_of(pages.rank, receipt.digest)} from rank "
-            f"{pages.ranks[source]} with tag {receipt.tag}, found "
-            f"that it sent {pages.text_of(source, message.digest)}: make both ends agree on shape "
-            "and dtype, or use another "
-            "tag"
+            f"rank {pages.ranks[source]} sent {pages.text_of(source, message.digest)} with tag "
+            f"{receipt.tag}, and this rank asked for {pages.text_of(pages.rank, receipt.digest)}: "
+            "make both ends agree on shape and dtype, or use another tag"
         )
 
 

@@ -56,7 +56,7 @@ def agree_on_sizes(
     if wrong:
         msg = "\n".join(
             [
-                "expected senders and receivers to agree on sizes, found",
+                "senders and receivers do not agree on sizes:",
                 *wrong,
                 "make what one rank sends as long as what the other receives",
             ]

@@ -276,8 +276,7 @@ class C10dEngine:
         asked = [Asked(rank, text, "") for rank, text in sorted(self._last_asked().items())]
         table = "\n".join(f"  rank {a.rank}  last in {a.text}" for a in asked)
         return CommTimeout(
-            f"expected all ranks in {c.text} within {c.timeout_s:g} s, found no word from ranks "
-            f"{missing}\n{table}"
+            f"{c.text} did not end within {c.timeout_s:g} s: no word from ranks {missing}\n{table}"
         )
 
     def _last_asked(self) -> dict[int, str]:

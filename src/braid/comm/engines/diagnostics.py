@@ -44,7 +44,7 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
     """The message of a MismatchError: rank -> operation, the odd ones marked.
 
     >>> print(mismatch_table([Asked(0, "barrier(x)", ""), Asked(1, "broadcast(x)", "")], step=3))
-    expected every rank to ask for the same operation (step 3 of this channel), found
+    ranks asked for different operations (step 3 of this channel):
       rank 0  barrier(x)
       rank 1  broadcast(x)
     make all ranks call the same collectives, with the same shapes and dtypes, in the same order
@@ -53,9 +53,7 @@ def mismatch_table(answers: Sequence[Asked], *, step: int) -> str:
     usual, count = texts.most_common(1)[0]
     clear = count > len(answers) - count  # with a tie nobody is the odd one
     width = max(len(answer.text or "has not come") for answer in answers)
-    lines = [
-        f"expected every rank to ask for the same operation (step {step} of this channel), found"
-    ]
+    lines = [f"ranks asked for different operations (step {step} of this channel):"]
     for answer in answers:
         where = f"  at {answer.site}" if answer.site else ""
         mark = "   <-- differs" if clear and answer.text != usual else ""
@@ -84,8 +82,8 @@ def timeout_text(
         return _message_timeout(pages, channel, operation, timeout_s, awaited)
     lines = [
         (
-            f"expected all ranks in {operation} within {timeout_s:g} s, found rank "
-            f"{pages.ranks[pages.rank]} waiting for"
+            f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+            "waits for"
         )
     ]
     for member in channel.others:
@@ -109,8 +107,8 @@ def _message_timeout(
 ) -> str:
     lines = [
         (
-            f"expected {operation} to end within {timeout_s:g} s, found rank "
-            f"{pages.ranks[pages.rank]} waiting for"
+            f"{operation} did not end within {timeout_s:g} s: rank {pages.ranks[pages.rank]} still "
+            "waits for"
         )
     ]
     for member in awaited:
