@@ -286,3 +286,33 @@ def sparse() -> Any:
 
 def test_sparse_sums_are_left_to_gloo(pool: ProcessPool, tmp_path: Path) -> None:
     assert run(pool, tmp_path, 2, sparse) == [[2.0, 2.0, 2.0, 0.0]] * 2
+
+
+def _coalesced(dtype: torch.dtype, num_inputs: int) -> list[bool]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def inputs(r: int) -> list[torch.Tensor]:
+        shapes = [(2, 2), (0,), (3,), (4, 1)][:num_inputs]
+        return [torch.full(shape, 10.0 * r + i).to(dtype) for i, shape in enumerate(shapes)]
+
+    per_rank = [[torch.empty_like(x) for x in inputs(rank)] for _ in range(size)]
+    dist.all_gather_coalesced(per_rank, inputs(rank))
+    per_input = [[torch.empty_like(x) for _ in range(size)] for x in inputs(rank)]
+    if num_inputs != size:
+        dist.distributed_c10d._get_default_group().allgather_coalesced(
+            per_input, inputs(rank)
+        ).wait()
+        per_rank += [list(column) for column in zip(*per_input, strict=True)]
+    return [
+        torch.equal(x, exact)
+        for r, outputs in enumerate(per_rank)
+        for x, exact in zip(outputs, inputs(r % size), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("num_inputs", [1, 2, 3, 4])
+def test_gathered_lists_may_be_nested_by_rank_or_by_input(pool, tmp_path, size, num_inputs):
+    for dtype in (torch.float32, torch.complex64):
+        for right in run(pool, tmp_path, size, _coalesced, dtype, num_inputs):
+            assert all(right)

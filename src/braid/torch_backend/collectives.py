@@ -21,6 +21,7 @@ from braid.torch_backend.backward import inside_backward
 from braid.torch_backend.base import BaseProcessGroup, c10d
 from braid.torch_backend.reduce_ops import reduction
 from braid.torch_backend.shapes import (
+    by_input,
     cut,
     divided,
     flat_outputs,
@@ -127,13 +128,12 @@ class Collectives(BaseProcessGroup):
         return self._carry_out(call, flat_outputs(output_lists), opts, several=len(pairs) != 1)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        """Gather several tensors."""
-        # torch turns this one around: one list of outputs per rank for older callers, one per input
-        # for newer
+        """Gather several tensors.
+
+        The outputs are one list per rank, as torch documents; one list per input is taken, too.
+        """
         inputs = tensors_of(inputs)
-        if len(output_lists) != len(inputs) or any(len(o) != self.size() for o in output_lists):
-            output_lists = [list(column) for column in zip(*output_lists, strict=True)]
-        return self.allgather(output_lists, inputs, opts)
+        return self.allgather(by_input(output_lists, inputs, self.size()), inputs, opts)
 
     # torch's argument names
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:  # noqa: A002

@@ -15,6 +15,7 @@ import torch
 from braid.errors import ConfigError
 
 __all__ = [
+    "by_input",
     "cut",
     "divided",
     "flat_outputs",
@@ -104,3 +105,27 @@ def premultiplied(x: torch.Tensor, factor: float | torch.Tensor | None) -> torch
 def flat_outputs(outputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return the tensors in lists of lists, in order."""
     return [x for item in outputs for x in tensors_of(item)]
+
+
+def by_input(output_lists: Any, inputs: Sequence[torch.Tensor], size: int) -> list[list[Any]]:
+    """Return lists of outputs with one list per input, given one per rank or one per input.
+
+    Where both fit (as many inputs as ranks, all of one shape), the lists are one per rank.
+
+    Raises:
+        ConfigError: The lists are neither.
+    """
+    lists = [list(outputs) for outputs in output_lists]
+    columns = [list(column) for column in zip(*lists, strict=False)]
+    is_whole = all(len(outputs) == len(inputs) for outputs in lists)
+    for nested in (columns, lists) if is_whole and len(lists) == size else (lists,):
+        if len(nested) == len(inputs) and all(
+            [x.shape for x in outputs] == [inputs[i].shape] * size
+            for i, outputs in enumerate(nested)
+        ):
+            return nested
+    msg = (
+        f"outputs must be {size} lists (one per rank) of {len(inputs)} tensors with the shapes "
+        f"{[list(x.shape) for x in inputs]}, got {[[list(x.shape) for x in out] for out in lists]}"
+    )
+    raise ConfigError(msg)
