@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from training import (
     PAIRS,
     SMALL,
@@ -477,6 +478,39 @@ def test_parameters_that_are_replaced_after_wrapping_are_named(world):
     assert (
         "replaced or added since the module was wrapped: 'second.weight'" in world(1, _replaces)[0]
     )
+
+
+def _called_with_other_tensors(group: Group) -> tuple[bool, list[Gradients]]:
+    """A forward with tensors of the caller between ordinary ones; its gradients stay the caller's."""
+    net = Net()
+    wrapped = DistributedDataParallel(net, process_group=group)
+    found = []
+    given = {
+        f"module.{name}": (2 * p).detach().requires_grad_() for name, p in net.named_parameters()
+    }
+    for step in range(2):
+        wrapped.zero_grad()
+        loss_of(wrapped(batch(group.rank, step))).backward()
+        found.append(grads(net))
+        loss_of(functional_call(wrapped, given, (batch(group.rank, step),))).backward()
+        assert_same(grads(net), found[-1])
+    alone = copy.deepcopy(net)
+    with torch.no_grad():
+        for param in alone.parameters():
+            param.mul_(2)
+    for step in range(2):
+        loss_of(alone(batch(group.rank, step))).backward()
+    same = zip(given.values(), alone.parameters(), strict=True)
+    return all(torch.equal(a.grad, b.grad) for a, b in same), found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_of_tensors_that_stand_in_for_parameters_are_the_callers(world, size):
+    told = world(size, _called_with_other_tensors)
+    assert [own for own, _ in told] == [True] * size
+    for _, found in told[1:]:
+        for mine, first in zip(found, told[0][1], strict=True):
+            assert_same(mine, first)
 
 
 def _graph_of_gradients(group: Group) -> str:

@@ -211,10 +211,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Run the wrapped module."""
         if self._join is not None and self._join.throws:  # before collectives of the forward
             Join.notify_join_context(self)
-        has_backward = torch.is_grad_enabled()
+        present = self.module.parameters(), self.module.named_parameters()
+        has_backward = torch.is_grad_enabled() and self._snapshot.check(*present)
         if has_backward:
             self._reducer.forward_begins()
-            self._snapshot.check(self.module.parameters(), self.module.named_parameters())
         called = self._replicas[0] if self._replicas else self.module
         outputs = self._precision.call(called, args, kwargs)
         if has_backward:

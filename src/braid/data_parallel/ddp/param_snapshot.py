@@ -3,6 +3,9 @@
 Problem: buckets and hooks belong to tensors of one dtype on one device. `model.half()` keeps the
 parameter and changes what is in it; a parameter that is replaced has no hook, and nobody would ever
 average it. Both are named here, instead of being averaged wrongly.
+
+`torch.func.functional_call` puts tensors in the place of parameters for one forward. Their
+gradients are the caller's own.
 """
 
 from __future__ import annotations
@@ -29,28 +32,32 @@ class ParamSnapshot:
         self._known = {id(param): (param.dtype, param.device) for param in params}
 
     def check(
-        self, params: Iterable[nn.Parameter], names: Iterable[tuple[str, nn.Parameter]]
-    ) -> None:
-        """Check that the parameters are still the same.
+        self, params: Iterable[torch.Tensor], names: Iterable[tuple[str, torch.Tensor]]
+    ) -> bool:
+        """Check that the parameters are still the same, or given for this forward only.
 
         Args:
             params: Present parameters.
             names: Their names, looked at only if something differs.
+
+        Returns:
+            Whether gradients of any of the module's own parameters can follow from this forward.
 
         Raises:
             ConfigError: Some parameters are new, or have been converted or moved.
         """
         known = self._known
         if all(known.get(id(param)) == (param.dtype, param.device) for param in params):
-            return
-        named = list(names)
+            return True
+        everything = list(names)
+        named = [(name, param) for name, param in everything if isinstance(param, nn.Parameter)]
         new = [repr(name) for name, param in named if id(param) not in known]
         if new:
             msg = (
                 "parameters have been replaced or added since the module was wrapped: "
                 f"{first_few(new, separator='; ')}. Load values into parameters (assign=False) "
-                "and add layers before wrapping, or "
-                "wrap again"
+                "and add layers before wrapping, or wrap again; for one forward give "
+                "torch.func.functional_call tensors that are no nn.Parameter"
             )
             raise ConfigError(msg)
         changed = [
@@ -58,6 +65,8 @@ class ParamSnapshot:
             for name, param in named
             if known[id(param)] != (param.dtype, param.device)
         ]
+        if not changed:  # tensors of functional_call stand in for the others
+            return any(param.requires_grad for _, param in named)
         msg = (
             "parameters have been converted or moved since the module was wrapped: "
             f"{first_few(changed, separator='; ')}. Convert and move the module before wrapping "
