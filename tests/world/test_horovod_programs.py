@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from horovod_jobs import horovod
+from horovod_jobs import horovod, said
+from torch import nn
+from training import Net, assert_same, batch, linear, loss_of, values
 
 import braid.compat.horovod.torch as hvd
 from braid.comm import Group
@@ -40,3 +46,194 @@ def test_gradients_of_alltoall_go_back_to_the_rows_that_were_sent(procs, size: i
     for splits, grad in zip(_rows(size, how), procs(size, _sent_back, how), strict=True):
         weights = torch.arange(1.0, size + 1).repeat_interleave(torch.tensor(splits))
         assert torch.equal(grad, weights[:, None].expand(-1, 2))
+
+
+# Sparse tensors and gradients.
+
+
+def _called(group: Group) -> list[Any]:
+    with horovod(group):
+        rank = hvd.rank()
+        t = torch.sparse_coo_tensor([[0, rank]], torch.tensor([2.0, 4.0]), (5,)).coalesce()
+        handle = hvd.sparse_allreduce_async(t, op=hvd.Average, name="t")
+        dense = (handle().to_dense() * hvd.size()).round().tolist()
+        wrong = said(lambda: hvd.sparse_allreduce_async(torch.ones(2), "t", hvd.Sum))
+        other = torch.sparse_coo_tensor([[0]], [1.0], (5 + rank,), check_invariants=True)
+        shapes = said(hvd.sparse_allreduce_async(other.coalesce(), "s", hvd.Sum))
+        return [dense, wrong.partition(",")[0], "shape [5]" in shapes]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_handle_of_a_sparse_reduction_can_be_called(procs, size: int):
+    total = [2.0 * size, *[0.0] * 4]
+    for rank in range(size):
+        total[rank] += 4.0
+    refused = "ConfigError: sparse_allreduce_async works on sparse COO tensors"
+    for found in procs(size, _called):
+        assert found == [total, refused, True]
+
+
+def _table(group: Group, kind: str, seldom: bool) -> list[Any]:
+    """Train an embedding of which each rank uses some rows, or none at all in some steps."""
+    with horovod(group):
+        table = nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2))
+        make = {"adam": torch.optim.SparseAdam, "sgd": torch.optim.SGD}[kind]
+        optimizer = make(list(table.parameters()), lr=0.25)
+        hvd.DistributedOptimizer(optimizer, named_parameters=table.named_parameters())
+        kinds = []
+        for step in range(4):
+            if not (seldom and (step == 0 or (hvd.rank() + step) % 2)):
+                table(torch.tensor([hvd.rank() % 4, step])).sum().backward()
+            optimizer.step()
+            assert table.weight.grad is not None
+            kinds.append(table.weight.grad.is_sparse)
+            optimizer.zero_grad()
+        return [kinds, table.weight.detach().clone()]
+
+
+def _table_of_one(size: int, kind: str, seldom: bool) -> torch.Tensor:
+    table = nn.Embedding(4, 2, sparse=True, _weight=torch.ones(4, 2))
+    make = {"adam": torch.optim.SparseAdam, "sgd": torch.optim.SGD}[kind]
+    optimizer = make(list(table.parameters()), lr=0.25)
+    for step in range(4):
+        table.weight.grad = torch.zeros(4, 2).to_sparse(1)
+        for rank in range(size):
+            if not (seldom and (step == 0 or (rank + step) % 2)):
+                (table(torch.tensor([rank % 4, step])).sum() / size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return table.weight.detach()
+
+
+@pytest.mark.parametrize("seldom", [False, True])
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sparse_gradients_stay_sparse_also_on_ranks_that_have_none(
+    procs, size: int, kind: str, seldom: bool
+):
+    expected = _table_of_one(size, kind, seldom)
+    for kinds, weights in procs(size, _table, kind, seldom):
+        assert all(kinds[seldom and kind == "sgd" :]), kinds  # nobody knows before the first
+        assert torch.allclose(weights, expected, atol=1e-6)
+
+
+def _made_dense(group: Group) -> bool:
+    with horovod(group):
+        table = nn.Embedding(4, 2, sparse=True)
+        optimizer = torch.optim.Adam(table.parameters())
+        hvd.DistributedOptimizer(optimizer, table.named_parameters(), sparse_as_dense=True)
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        optimizer.step()
+        assert table.weight.grad is not None
+        return table.weight.grad.is_sparse
+
+
+def test_sparse_as_dense_makes_them_dense(procs):
+    assert procs(2, _made_dense) == [False, False]
+
+
+# Optimizers.
+
+
+def _state(group: Group, kind: str) -> list[Any]:
+    with horovod(group):
+        net = Net()
+        net.first.weight.requires_grad_(False)
+        if kind == "sgd":
+            optimizer: Any = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), 0.1, amsgrad=True)
+        hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+        if hvd.rank() == 0:  # some parameters have state here, the others' ranks have none
+            net.second.weight.grad = torch.ones_like(net.second.weight)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if kind == "sgd":
+                optimizer.state[net.third.weight]["momentum_buffer"] = None
+            optimizer.zero_grad()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        loss_of(net(batch(hvd.rank(), 0))).backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        return [
+            values(net),
+            {(key, name): str(v) for key, each in state.items() for name, v in each.items()},
+        ]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_optimizer_state_of_frozen_parameters_and_none_inside_of_it_arrive(
+    procs, size: int, kind: str
+):
+    (first, state), *others = procs(size, _state, kind)
+    for params, same in others:
+        assert_same(params, first)
+        assert same == state
+
+
+def _read(group: Group) -> list[Any]:
+    with horovod(group):
+        found = []
+        for op in (hvd.Average, hvd.Adasum):
+            net = linear(2, 2)
+            optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
+            hvd.DistributedOptimizer(optimizer, net.named_parameters(), op=op)
+            found.append([optimizer._parameter_names[p] for p in net.parameters()])
+            found.append((optimizer.op, optimizer.process_set == hvd.global_process_set))
+        net = linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        hvd.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+        found.append((optimizer.backward_passes_per_step, optimizer._parameter_names[net.weight]))
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+        optimizer.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told = "optimizer.step() called without optimizer.skip_synchronize()"
+        return [*found, [told in str(each.message) for each in caught]]
+
+
+def test_programs_read_what_the_optimizer_does_and_filter_its_warning(procs):
+    names = ["weight", "bias"]
+    expected = [names, (hvd.Average, True), names, (hvd.Adasum, True), (2, "noname.0.0"), [True]]
+    assert procs(2, _read) == [expected, expected]
+
+
+# Refused arguments have Horovod's types.
+
+
+def _refused(group: Group) -> list[list[str]]:
+    x = torch.ones(2, 2, requires_grad=True)
+    sparse = torch.eye(2).to_sparse()
+    with horovod(group):
+        calls: list[tuple[Callable[[], Any], type[Exception]]] = [
+            (lambda: hvd.reducescatter(x, op=hvd.Adasum), NotImplementedError),
+            (lambda: hvd.allreduce(x, op=hvd.Max).sum().backward(), NotImplementedError),
+            (lambda: hvd.sparse_allreduce_async(sparse, "s", hvd.Max), NotImplementedError),
+            (lambda: hvd.allreduce(x, op=hvd.Sum, average=True), ValueError),
+            (lambda: hvd.alltoall(x, splits=[5, 5]), ValueError),
+            (lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS([x]), 0), ValueError),
+            (
+                lambda: hvd.DistributedOptimizer(torch.optim.SGD([x]), [("a", x), ("a", x)]),
+                ValueError,
+            ),
+            (lambda: hvd.allreduce(torch.ones(1 + group.rank)), hvd.HorovodInternalError),
+        ]
+        return [[said(call), kind.__name__] for call, kind in calls if not _raises(call, kind)]
+
+
+def _raises(call: Callable[[], Any], kind: type[Exception]) -> bool:
+    try:
+        call()
+    except kind:
+        return True
+    except (RuntimeError, ValueError):
+        return False
+    return False
+
+
+def test_refused_arguments_raise_what_programs_catch(procs):
+    assert procs(2, _refused) == [[], []]

@@ -34,6 +34,10 @@ class AdasumSteps:
         compression: Format in which changes travel.
         passes: Backwards before each step; without effect, since gradients stay local.
         process_set: Ranks that take part.
+
+    Attributes:
+        names: Names of the optimizer's parameters.
+        process_set: Ranks that take part.
     """
 
     def __init__(
@@ -46,16 +50,16 @@ class AdasumSteps:
         if passes < 1:
             msg = f"backward_passes_per_step must be at least 1, got {passes}"
             raise ConfigError(msg)
-        self._names = names
+        self.names = names
         self._compression = compression
-        self._set = process_set
+        self.process_set = process_set
 
     def run(self, step: Callable[[], Any]) -> None:
         """Take a step on all ranks together."""
-        if not self._set.included():
+        if not self.process_set.included():
             step()
             return
-        required = [param for param in self._names if param.requires_grad]
+        required = [param for param in self.names if param.requires_grad]
         with torch.no_grad():
             before = [param.detach().clone() for param in required]
         step()
@@ -63,8 +67,8 @@ class AdasumSteps:
             pending = []
             for param, old in zip(required, before, strict=True):
                 small, ctx = self._compression.compress(param.detach() - old)
-                name = f"change.{self._names[param]}"
-                handle = allreduce_async_(small, None, name, Adasum, process_set=self._set)
+                name = f"change.{self.names[param]}"
+                handle = allreduce_async_(small, None, name, Adasum, process_set=self.process_set)
                 pending.append((handle, ctx))
             for param, old, (handle, ctx) in zip(required, before, pending, strict=True):
                 change = self._compression.decompress(synchronize(handle), ctx)

@@ -24,7 +24,7 @@ from braid.compat.horovod.torch.handles import Pending, synchronize
 from braid.compat.horovod.torch.operations import request, sparse_allreduce_async
 from braid.compat.horovod.torch.reductions import ReduceOp, engine_op
 from braid.compat.horovod.torch.shared_grads import SharedGrad, SharedGrads
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.fusion import Fusion, Request
 from braid.fusion.streams import mark, wait_for_points
 from braid.params import GradientHooks, ParamTable
@@ -37,6 +37,7 @@ TOO_EARLY = (
     "zero_grad() was called between backward and step, while gradients are under way: call it "
     "before backward, or after step() or synchronize()"
 )
+IS_SPARSE = "the gradient is sparse on this rank"
 Points = dict[nn.Parameter, torch.cuda.Event | None]  # see `mark`
 
 
@@ -51,8 +52,16 @@ class GradientReduction(GradientListener):
         groups: Parameters whose gradients are reduced together.
         sparse_as_dense: Make sparse gradients dense.
         process_set: Ranks that take part.
+        only_sparse: Whether the optimizer takes sparse gradients alone.
+
+    Whether the gradients of a parameter are sparse shows with the first. A rank without one guesses
+    that they are dense; ranks with a sparse one refuse that, and the rank starts a sparse one, too.
 
     Attributes:
+        names: Names of the parameters.
+        passes: Number of backwards before gradients are reduced.
+        op: Average or Sum.
+        process_set: Ranks that take part.
         under_way: Handle, index in the handle and context of the compression, by parameter.
         is_synchronized: Whether gradients have been waited for since the last step.
         synchronizes: False inside of `skip_synchronize()`.
@@ -68,17 +77,20 @@ class GradientReduction(GradientListener):
         groups: Sequence[Sequence[nn.Parameter]],
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        only_sparse: bool = False,
     ) -> None:
-        self._names = names
+        self.names = names
+        self._sparse = set(names if only_sparse and not sparse_as_dense else ())  # on all ranks
+        self._dense: set[nn.Parameter] = set()  # by a gradient of this rank
         self._compression = compression
-        self._op = op
+        self.op = op
         self._factors = (1.0 / predivide, predivide)
         self._sparse_as_dense = sparse_as_dense
-        self._set = process_set
+        self.process_set = process_set
         self._groups = {param: tuple(group) for group in groups for param in group}
-        self._passes = 1
+        self.passes = 1
         self._left: dict[nn.Parameter, int] = {}
-        self._nothing: dict[nn.Parameter, torch.Tensor] = {}  # of parameters with sparse gradients
+        self._guessed: set[nn.Parameter] = set()  # under way as dense ones
         self._ready: Points = {}  # of groups that are not complete
         self.under_way: dict[nn.Parameter, tuple[Pending, int, Any]] = {}
         self.is_synchronized = False
@@ -95,7 +107,7 @@ class GradientReduction(GradientListener):
             self._hooks.attach(p for p, r in enumerate(self._records) if r.param.requires_grad)
 
     def _required(self) -> list[nn.Parameter]:
-        return [param for param in self._names if param.requires_grad]
+        return [param for param in self.names if param.requires_grad]
 
     def _use_engine(self, engine: Fusion) -> None:
         """Allocate gradients for this engine: hvd.init() after hvd.shutdown() makes another one."""
@@ -109,8 +121,8 @@ class GradientReduction(GradientListener):
         if passes < 1:
             msg = f"backward_passes_per_step must be at least 1, got {passes}"
             raise ConfigError(msg)
-        self._passes = passes
-        self._left = dict.fromkeys(self._names, passes)
+        self.passes = passes
+        self._left = dict.fromkeys(self.names, passes)
 
     def on_gradient(self, position: int, /) -> None:
         """Count a gradient that a backward has accumulated, in any of autograd's threads."""
@@ -118,12 +130,14 @@ class GradientReduction(GradientListener):
         with self._lock:
             if self._left[param] <= 0:
                 msg = (
-                    f"{self._names[param]!r} got a gradient in more than {self._passes} backward "
+                    f"{self.names[param]!r} got a gradient in more than {self.passes} backward "
                     "before step(): raise backward_passes_per_step, or call step() or "
                     "synchronize() between"
                 )
                 raise AssertionError(msg)
             self._left[param] -= 1
+            if param.grad is not None and not param.grad.is_sparse:
+                self._dense.add(param)
             if self._left[param] == 0:
                 self._mark_ready(param)
 
@@ -139,14 +153,19 @@ class GradientReduction(GradientListener):
             for member in required:
                 self._gradient(member)
             points = {member: ready[member] for member in required}
-            self._send(points, f"gradients.{self._names[group[0]]}")
+            self._send(points, f"gradients.{self.names[group[0]]}")
 
     def _submit(self, param: nn.Parameter) -> None:
+        is_missing = param.grad is None
         grad = self._gradient(param)
         if grad.is_sparse:
-            name = f"gradient.{self._names[param]}"
-            handle = sparse_allreduce_async(grad, name, self._op, self._set)
-            self.under_way[param] = handle, -1, None
+            if param not in self._sparse:
+                self._refuse_dense(param)
+            self._submit_sparse(param, grad)
+            return
+        if is_missing and not (self._sparse_as_dense or param in self._dense):
+            self._send({param: mark(grad)})  # alone, since the others may refuse it
+            self._guessed.add(param)
             return
         if not self._collected:
             session().collected.add(self.flush)
@@ -154,6 +173,31 @@ class GradientReduction(GradientListener):
         self._nbytes += grad.nbytes
         if self._nbytes >= COLLECTED_BYTES:
             self.flush()
+
+    def _submit_sparse(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        name = f"gradient.{self.names[param]}"
+        handle = sparse_allreduce_async(grad, name, self.op, self.process_set)
+        self.under_way[param] = handle, -1, None
+        self._sparse.add(param)
+
+    def _refuse_dense(self, param: nn.Parameter) -> None:
+        """Tell ranks that have no gradient of a parameter yet that it is sparse."""
+        name = f"gradient.{self.names[param]}"
+        with translated():
+            self.process_set.member.engine.refuse(Request(name, "all_reduce", refusal=IS_SPARSE))
+
+    def _finish_guesses(self) -> None:
+        """Start sparse reductions of parameters whose gradients are sparse on other ranks."""
+        guessed, self._guessed = self._guessed, set()
+        for param in guessed:
+            handle, _, _ = self.under_way[param]
+            try:
+                handle.parts[0].wait()
+            except CommError as error:
+                if IS_SPARSE not in str(error):
+                    raise
+                param.grad = _empty_sparse(param)
+                self._submit_sparse(param, param.grad)
 
     def flush(self) -> None:
         """Submit collected gradients: once for many small ones wakes the engine's thread once."""
@@ -170,7 +214,7 @@ class GradientReduction(GradientListener):
         Hooks of one backward may run on several streams.
         """
         wait_for_points(points.values(), [param.grad for param in points])
-        engine = self._set.member.engine
+        engine = self.process_set.member.engine
         self._use_engine(engine)
         packed = [self._packed(param) for param in points]
         tensors = [shared.tensor for shared, _ in packed]
@@ -194,10 +238,10 @@ class GradientReduction(GradientListener):
         known = self._requests.get(param)
         if known is None or known[0] != key:
             new = request(
-                f"gradient.{self._names[param]}",
+                f"gradient.{self.names[param]}",
                 "all_reduce",
                 x,
-                op=engine_op(self._op, x),
+                op=engine_op(self.op, x),
                 prescale=self._factors[0],
                 postscale=self._factors[1],
                 place=shared.place,
@@ -219,10 +263,8 @@ class GradientReduction(GradientListener):
     def _gradient(self, param: nn.Parameter) -> torch.Tensor:
         grad = param.grad
         if grad is None:  # others may have one
-            nothing = self._nothing.get(param)
-            grad = param.grad = torch.zeros_like(param if nothing is None else nothing)
-        elif grad.is_sparse and param not in self._nothing:
-            self._nothing[param] = torch.zeros_like(grad)
+            is_sparse = param in self._sparse
+            grad = param.grad = _empty_sparse(param) if is_sparse else torch.zeros_like(param)
         if grad.is_sparse and (self._sparse_as_dense or param in self._groups):
             grad = param.grad = grad.to_dense()
         return grad
@@ -235,7 +277,7 @@ class GradientReduction(GradientListener):
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all gradients; `.grad` then holds the results."""
-        if not self._set.included():
+        if not self.process_set.included():
             return
         try:
             with self._lock:
@@ -252,10 +294,13 @@ class GradientReduction(GradientListener):
             self.under_way.clear()
             self._collected.clear()
             self._ready.clear()
-            self._left = dict.fromkeys(self._names, self._passes)
+            self._guessed.clear()
+            self._left = dict.fromkeys(self.names, self.passes)
         self.is_synchronized = True
 
     def _wait(self) -> None:
+        with translated():
+            self._finish_guesses()
         results: dict[int, Any] = {}
         for param, (handle, index, ctx) in self.under_way.items():
             if id(handle) not in results:
@@ -282,3 +327,11 @@ class GradientReduction(GradientListener):
             return loss
 
         return reduced
+
+
+def _empty_sparse(param: nn.Parameter) -> torch.Tensor:
+    """Return a sparse gradient without rows."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=param.device)
+    return torch.sparse_coo_tensor(
+        indices, param.new_empty(0, *param.shape[1:]), param.shape, check_invariants=False
+    )

@@ -9,7 +9,7 @@ from braid.compat.horovod.failure import HorovodInternalError, translated
 from braid.errors import ConfigError
 from braid.fusion import Handle, Result
 
-__all__ = ["HorovodInternalError", "Pending", "poll", "synchronize"]
+__all__ = ["HorovodInternalError", "Pending", "PendingSparse", "poll", "synchronize"]
 
 
 class Pending:
@@ -59,6 +59,14 @@ class Pending:
 
     def __repr__(self) -> str:
         return f"Pending({', '.join(part.name for part in self.parts)})"
+
+
+class PendingSparse(Pending):
+    """Sparse reduction under way; calling the handle waits for the sparse tensor, as in Horovod."""
+
+    def __call__(self) -> Any:
+        """Block until the reduction is done; return the sparse tensor, see `Pending.wait`."""
+        return self.wait()
 
 
 def poll(handle: Pending) -> bool:

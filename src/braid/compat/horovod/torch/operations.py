@@ -25,7 +25,7 @@ from braid.compat.horovod.torch.arguments import (
     refused_on_all,
     splits_of,
 )
-from braid.compat.horovod.torch.handles import Pending, synchronize
+from braid.compat.horovod.torch.handles import Pending, PendingSparse, synchronize
 from braid.compat.horovod.torch.reductions import ReduceOp, chosen_op, engine_op
 from braid.errors import ConfigError
 from braid.fusion import Handle, Request, Result
@@ -264,15 +264,7 @@ def exchange_rows(
     *,
     with_received: bool,
 ) -> Pending:
-    """Start an alltoall; see `alltoall_async`.
-
-    Args:
-        tensor: As there.
-        splits: As there.
-        name: As there.
-        process_set: As there.
-        with_received: Whether the result has the number of rows from each rank.
-    """
+    """Start an alltoall; `with_received`: with the number of rows from each rank in the result."""
     member = process_set.member
     with refused_on_all("alltoall", name, process_set):
         check_tensor(tensor)
@@ -294,28 +286,41 @@ def sparse_allreduce_async(
     name: str,
     op: ReduceOp,
     process_set: ProcessSet = global_process_set,
-) -> Pending:
-    """Sum or average a sparse tensor by gathering indices and values of all ranks."""
-    with refused_on_all("allgather", f"{name}.indices", process_set):
+) -> PendingSparse:
+    """Sum or average a sparse tensor by gathering indices and values of all ranks.
+
+    Returns:
+        A handle that `synchronize` takes, and that can be called: both return the sparse tensor.
+
+    Raises:
+        ConfigError: The tensor is not sparse, or `op` is another one.
+    """
+    parts = f"{name}.indices", f"{name}.values"
+    with (
+        refused_on_all("allgather", parts[0], process_set),
+        refused_on_all("allgather", parts[1], process_set),
+    ):
         wanted = chosen_op(op)
         if wanted not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
             msg = f"op of a sparse tensor must be Average or Sum, got {wanted.name}"
             raise UnsupportedError(msg)
-        if getattr(tensor, "layout", None) is not torch.sparse_coo:
-            what = getattr(tensor, "layout", type(tensor).__name__)
+        what = getattr(tensor, "layout", type(tensor).__name__)
+        if what is not torch.sparse_coo:
             msg = f"sparse_allreduce_async works on sparse COO tensors, got {what}: use allreduce"
             raise ConfigError(msg)
         whole = tensor.coalesce()
     size = len(process_set.member.ranks)
-    indices = allgather_async(whole.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(whole.values(), f"{name}.values", process_set)
+    rows = whole.indices().t().contiguous()
+    shape = f"shape {list(tensor.shape)}"  # without it, indices might lie outside on another rank
+    indices = _each([rows], "all_gather", parts[0], process_set, grouped=False, text=shape)
+    values = allgather_async(whole.values(), parts[1], process_set)
 
     def finish(_: list[Result]) -> torch.Tensor:
-        where, what = synchronize(indices).t(), synchronize(values)
-        what = what / size if wanted is ReduceOp.AVERAGE else what
-        return torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
+        where, rows = synchronize(indices).t(), synchronize(values)
+        rows = rows / size if wanted is ReduceOp.AVERAGE else rows
+        return torch.sparse_coo_tensor(where, rows, tensor.shape, check_invariants=False).coalesce()
 
-    return Pending([*indices.parts, *values.parts], finish, tensor)
+    return PendingSparse([*indices.parts, *values.parts], finish, tensor)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -27,6 +27,12 @@ from braid.params.optimizer_in_place import ChangedOptimizer, change_in_place
 
 __all__ = ["DistributedOptimizer"]
 
+# Horovod's words, by which programs filter warnings
+SYNCHRONIZED_TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after "
+    "optimizer.synchronize(): gradients are reduced once more. Call it inside of `with "
+    "optimizer.skip_synchronize():`"
+)
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -88,6 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups=named_groups(names, groups),
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
+        only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
     )
     reduction.set_passes(backward_passes_per_step)
     change_in_place(optimizer, _Methods, _reduction=reduction, **attributes)
@@ -114,6 +121,26 @@ class _Methods(ChangedOptimizer):
     _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
     _warned = False
 
+    @property
+    def _parameter_names(self) -> dict[nn.Parameter, str]:
+        """Name of each parameter; programs written for Horovod read it."""
+        return dict(self._reduction.names)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Number of backwards before gradients are reduced."""
+        return self._reduction.passes
+
+    @property
+    def op(self) -> ReduceOp:
+        """Reduction of the gradients."""
+        return self._reduction.op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """Ranks that take part."""
+        return self._reduction.process_set
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Wait for gradients, then take the optimizer's own step.
 
@@ -125,8 +152,7 @@ class _Methods(ChangedOptimizer):
             if reduction.is_synchronized and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "step() after synchronize() reduces gradients once more: call it inside of "
-                    "`with optimizer.skip_synchronize():`",
+                    SYNCHRONIZED_TWICE,
                     UserWarning,
                     stacklevel=2,
                 )
@@ -171,6 +197,21 @@ class _AdasumMethods(ChangedOptimizer):
 
     _steps: AdasumSteps
     _inner: Callable[..., Any] | None = None  # in place of the step of the optimizer's class
+
+    @property
+    def _parameter_names(self) -> dict[nn.Parameter, str]:
+        """Name of each parameter; programs written for Horovod read it."""
+        return dict(self._steps.names)
+
+    @property
+    def op(self) -> ReduceOp:
+        """Reduction of what steps change."""
+        return Adasum
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """Ranks that take part."""
+        return self._steps.process_set
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take the optimizer's own step, and combine its changes over the ranks."""
