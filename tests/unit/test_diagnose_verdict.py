@@ -113,6 +113,9 @@ def test_a_rank_that_exits_without_leaving_its_groups_is_the_cause_of_failures_w
     assert verdict(gone, caught) == ("left", [1], True)
     assert verdict(gone, raised(0, "ValueError: x", at=2)) == ("exception", [0], True)
     assert verdict(gone, exited(0, 0, at=2)) == ("finished", [], True)
+    ended = exited(1, 0, at=1, unclosed=True, asked_to_stop=True)
+    lost = raised(0, "PeerLostError: rank 1 left", at=2)
+    assert verdict(ended, lost, stopped_by="interrupted") == ("interrupted", [], True)
 
 
 def test_abort_after_a_reset_connection_is_a_symptom():

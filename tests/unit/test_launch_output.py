@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 from pathlib import Path
 
 import pytest
@@ -216,3 +218,38 @@ def test_a_closed_pipe_does_not_end_the_console():
         terminal.line(0, 1, b"x")
         terminal.line(0, 2, b"y")
     assert err.getvalue() == "y\n"
+
+
+def test_a_terminal_that_stands_still_holds_up_neither_a_file_nor_the_ranks(tmp_path: Path):
+    reader, writer = os.openpty()
+    err = os.fdopen(writer, "w")  # nobody reads this terminal
+    with (tmp_path / "out").open("w") as out:
+        console = TerminalConsole(out, err, prefixed=True)
+        for number in range(60_000):
+            console.line(0, 2, b"a line on the terminal, which is some sixty characters long")
+            console.line(0, 1, b"%d" % number)
+        console._writers[1].close()
+        assert (tmp_path / "out").read_text().count("\n") == 60_000
+        assert console._writers[2].num_lost > 0
+        os.close(reader)  # the end of the terminal
+        console.close()
+    with contextlib.suppress(OSError):
+        err.close()
+
+
+def test_characters_that_the_stream_cannot_encode_are_escaped(tmp_path: Path):
+    with (
+        (tmp_path / "out").open("w", encoding="ascii") as out,
+        TerminalConsole(out, io.StringIO(), prefixed=True) as console,
+    ):
+        console.line(0, 1, "h\u00e9llo".encode())
+    assert (tmp_path / "out").read_text() == "[rank 0] h\\xe9llo\n"
+
+
+def test_lines_of_both_streams_keep_their_order_on_one_place(tmp_path: Path):
+    path = tmp_path / "both"
+    with path.open("a") as out, path.open("a") as err:
+        with TerminalConsole(out, err, prefixed=True) as console:
+            for number in range(100):
+                console.line(0, 1 + number // 3 % 2, b"%d" % number)
+    assert path.read_text().split("\n")[:-1] == [f"[rank 0] {number}" for number in range(100)]

@@ -194,7 +194,9 @@ def judge(ends: Iterable[RankEnd], *, stopped_by: str = "") -> Verdict:
     if all(end.error is None and end.signal is None for end in causes):
         failed_ns = [end.ended_ns for end in (*causes, *doubtful, *symptoms)]
         causes += [
-            end for end in by_rank if end.unclosed and end.ended_ns <= max(failed_ns, default=-1)
+            end
+            for end in by_rank
+            if _left_unclosed(end) and end.ended_ns <= max(failed_ns, default=-1)
         ]
     if causes:
         first = min(causes, key=lambda end: end.ended_ns)
@@ -290,6 +292,11 @@ def _left_early(end: RankEnd, named: set[int], symptoms: Sequence[RankEnd]) -> b
         return False
     accusers = [s for s in symptoms if end.rank in s.names]
     return any(s.ended_ns >= end.ended_ns or "has already left" in str(s.error) for s in accusers)
+
+
+def _left_unclosed(end: RankEnd) -> bool:
+    """Whether a rank exited by itself without leaving the groups that it had joined."""
+    return end.unclosed and not end.asked_to_stop
 
 
 def _suspect(by_rank: list[RankEnd], symptoms: list[RankEnd], named: set[int]) -> RankEnd:

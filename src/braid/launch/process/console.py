@@ -1,6 +1,6 @@
 """Consoles for rank output: the user's terminal, and a list in memory.
 
-A thread of its own writes to the terminal, so that a terminal that nobody reads blocks no rank. A
+A thread of its own writes to each place, so that a terminal that nobody reads blocks no rank. A
 regular file takes every line: the launcher waits for it. A pipe has a long queue.
 Lines of several ranks are prefixed with `[rank 1]`, in colour on a terminal. `NO_COLOR` and
 `TERM=dumb` are honoured (through rich).
@@ -9,9 +9,9 @@ Lines of several ranks are prefixed with `[rank 1]`, in colour on a terminal. `N
 from __future__ import annotations
 
 import os
-import queue
 import stat
 import threading
+from collections import deque
 from typing import TextIO
 
 from rich.color import ColorSystem
@@ -20,8 +20,8 @@ from rich.style import Style
 
 __all__ = ["QuietConsole", "TerminalConsole"]
 
-MAX_WAITING = 20_000  # lines, some 2 MB, queued while nobody reads the terminal
-MAX_WAITING_PIPE = 1_000_000  # lines, some 100 MB, queued for a reader that is slow
+MAX_WAITING_BYTES = 2 << 20  # characters that are queued while nobody reads the terminal
+MAX_WAITING_BYTES_PIPE = 128 << 20  # characters that are queued for a reader that is slow
 COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 
 
@@ -67,15 +67,13 @@ class TerminalConsole:
             for stream, file in self._streams.items()
         }
         self._prefixed = prefixed
-        self._lost = 0
         self._terminals = {
             stream for stream, file in self._streams.items() if not file.closed and file.isatty()
         }
-        self._files = {stream for stream, file in self._streams.items() if _is_regular(file)}
-        limit = MAX_WAITING if self._terminals else MAX_WAITING_PIPE
-        self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue(limit)
-        self._thread = threading.Thread(target=self._show, name="braid-launch-console", daemon=True)
-        self._thread.start()
+        own = _Writer(out, is_terminal=1 in self._terminals)
+        same = _place(out) == _place(err)  # then lines keep their order
+        other = own if same else _Writer(err, is_terminal=2 in self._terminals)
+        self._writers = {1: own, 2: other}
 
     def line(self, rank: int, stream: int, text: bytes, end: bytes = b"\n") -> None:
         """Show a line of a rank; the line is dropped and counted if nobody reads the terminal.
@@ -95,15 +93,13 @@ class TerminalConsole:
         return stream in self._terminals
 
     def close(self) -> None:
-        """Show the queued lines and end the thread; waits for the terminal. Idempotent."""
-        if not self._thread.is_alive():
-            return
-        if self._lost:
-            self._queue.put(
-                (2, f"braid: {self._lost:,} lines not shown: nobody read the output in time\n")
-            )
-        self._queue.put(None)
-        self._thread.join()
+        """Show the queued lines and end the threads; waits for the terminal. Idempotent."""
+        lost = sum(writer.num_lost for writer in set(self._writers.values()))
+        if lost and not self._writers[2].ended:
+            notice = f"braid: {lost:,} lines not shown: nobody read the output in time\n"
+            self._writers[2].put(self._streams[2], notice, wait=True)
+        for writer in set(self._writers.values()):
+            writer.close()
 
     def __enter__(self) -> TerminalConsole:
         return self
@@ -121,21 +117,83 @@ class TerminalConsole:
         return prefix + " "
 
     def _put(self, stream: int, text: str) -> None:
-        try:
-            self._queue.put((stream, text), block=stream in self._files)
-        except queue.Full:
-            self._lost += 1
+        self._writers[stream].put(self._streams[stream], text)
 
-    def _show(self) -> None:
-        while (item := self._queue.get()) is not None:
-            stream, text = item
-            file = self._streams[stream]
+
+class _Writer:
+    """Thread that writes to one place, so that a reader that stands still blocks nobody else.
+
+    Args:
+        file: One of the streams that it writes to.
+        is_terminal: Whether a person reads it.
+
+    Attributes:
+        num_lost: Number of lines for which there was no room.
+    """
+
+    def __init__(self, file: TextIO, *, is_terminal: bool) -> None:
+        self.num_lost = 0
+        self._waits_for_room = _is_regular(file)
+        self._room = MAX_WAITING_BYTES if is_terminal else MAX_WAITING_BYTES_PIPE
+        self._waiting: deque[tuple[TextIO, str]] = deque()
+        self._num_waiting = 0  # characters in the queue
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(
+            target=self._write_all, name="braid-launch-console", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def put(self, file: TextIO, text: str, *, wait: bool = False) -> None:
+        """Queue a text; without room it waits if the place is a file on a disk, else it is lost."""
+        with self._changed:
+            if self._num_waiting > self._room:
+                if not (wait or self._waits_for_room):
+                    self.num_lost += 1
+                    return
+                self._changed.wait_for(lambda: self._num_waiting <= self._room)
+            self._waiting.append((file, text))
+            self._num_waiting += len(text)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Write what is queued and end the thread. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                file, text = self._waiting.popleft()
+                is_last = not self._waiting or self._waiting[0][0] is not file
             try:
-                file.write(text)
-                if self._queue.empty():
+                _write(file, text)
+                if is_last:  # of a run of texts for one of two streams that lead here
                     file.flush()
             except (OSError, ValueError):  # a closed pipe: `braid run ... | head`; logs go on
-                continue
+                pass
+            with self._changed:
+                self._num_waiting -= len(text)
+                self._changed.notify_all()
+
+
+def _write(file: TextIO, text: str) -> None:
+    """Write a text; characters that the stream cannot encode become escapes."""
+    try:
+        file.write(text)
+    except UnicodeEncodeError:
+        encoding = file.encoding or "ascii"
+        file.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
 
 
 def _is_regular(file: TextIO) -> bool:
@@ -144,3 +202,12 @@ def _is_regular(file: TextIO) -> bool:
         return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except (OSError, ValueError):  # a stream in memory, or a closed one
         return False
+
+
+def _place(file: TextIO) -> object:
+    """Return where a stream leads: the same for two streams on one terminal, pipe or file."""
+    try:
+        place = os.fstat(file.fileno())
+    except (OSError, ValueError):
+        return id(file)
+    return place.st_dev, place.st_ino
