@@ -248,8 +248,11 @@ def test_characters_that_the_stream_cannot_encode_are_escaped(tmp_path: Path):
 
 def test_lines_of_both_streams_keep_their_order_on_one_place(tmp_path: Path):
     path = tmp_path / "both"
-    with path.open("a") as out, path.open("a") as err:
-        with TerminalConsole(out, err, prefixed=True) as console:
-            for number in range(100):
-                console.line(0, 1 + number // 3 % 2, b"%d" % number)
+    with (
+        path.open("a") as out,
+        path.open("a") as err,
+        TerminalConsole(out, err, prefixed=True) as console,
+    ):
+        for number in range(100):
+            console.line(0, 1 + number // 3 % 2, b"%d" % number)
     assert path.read_text().split("\n")[:-1] == [f"[rank 0] {number}" for number in range(100)]

@@ -26,6 +26,7 @@ from braid.errors import ConfigError
             "--nnodes=2:2 --master-addr a --master-port 5 t.py",
             "--nnodes 2 --rdzv tcp://a:5 t.py",
         ),
+        ("--nnodes 2 --rdzv-endpoint a t.py", "--nnodes 2 --rdzv tcp://a:29400 t.py"),
         ("--max-restarts 0 -r 3 -t 3 --log_dir x t.py", "--log-dir x t.py"),
         ("-n 2 --no-python -- ./a -n 3", "--no-python -n 2 -- ./a -n 3"),
     ],

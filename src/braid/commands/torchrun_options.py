@@ -17,6 +17,7 @@ from braid.errors import ConfigError
 __all__ = ["translated"]
 
 RENAMED: Mapping[str, str] = {"--nproc-per-node": "--num-ranks", "-np": "--num-ranks"}
+TORCHRUNS_PORT = 29400  # of a meeting place that names none
 NUMBERS_OF_DEVICES = ("auto", "gpu", "cpu")  # values of --nproc-per-node
 WITHOUT_EFFECT = frozenset(  # each rank has a log and is shown; hosts meet in one way
     {
@@ -119,8 +120,9 @@ def _meet(options: dict[str, str]) -> None:
         return
     options["--nnodes"] = low
     if not endpoint and address:
-        endpoint = f"{address}:{port or 29500}"
+        endpoint = address
     if endpoint:
+        endpoint = endpoint if ":" in endpoint else f"{endpoint}:{port or TORCHRUNS_PORT}"
         options.setdefault("--rdzv", f"tcp://{endpoint}")
 
 
