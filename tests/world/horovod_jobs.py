@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from braid.comm import Group
+if TYPE_CHECKING:  # torch takes long to import, and functions of ranks need none
+    from braid.comm import Group
 
 
 @contextlib.contextmanager
@@ -75,6 +78,10 @@ def modes() -> list[str]:
 
 
 if __name__ == "__main__":
+    from braid.compat.horovod.launcher.job_plan import OF_RANKS
+
     values = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
-    print(sys.argv[1:], dict(sorted(values.items())))
+    own = {name: values.pop(name, "") for name in OF_RANKS}
+    same = own.pop("HOROVOD_HOSTNAME") == platform.node()
+    print(sys.argv[1:], dict(sorted(values.items())), "/".join(own.values()) if same else own)
     sys.exit(3 if sys.argv[1:] == ["fail"] and rank() == 1 else 0)

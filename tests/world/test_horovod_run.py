@@ -62,8 +62,9 @@ def test_a_script_runs_on_all_ranks_with_its_arguments_and_variables(capfd, tmp_
     told = ["--config-file", "c.yaml", "--cache-capacity", "7", "--output-filename", "out"]
     assert main(["-np", "2", *told, sys.executable, JOBS, "--lr", "1"]) == 0
     expected = "['--lr', '1'] {'HOROVOD_CACHE_CAPACITY': '7', 'HOROVOD_CYCLE_TIME': '3'}"
-    assert lines(capfd.readouterr().out) == [f"[rank {rank}] {expected}" for rank in range(2)]
-    assert (tmp_path / "out/rank1.log").read_text().strip().endswith(expected)
+    found = [f"[rank {rank}] {expected} {rank}/2/{rank}/2/0/1" for rank in range(2)]
+    assert lines(capfd.readouterr().out) == found
+    assert (tmp_path / "out/rank1.log").read_text().strip().endswith(found[1][9:])
 
 
 def test_hosts_of_a_file_are_used_and_variables_go_there(capfd, tmp_path):
@@ -74,7 +75,7 @@ def test_hosts_of_a_file_are_used_and_variables_go_there(capfd, tmp_path):
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d"
     expected = re.escape("[] {'HOROVOD_CYCLE_TIME': '3'}")
     assert [
-        re.fullmatch(rf"\[rank {rank}\] {stamp} {expected}", line) is not None
+        re.fullmatch(rf"\[rank {rank}\] {stamp} {expected} {rank}/2/{rank}/2/0/1", line) is not None
         for rank, line in enumerate(lines(found.out))
     ] == [True, True]
     told = "HOROVOD_CYCLE_TIME=3 braid run --hostfile hosts --env HOROVOD_CYCLE_TIME"
@@ -85,7 +86,8 @@ def test_hosts_are_reached_through_ssh_with_its_port_and_key(ssh, capfd):
     options = ["-np", "2", "-H", "a:1,b:1", "-p", "2222", "-i", "key", "--no-stall-check"]
     assert main([*options, sys.executable, JOBS]) == 0
     expected = "[] {'HOROVOD_STALL_CHECK_DISABLE': '1'}"
-    assert lines(capfd.readouterr().out) == [f"[rank {rank}] {expected}" for rank in range(2)]
+    found = [f"[rank {rank}] {expected} {rank}/2/0/1/{rank}/2" for rank in range(2)]
+    assert lines(capfd.readouterr().out) == found
     called = sorted(
         line.partition(f" {sys.executable} ")[0] for line in ssh.read_text().splitlines()
     )
@@ -287,6 +289,11 @@ try:
 except ImportError as exc:
     print(exc)
 
+try:
+    import horovod.runner.util.network
+except ModuleNotFoundError as exc:
+    print(exc.name)
+
 def train(x):
     return x + 1
 
@@ -324,7 +331,10 @@ def test_unmodified_programs_find_horovod(installed, tmp_path):
         text=True,
     )
     assert (found.stdout, found.returncode) == (
-        "there is no horovod.tensorflow: braid's front for Horovod's users is for PyTorch alone\n[2, 2] True\n",
+        (
+            "there is no horovod.tensorflow: braid's front for Horovod's users is for PyTorch alone\n"
+            "horovod.runner.util\n[2, 2] True\n"
+        ),
         0,
     ), found.stderr
 
@@ -340,7 +350,15 @@ def test_horovodrun_is_installed_with_it(installed):
 def test_the_front_for_torch_is_one_module_under_two_names(installed, tmp_path):
     pytest.importorskip("braid.compat.horovod.torch")
     (tmp_path / "script.py").write_text(TORCH_SCRIPT)
-    code = "import horovod.torch, braid.compat.horovod.torch as b; print(horovod.torch is b)"
+    code = (
+        "import horovod.torch, braid.compat.horovod.torch as b; print(horovod.torch is b)\n"
+        "from horovod.common.util import extension_available, gloo_built, mpi_built\n"
+        "from horovod.common.process_sets import ProcessSet\n"
+        "from horovod.common.exceptions import HorovodInternalError\n"
+        "from horovod.torch.mpi_ops import allreduce\n"
+        "print(extension_available('torch'), gloo_built(), mpi_built(), allreduce is b.allreduce,\n"
+        "      ProcessSet is b.ProcessSet, HorovodInternalError is b.HorovodInternalError)"
+    )
     same = subprocess.run(
         [sys.executable, "-c", code],
         check=False,
@@ -348,7 +366,7 @@ def test_the_front_for_torch_is_one_module_under_two_names(installed, tmp_path):
         capture_output=True,
         text=True,
     )
-    assert same.stdout == "True\n", same.stderr
+    assert same.stdout == "True\nTrue True False True True True\n", same.stderr
     command = [str(installed / "bin/horovodrun"), "-np", "2", sys.executable, "script.py"]
     found = subprocess.run(
         command, check=False, env=_with(installed), capture_output=True, text=True

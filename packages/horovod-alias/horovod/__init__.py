@@ -39,7 +39,11 @@ class _Alias(MetaPathFinder, Loader):
         if name.partition(".")[0] in FRONTS:
             msg = f"there is no {fullname}: braid's front for Horovod's users is for PyTorch alone"
             raise ModuleNotFoundError(msg, name=fullname)
-        found = find_spec(TARGET + name) if name != "run" else None
+        try:
+            found = find_spec(TARGET + name) if name != "run" else None
+        except ModuleNotFoundError as error:  # of a package of braid that this one is not in
+            msg = f"No module named {fullname!r}: braid's front for Horovod's users has no such one"
+            raise ModuleNotFoundError(msg, name=fullname) from error
         return found and ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> None:

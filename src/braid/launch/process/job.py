@@ -7,6 +7,7 @@ then reads one message instead of one traceback per rank.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from braid.errors import ConfigError
 from braid.rendezvous import JobEnvironment
 
 __all__ = [
+    "RANK_VARIABLES",
     "JobSpec",
     "Outcome",
     "check_command",
@@ -32,6 +34,9 @@ __all__ = [
 ]
 
 MAX_RANKS = 4096  # on one host; a larger number is a typing error
+# names of further variables of ranks, each with the variable of torchrun whose value it gets:
+# "A=RANK B=WORLD_SIZE"; HOSTNAME stands for the name of the rank's host
+RANK_VARIABLES = "BRAID_RANK_VARIABLES"
 OUTER = ("BRAID_RESUME", "TORCHELASTIC_")  # variables of an enclosing run
 
 
@@ -167,9 +172,13 @@ def rank_environ(
         environment: Settings that the launcher passes to the rank.
         threads: OMP_NUM_THREADS of the rank.
     """
+    own = environment.to_environ()
+    values = {**own, "HOSTNAME": platform.node()}
+    pairs = (pair.partition("=") for pair in environ.get(RANK_VARIABLES, "").split())
     return {
         **{name: value for name, value in environ.items() if not name.startswith(OUTER)},
-        **environment.to_environ(),
+        **{name: values.get(source, "") for name, _, source in pairs},
+        **own,
         "OMP_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "BRAID_LAUNCHER_PID": str(os.getpid()),

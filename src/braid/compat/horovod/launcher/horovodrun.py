@@ -13,7 +13,7 @@ from braid._version import __version__
 from braid.compat.horovod.launcher.check_build import check_build
 from braid.compat.horovod.launcher.config_file import with_config
 from braid.compat.horovod.launcher.flags import Flags, help_text, parse_flags
-from braid.compat.horovod.launcher.job_plan import Launch, plan
+from braid.compat.horovod.launcher.job_plan import Launch, plan, with_rank_variables
 from braid.errors import ConfigError
 from braid.last_words import drop_unwritten, ending_well, print_error
 from braid.launch import Console, Host, Outcome, Supervisor, TerminalConsole, parse_hostfile
@@ -72,6 +72,7 @@ def launch(wanted: Launch, console: Console, *, owns_process: bool = False) -> O
     """
     for note in wanted.notes:
         console.notice(note)
+    wanted = with_rank_variables(wanted)
     if wanted.hosts is None:
         return Supervisor(console, owns_process=owns_process).run(wanted.job)
     return HostsSupervisor(console).run(wanted.job, wanted.hosts)

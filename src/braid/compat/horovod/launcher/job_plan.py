@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Literal
 
@@ -21,14 +21,23 @@ from braid.compat.horovod.launcher.flags import Flags
 from braid.compat.horovod.launcher.options import BY_NAME
 from braid.compat.horovod.variables import PREFIX, VARIABLES, read_variables
 from braid.errors import ConfigError
-from braid.launch import Host, Hosts, JobSpec, parse_hosts
+from braid.launch import RANK_VARIABLES, Host, Hosts, JobSpec, parse_hosts
 from braid.launch.cluster.remote_shell import DEFAULT_RSH
 
-__all__ = ["ELASTIC", "Launch", "plan", "program", "rsh_command"]
+__all__ = ["ELASTIC", "OF_RANKS", "Launch", "plan", "program", "rsh_command", "with_rank_variables"]
 
 Kind = Literal["script", "module", "program"]
 PYTHON = re.compile(r"python(?:3(?:\.[0-9]+)?)?")
 HOSTS_LIMIT_S = 60.0  # a cold start of the interpreter from a shared file system
+OF_RANKS = {  # scripts read the former; the launcher sets the latter
+    "HOROVOD_RANK": "RANK",
+    "HOROVOD_SIZE": "WORLD_SIZE",
+    "HOROVOD_LOCAL_RANK": "LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "HOROVOD_CROSS_RANK": "GROUP_RANK",
+    "HOROVOD_CROSS_SIZE": "GROUP_WORLD_SIZE",
+    "HOROVOD_HOSTNAME": "HOSTNAME",
+}
 START_TIMEOUT = "HOROVOD_START_TIMEOUT"
 ELASTIC = (
     "elastic training is not there yet: start a fixed number of ranks with -np, save checkpoints, "
@@ -109,6 +118,16 @@ def plan(
     )
     notes = (*_notes(flags, where is not None), *_other_python(flags, kind), *variables_read.notes)
     return Launch(job=job, hosts=where, variables=variables, notes=notes)
+
+
+def with_rank_variables(launch: Launch) -> Launch:
+    """Return the same launch, whose ranks also get Horovod's names of their rank and host."""
+    pairs = " ".join(f"{name}={source}" for name, source in OF_RANKS.items())
+    job = replace(launch.job, environ={**launch.job.environ, RANK_VARIABLES: pairs})
+    hosts = launch.hosts
+    if hosts is not None:
+        hosts = replace(hosts, environ=(*hosts.environ, RANK_VARIABLES))
+    return replace(launch, job=job, hosts=hosts)
 
 
 def program(

@@ -1,0 +1,1 @@
+"""Modules of `horovod.common` that scripts import."""

@@ -1,0 +1,114 @@
+"""Questions of `horovod.common.util` about what is built, and its small tools."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from braid.compat.horovod import basics
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "env",
+    "extension_available",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]
+
+
+def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether there is a front for a library, such as "torch"."""
+    del verbose
+    return ext_base_name == "torch"
+
+
+def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
+    """Return whether the front for a library works on GPUs of this host."""
+    return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
+
+
+def mpi_built(verbose: bool = False) -> bool:
+    """Return False: there is no MPI below."""
+    del verbose
+    return basics.mpi_built()
+
+
+def gloo_built(verbose: bool = False) -> bool:
+    """Return True: ranks meet and negotiate without MPI."""
+    del verbose
+    return basics.gloo_built()
+
+
+def nccl_built(verbose: bool = False) -> bool:
+    """Return whether torch has NCCL."""
+    del verbose
+    return bool(basics.nccl_built())
+
+
+def ddl_built(verbose: bool = False) -> bool:
+    """Return False: there is no DDL below."""
+    del verbose
+    return basics.ddl_built()
+
+
+def ccl_built(verbose: bool = False) -> bool:
+    """Return False: there is no oneCCL below."""
+    del verbose
+    return basics.ccl_built()
+
+
+def cuda_built(verbose: bool = False) -> bool:
+    """Return whether torch was built for CUDA."""
+    del verbose
+    return basics.cuda_built()
+
+
+def rocm_built(verbose: bool = False) -> bool:
+    """Return whether torch was built for ROCm."""
+    del verbose
+    return basics.rocm_built()
+
+
+@contextlib.contextmanager
+def env(**kwargs: str) -> Iterator[None]:
+    """Set environment variables inside of the context."""
+    before = {name: os.environ.get(name) for name in kwargs}
+    os.environ.update(kwargs)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def num_rank_is_power_2(num_rank: int) -> bool:
+    """Return whether a number is a power of two."""
+    return num_rank > 0 and num_rank & (num_rank - 1) == 0
+
+
+def split_list(l: Sequence[Any], n: int) -> list[list[Any]]:  # noqa: E741 - Horovod's name
+    """Divide a list into at most `n` lists of about the same length; none is empty."""
+    size, more = divmod(len(l), n)
+    ends = [number * size + min(number, more) for number in range(n + 1)]
+    return [list(l[a:b]) for a, b in itertools.pairwise(ends) if b > a]
+
+
+def is_iterable(x: Any) -> bool:
+    """Return whether a value can be iterated over."""
+    return isinstance(x, Iterable)
