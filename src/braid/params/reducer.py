@@ -59,7 +59,7 @@ class GradientReducer(GradientListener):
         table: Parameters of the model, the same on all ranks.
         options: Sizes, accumulation and checks.
         listener: Learns of each averaging.
-        hears_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
+        registers_outputs: Whether forward passes are registered (`register_outputs`). Otherwise a
             backward begins with the first part of a gradient that is computed.
 
     Attributes:
@@ -76,18 +76,18 @@ class GradientReducer(GradientListener):
         options: ReducerOptions | None = None,
         listener: ReducerListener | None = None,
         *,
-        hears_outputs: bool = True,
+        registers_outputs: bool = True,
     ) -> None:
         self._records = table.records
         self._options = options or ReducerOptions()
-        self._hears_outputs = hears_outputs
+        self._registers_outputs = registers_outputs
         self._state = BackwardState()
         self._averager = Averager(
             group, self._records, self._options, listener or ReducerListener(), self._state
         )
         self._local_steps = LocalSteps()
         self._has_hook = False
-        self._hooks = GradientHooks(self._records, self, partial_grads=not hears_outputs)
+        self._hooks = GradientHooks(self._records, self, partial_grads=not registers_outputs)
         self._hooks.attach(self.buckets.positions)
         self.synchronizes = True
         self.loss_weight: float | None = None
@@ -236,7 +236,7 @@ class GradientReducer(GradientListener):
         """Return a part of a gradient times the loss weight of its forward."""
         state = self._state
         if state.phase is Phase.IDLE:
-            if self._hears_outputs:
+            if self._registers_outputs:
                 if is_returned(self._records[position].param):
                     return None
                 self._backward_begins()

@@ -103,11 +103,11 @@ class Meeting:
         numbers: dict[str, int] = {}
         return tuple(numbers.setdefault(word[2], len(numbers)) for word in said)
 
-    def all_say(self, topic: str, word: str, ranks: Iterable[int] | None = None) -> list[str]:
-        """Tell all ranks, or `ranks`, a text and return theirs; each topic is used once."""
+    def gather(self, topic: str, text: str, ranks: Iterable[int] | None = None) -> list[str]:
+        """Send a text to all ranks, or to `ranks`, and return theirs; each topic is used once."""
         members = list(range(self.world_size) if ranks is None else ranks)
         try:
-            return self._exchange(topic, word, members)
+            return self._exchange(topic, text, members)
         except RanksMissingError as exc:
             msg = f"{exc} (this is rank {self.rank})"
             raise RendezvousError(msg) from exc

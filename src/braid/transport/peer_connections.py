@@ -112,10 +112,12 @@ def call_all(
                 )
             )
         except BraidError as exc:
-            _say_all(meeting, "shm/address", f"!{exc}", "can listen")  # raises, on all ranks
+            _gather_addresses(
+                meeting, "shm/address", f"!{exc}", "can listen"
+            )  # raises, on all ranks
             raise
         own = f"{os.getpid()}@{socket.gethostname()}@{listener.address}"
-        words = _say_all(meeting, "shm/address", own, "can listen")
+        words = _gather_addresses(meeting, "shm/address", own, "can listen")
         if me == 0:  # all have read it
             meeting.store.delete_key("shm/secret/0")
         said = [_Said.parse(word) for word in words]
@@ -147,19 +149,19 @@ def call_all(
     return {r: Call(said[r].pid, said[r].host, over_network, calls[r]) for r in remote}
 
 
-def _say_all(meeting: Meeting, topic: str, word: str, claim: str) -> list[str]:
-    """Tell all ranks a word and return theirs.
+def _gather_addresses(meeting: Meeting, topic: str, text: str, claim: str) -> list[str]:
+    """Send a text to all ranks and return theirs.
 
-    A word that begins with `!` says why its rank cannot go on; then all ranks raise it.
+    A text that begins with `!` says why its rank cannot go on; then all ranks raise it.
     """
-    words = meeting.all_say(topic, word)
-    wrong = [f"  rank {r}: {text[1:]}" for r, text in enumerate(words) if text.startswith("!")]
+    texts = meeting.gather(topic, text)
+    wrong = [f"  rank {r}: {own[1:]}" for r, own in enumerate(texts) if own.startswith("!")]
     if wrong:
         meeting.part()
         table = "\n".join(wrong)
         msg = f"not every rank {claim} for ranks of other hosts:\n{table}"
         raise ConfigError(msg)
-    return words
+    return texts
 
 
 def _own_address(network: Network) -> str:
@@ -186,7 +188,7 @@ def _agree_on_secret(
     """Return the job's secret and its name, or one from the store if every rank permits that."""
     trusts = not network.towards or network.insecure
     kind = "own" if secret else "store" if trusts else "none"
-    words = meeting.all_say("shm/trust", f"{kind}@{secrets.token_hex(8)}")
+    words = meeting.gather("shm/trust", f"{kind}@{secrets.token_hex(8)}")
     kinds, drawn = zip(*(word.split("@") for word in words), strict=True)
     job = drawn[0]
     if "none" in kinds or len(set(kinds)) > 1:
@@ -204,7 +206,7 @@ def _agree_on_secret(
     if secret is not None:
         return secret, job
     made = secrets.token_hex(32) if meeting.rank == 0 else ""
-    return Secret(bytes.fromhex(meeting.all_say("shm/secret", made)[0])), job
+    return Secret(bytes.fromhex(meeting.gather("shm/secret", made)[0])), job
 
 
 def _require_one_network(meeting: Meeting, said: list[_Said]) -> bool:
@@ -234,7 +236,7 @@ def _require_reach(meeting: Meeting, hosts: tuple[int, ...], said: list[_Said]) 
     )  # one of a host knocks: nobody answers before the meeting is over
     remote = {r: said[r].address for r in range(len(hosts)) if first and hosts[r] != mine}
     failed = {str(rank): why for rank, why in probe(remote, meeting.clock).items()}
-    words = meeting.all_say("shm/reach", json.dumps(failed))
+    words = meeting.gather("shm/reach", json.dumps(failed))
     found: dict[tuple[int, int], str] = {}
     for rank, word in enumerate(words):
         for other, why in json.loads(word).items():

@@ -18,13 +18,13 @@ from braid.clock import Clock
 from braid.diagnose import why_unreachable
 from braid.wire import Address
 
-__all__ = ["KNOCK_S", "own_address_towards", "probe"]
+__all__ = ["PROBE_LIMIT_S", "own_address_towards", "probe"]
 
-KNOCK_S = 5.0
+PROBE_LIMIT_S = 5.0
 
 
 def probe(
-    addresses: Mapping[int, str], clock: Clock, *, timeout_s: float = KNOCK_S
+    addresses: Mapping[int, str], clock: Clock, *, timeout_s: float = PROBE_LIMIT_S
 ) -> dict[int, str]:
     """Try to connect to all `addresses` at the same time.
 

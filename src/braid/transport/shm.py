@@ -68,7 +68,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         allow_siblings()  # before anyone can learn of this process and try
         me = os.getpid()
         address = RootAddress(me, start_time(me), root.file.fd, bells.write_fds)
-        texts = meeting.all_say("shm/root", address.to_text(), ranks)
+        texts = meeting.gather("shm/root", address.to_text(), ranks)
         addresses = {r: RootAddress.from_text(t) for r, t in zip(ranks, texts, strict=True)}
         service = None
         peers = MappedMemory(addresses, open_through_proc(addresses))
@@ -76,7 +76,7 @@ def share(meeting: Meeting, ranks: Sequence[int], *, pass_descriptors: bool = Fa
         if _refused(meeting, peers, ranks, force=pass_descriptors):
             service = DescriptorService(rank)
             undo.callback(service.close)
-            words = meeting.all_say("shm/service", service.name, ranks)
+            words = meeting.gather("shm/service", service.name, ranks)
             peers.close()
             names = dict(zip(ranks, words, strict=True))
             peers = MappedMemory(addresses, open_through_services(addresses, names))
@@ -108,7 +108,7 @@ def _refused(meeting: Meeting, peers: MappedMemory, ranks: Sequence[int], *, for
                 peers.root(other)
     except PermissionError:
         refused = True
-    return "refused" in meeting.all_say("shm/probe", "refused" if refused else "opened", ranks)
+    return "refused" in meeting.gather("shm/probe", "refused" if refused else "opened", ranks)
 
 
 def _may_pull(
@@ -117,7 +117,7 @@ def _may_pull(
     """Try to read every peer's private memory, and return on every rank whether all ranks may."""
     others = [(r, where.pid) for r, where in addresses.items() if r != meeting.rank]
     may = not forbid and POSSIBLE and all(_can_read(r, pid, peers.root(r)) for r, pid in others)
-    return "no" not in meeting.all_say("shm/pull", "yes" if may else "no", addresses)
+    return "no" not in meeting.gather("shm/pull", "yes" if may else "no", addresses)
 
 
 def _can_read(rank: int, pid: int, root: Root) -> bool:

@@ -112,7 +112,7 @@ class DistributedOptimizer:
         change_in_place(
             optimizer,
             _Averaging,
-            _reducer=GradientReducer(group, table, options, listener, hears_outputs=False),
+            _reducer=GradientReducer(group, table, options, listener, registers_outputs=False),
             _records=table.records,
             _snapshot=ParamSnapshot(record.param for record in table),
             _warned=False,

@@ -123,7 +123,7 @@ class Join:
         self._device = joinables[0].join_device
 
     @property
-    def tells_by_itself(self) -> bool:
+    def exchanges_presence(self) -> bool:
         """Whether the only joinable learns in its steps whether others work; too late to throw."""
         alone = len(self._hooks) == 1 and not self.throws
         return alone and type(self._hooks[0]).shadow is not JoinHook.shadow
@@ -166,7 +166,7 @@ class Join:
 
     def _shadow(self) -> bool:
         """Shadow one step of the others; return False when nobody works."""
-        if self.tells_by_itself:
+        if self.exchanges_presence:
             return bool(self._hooks[0].shadow())
         working = torch.zeros(1, device=self._device)
         self._group.all_reduce(working)
@@ -187,7 +187,7 @@ class Join:
             where no message is needed.
         """
         join = joinable._join  # noqa: SLF001 - the other half
-        if join is None or joinable is not join._joinables[0] or join.tells_by_itself:  # noqa: SLF001
+        if join is None or joinable is not join._joinables[0] or join.exchanges_presence:  # noqa: SLF001
             return None
         working = torch.ones(1, device=join._device)  # noqa: SLF001
         if join.throws:
