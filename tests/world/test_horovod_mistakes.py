@@ -124,6 +124,11 @@ def _mistakes() -> dict[str, Mistake]:
             lambda: hvd.broadcast_object(1, 0),
             "root_rank must be one of the ranks",
         ),
+        "a process set": Mistake(
+            lambda: hvd.add_process_set([0, 99]),
+            lambda: hvd.remove_process_set(hvd.add_process_set([0])) is True or None,
+            f"ranks of a process set must be below {size}, got [99]",
+        ),
         "no numbers": Mistake(
             lambda: hvd.allgather(torch.empty(2, device="meta")),
             lambda: hvd.allgather(x[0]),
@@ -228,7 +233,7 @@ def test_a_timeline_that_cannot_be_written_is_an_error_on_all_ranks(procs):
 
 # Whatever ranks and threads do.
 
-KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
+KINDS = ("allreduce", "grouped_allreduce", "allgather", "broadcast", "alltoall", "reducescatter")
 
 
 class Step(NamedTuple):
@@ -277,6 +282,9 @@ def _call(step: Step, number: int, name: str) -> torch.Tensor:
     own = wrong == "own"
     if step.kind == "allreduce":
         return hvd.allreduce(x, op=77 if own else hvd.Sum, name=name)  # type: ignore[arg-type]
+    if step.kind == "grouped_allreduce":
+        right = _input(step, rank, number)
+        return hvd.grouped_allreduce([right, x], op=77 if own else hvd.Sum, name=name)[1]  # type: ignore[arg-type]
     if step.kind == "allgather":
         return hvd.allgather(x.sum() if own else x, name)
     if step.kind == "broadcast":
@@ -290,7 +298,7 @@ def _call(step: Step, number: int, name: str) -> torch.Tensor:
 def _right(step: Step, number: int, ranks: Sequence[int]) -> torch.Tensor:
     each = [_input(step, rank, number) for rank in ranks]
     me = hvd.rank()
-    if step.kind == "allreduce":
+    if "allreduce" in step.kind:
         return torch.stack(each).sum(0)
     if step.kind == "allgather":
         return torch.cat(each)
@@ -304,7 +312,7 @@ def _right(step: Step, number: int, ranks: Sequence[int]) -> torch.Tensor:
 def _problem(step: Step, number: int, name: str, ranks: Sequence[int]) -> str:
     """What is wrong with how a step has ended on this rank; empty when nothing is."""
     fails = any(step.wrong[rank] for rank in ranks)
-    fails |= len(ranks) < hvd.size() and step.kind != "allreduce"
+    fails |= len(ranks) < hvd.size() and "allreduce" not in step.kind
     try:
         found = _call(step, number, name)
     except (RuntimeError, ValueError) as error:

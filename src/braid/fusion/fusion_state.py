@@ -30,7 +30,7 @@ Source: Sergeev & Del Balso 2018, sec. 3; the response cache of Horovod 0.16.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,7 +55,7 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a cycle, the same on all ranks.
+    """Result of a cycle, the same on all ranks but for `refused_here`.
 
     Attributes:
         batches: Batches to be carried out in this order; those with an error are refused.
@@ -70,7 +70,7 @@ class Outcome:
     last_joined: int = -1
     stalls: Sequence[Stall] = ()
     stop: str = ""
-    refused_here: Collection[str] = ()
+    refused_here: Collection[str] = field(default=(), compare=False)
     cycle_time_s: float | None = None
 
 
@@ -118,7 +118,7 @@ class FusionState:
         self._mine: dict[str, _Mine] = {}
         self._unsent: dict[str, _Mine] = {}
         self._refused: set[str] = set()  # names of refusals that have not met all ranks
-        self._behind: list[tuple[Sequence[Request], float]] = []  # calls behind such refusals
+        self._behind: list[tuple[Sequence[Request], float]] = []  # calls that wait for others
         self._hits = 0  # bits of positions that this rank is ready for
         self._changed = 0  # bits of positions that are not valid for this rank any more
         self._joined = False
@@ -162,13 +162,12 @@ class FusionState:
     def refuse(self, request: Request, now_s: float) -> None:
         """Enter a refusal: requests of its name on the other ranks end with `request.refusal`.
 
-        Nothing happens where this rank has joined, or has that name in flight.
+        Nothing happens where this rank has joined.
         """
         check_sendable(request)
-        waits = any(request.name == each.name for call, _ in self._behind for each in call)
-        if self._joined or (request.name in self._mine and not waits):
+        if self._joined:
             return
-        if request.name in self._refused:
+        if request.name in self._refused or request.name in self._mine:
             self._behind.append(([request], now_s))
         else:
             self._enter_refusal(request, now_s)
@@ -331,10 +330,11 @@ class FusionState:
         ready, all_work = self._cycle
         self._remove(ready)
         if answer is None and all_work:
+            self._enter_waiting()
             return Outcome(ready.batches)
         cached = [self._cached(position, all_work=all_work) for position in ready.positions]
         new = NOTHING if answer is None else read_answer(answer)
-        behind = {request.name for requests, _ in self._behind for request in requests}
+        behind = self._waiting_names()
         refused = {r.name for r in new.responses if r.name in self._refused or r.name in behind}
         own = [
             None if response.name in refused else self._mine.pop(response.name, None)
@@ -350,8 +350,7 @@ class FusionState:
         if new.settings is not None:
             self._threshold_bytes, cycle_time_s = new.settings
             self._plans.clear()
-        if refused:
-            self._enter_waiting()
+        self._enter_waiting()
         return Outcome(planned, new.last_joined, new.stalls, new.stop, refused, cycle_time_s)
 
     @property
@@ -362,16 +361,26 @@ class FusionState:
     # Parts.
 
     def _enter_waiting(self) -> None:
-        """Enter calls that have waited behind refusals, in their order."""
+        """Enter calls that have waited behind others of their names, in their order."""
+        if not self._behind:
+            return
+        blocked = self._refused | (self._mine.keys() - self._waiting_names())
         behind, self._behind = self._behind, []
         for requests, since_s in behind:
-            if any(request.name in self._refused for request in requests):
+            names = {request.name for request in requests}
+            waits = not blocked.isdisjoint(names)
+            blocked |= names
+            if waits:
                 self._behind.append((requests, since_s))
             elif requests[0].refusal:
                 self._enter_refusal(requests[0], since_s)
             else:
                 for request in requests:
                     self._enter(request, since_s)
+
+    def _waiting_names(self) -> set[str]:
+        """Return names of requests that wait behind refusals."""
+        return {each.name for call, _ in self._behind for each in call if not each.refusal}
 
     def _plan(self, bits: int) -> _Planned:
         """Return the batches for these positions; the same ones come back in every step."""

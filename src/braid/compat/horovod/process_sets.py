@@ -109,8 +109,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         ConfigError: The set has ranks that do not exist, or there is one of these ranks already.
         HorovodInternalError: Ranks pass different sets.
     """
-    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _check_new(added, session().group.size)
+    try:
+        added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        _check_new(added, session().group.size)
+    except ConfigError as error:
+        session().refuse_set(str(error))
+        raise
     with translated():
         member = session().add(added.ranks)
     added.process_set_id = member.number

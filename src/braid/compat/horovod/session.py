@@ -7,6 +7,7 @@ state; it is here, and nowhere else.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -24,7 +25,7 @@ from braid.comm import Group
 from braid.compat.horovod.adasum import AdasumReduce
 from braid.compat.horovod.environment import Environment, write_search
 from braid.compat.horovod.failure import NotInitializedError
-from braid.errors import ConfigError
+from braid.errors import CommError, ConfigError
 from braid.fusion import Autotuner, Fusion, Request, Stall
 from braid.fusion.batching import Batch
 from braid.fusion.entry import Entry, Result
@@ -161,6 +162,12 @@ class Session:
         number = engine.submit(Request(NEW_SET, NEW_SET, text=text), None).wait()
         assert isinstance(number, int)
         return self._members[number]
+
+    def refuse_set(self, reason: str) -> None:
+        """Refuse the next process set on all ranks, since this rank cannot add its own."""
+        with contextlib.suppress(CommError):  # the engine has ended
+            refused = Request(NEW_SET, NEW_SET, refusal=reason[:1000])
+            self.whole.engine.refuse(refused)
 
     def remove(self, number: int) -> None:
         """Remove a process set; all ranks call this."""

@@ -115,7 +115,7 @@ def factor(value: Any, what: str) -> float:
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of tensors
         number = math.nan
     if math.isnan(number):
-        msg = f"{what} must be a number, got {value!r}"
+        msg = f"{what} must be a number, got {repr(value)[:100]}"
         raise ConfigError(msg)
     return number
 
