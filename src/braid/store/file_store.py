@@ -49,6 +49,7 @@ __all__ = ["FileStore"]
 
 _MAGIC = b"BRAIDKV1"
 _HEAD = struct.Struct("<II")
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _MAX_RECORD_BYTES = 1 << 30
 _PAUSE_FIRST_S = 0.0005
 _PAUSE_MOST_S = 0.02  # how late a waiter may notice a key
@@ -85,7 +86,6 @@ class FileStore(RequestStore):
         self._clock = clock or MonotonicClock()
         self._table = Table()
         self._read_to = 0  # the end of the last whole record in the table
-        self._decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
         self._thread_lock = threading.Lock()  # flock does not tell threads of one descriptor apart
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -181,7 +181,7 @@ class FileStore(RequestStore):
             if zlib.crc32(body) != checksum:
                 return
             try:
-                request = self._decoder.decode(body)
+                request = _REQUESTS.decode(body)
             except msgspec.DecodeError as exc:
                 msg = (
                     f"the store {self._path} has a record of another version at byte "
